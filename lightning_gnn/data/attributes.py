@@ -8,7 +8,7 @@ N nodes, E edges.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -92,6 +92,26 @@ def kinds_of(data: Data) -> dict[str, Kind]:
     known = data.__dict__.get("_kinds", {})
     num_nodes, num_edges = data.x.size(0), data.edge_index.size(1)
     return {name: known.get(name) or kind_by_rows(name, value, num_nodes, num_edges) for name, value in tensors.items()}
+
+
+_OF_NODES = re.compile(r"x|y|z|pos|batch|[xy]_.*|.*(node|n_id).*|.+_mask")
+"""Names that are of nodes where they have no "edge" in them: PyG's own, and those that say so."""
+
+
+def tell_kinds(data: Data, kind: Kind, names: Iterable[str]) -> None:
+    """Notes what attributes of a graph belong to, where its source says so and their rows may not."""
+    data.__dict__.setdefault("_kinds", {}).update(dict.fromkeys(names, kind))
+
+
+def check_kinds(ambiguous: Sequence[str], num_nodes: int) -> None:
+    """Raises ValueError for attributes with a row for each node and for each edge of a graph with as many nodes as edges."""
+    if ambiguous:
+        first = ambiguous[0]
+        raise ValueError(
+            f"{', '.join(ambiguous)}: {num_nodes} rows, and the graph has as many nodes as edges, so these may be of either. A "
+            f"rank has the rows of its nodes, or of its edges. Say which by the name: data.node_{first} = data.{first}, or "
+            f"data.edge_{first} = data.{first}, and del data.{first}."
+        )
 
 
 def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int | None) -> Kind:
@@ -180,12 +200,14 @@ def kept_attributes(
 ) -> tuple[dict[str, Any], dict[str, Kind], dict[str, str]]:
     """Returns what is kept of a graph, on the CPU, what its tensors belong to, and why others are left out.
 
-    Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before.
+    Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before. Raises ValueError
+    for what may be of nodes or of edges.
     """
     kept: dict[str, Any] = {}
-    kinds = kinds_of(data) if isinstance(data, GraphData) else {}
+    told = data.__dict__.get("_kinds", {})
+    kinds: dict[str, Kind] = dict(told) if isinstance(data, GraphData) else {}
     left_out: dict[str, str] = {}
-    warnings = []
+    warnings, ambiguous = [], []
     for name, value in given.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
             warnings.append(
@@ -212,11 +234,11 @@ def kept_attributes(
                 f"{name} {list(value.shape)} has a row neither per node nor per edge, so every rank gets all of it: if it holds "
                 "ids of nodes or edges, these are ids in the whole graph, and no rows of a batch (docs/models.md)"
             )
-        elif num_nodes == num_edges and kind == "node" and name not in ("x", "y", "pos", "batch", *SPLITS.values()):
-            warnings.append(
-                f"{name} has {num_nodes} rows, and there are as many nodes as edges: it is taken to be of nodes. If it is of "
-                f"edges, call it edge_{name}"
-            )
+        elif num_nodes == num_edges and kind != "graph" and name in told:
+            kinds[name] = told[name]
+        elif num_nodes == num_edges and kind == "node" and not _OF_NODES.fullmatch(name):
+            ambiguous.append(name)
+    check_kinds(ambiguous, num_nodes)
     if not isinstance(data, GraphData):
         for text in warnings:
             rank_zero_warn(f"{text}.")

@@ -23,7 +23,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.arguments import shown
 from lightning_gnn.data.array_files import Table, mapped, member, write_edges, write_rows
-from lightning_gnn.data.attributes import SPLITS
+from lightning_gnn.data.attributes import SPLITS, tell_kinds
 
 Split = Mapping[str, Any]
 
@@ -187,6 +187,8 @@ def _chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
             called = _named(name) if not prefix else f"{prefix}{name.removeprefix('edge_')}"
             paths = [folder / each for each in of["data"]]
             values[called] = _tensor(_joined(paths, scratch, called, **_of_format(of["format"])))
+            if not prefix:
+                tell_kinds(values, "node", [called])
     values.num_nodes = num_nodes
     return values, None
 
@@ -216,6 +218,8 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     for of in meta.get("feature_data") or ():
         name = _named(of["name"]) if of["domain"] == "node" else f"edge_{of['name'].removeprefix('edge_')}"
         values[name] = _tensor(mapped(folder / of["path"]))
+        if of["domain"] == "node":
+            tell_kinds(values, "node", [name])
     split: dict[str, torch.Tensor] = {}
     for task in meta.get("tasks") or ():
         for key, part in (("train_set", "train"), ("validation_set", "valid"), ("test_set", "test")):

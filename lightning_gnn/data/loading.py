@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore, HeteroData
 from torch_geometric.data.data import BaseData
 
-from lightning_gnn.data.attributes import TO_PREDICT_LINKS
+from lightning_gnn.data.attributes import TO_PREDICT_LINKS, tell_kinds
 from lightning_gnn.data.folders import is_folder, read_folder
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | tuple[FeatureStore, GraphStore] | Callable[..., Any]
@@ -127,7 +127,10 @@ def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Data | HeteroD
     of_nodes = [name for name in groups if not isinstance(name, tuple)]
     if not others and (first is None or (first[0] == first[2] and of_nodes == [first[0]])):
         values = {name: value for group in groups.values() for name, value in group.items()}
-        return Data(edge_index=ends[first], **values)
+        whole = Data(edge_index=ends[first], **values)
+        for name, group in groups.items() if first is not None else ():
+            tell_kinds(whole, "edge" if isinstance(name, tuple) else "node", group)
+        return whole
     data = HeteroData()
     for name, group in groups.items():
         data[name].update(group)
@@ -178,6 +181,10 @@ class Versions:
     def changed(self) -> list[str]:
         """Returns the names of tensors that have been changed in place since."""
         return [*dict.fromkeys(name for name, tensor, version in self._living() if tensor._version != version)]
+
+    def named(self) -> dict[int, str]:
+        """Returns the names of tensors by :func:`id`."""
+        return {id(tensor): name for name, tensor, _ in self._living()}
 
     def _living(self) -> Iterator[tuple[str, Tensor, int]]:
         for name, weak, version in self._seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import NoneType
@@ -311,6 +311,9 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         return shard
 
     def train_dataloader(self) -> Any:
+        failure = None if self.trainer is None else self.trained_by(self.trainer.optimizers)
+        if failure is not None:
+            raise failure
         return self._batches("train_mask")
 
     def val_dataloader(self) -> Any:
@@ -327,6 +330,21 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         if not self._versions:
             self._versions = versions_of(self.shard.batch)
         return OneBatch(self.shard.batch, self, mask)
+
+    def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
+        """Returns an error for an optimizer that is to train a tensor of the graph, of which batches have copies."""
+        of_graph = self._versions_of_source.named()
+        for optimizer in optimizers:
+            names = [of_graph.get(id(each)) for group in optimizer.param_groups for each in group["params"]]
+            name = next(filter(None, names), None)
+            if name is not None:
+                return ValueError(
+                    f"{type(optimizer).__name__} is to train {name} of the graph, and batches have copies of it, whose gradients "
+                    "do not reach it. Let the module learn a row per node: DistributedEmbedding(num_nodes, dim), called with "
+                    f"batch.n_id (docs/embeddings.md). If the module learns {name} by itself, give the graph a copy: "
+                    f"data.{name} = data.{name}.detach().clone()."
+                )
+        return None
 
     def tell_of_changes(self, why: str) -> None:
         """Warns of changes of the batch in place, which are lost now; on one device they would have stayed."""

@@ -168,9 +168,8 @@ class GNNStrategy(StepStrategy):
         shard = self._shard = run_checks.take_shard(self, trainer)
         run_checks.before_stage(self, module, shard, trainer)
         super().setup(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+        if trainer.state.fn == TrainerFn.FITTING:
+            run_checks.check_optimizers(self, trainer)
         self.begin_stage(trainer, shard)
 
     def binds(self, shard: Shard) -> bool:
@@ -210,7 +209,7 @@ class GNNStrategy(StepStrategy):
             self._in_use.enter_context(in_hooks(trainer, self._rows.mode))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
-        self._callbacks = [*self.stage_callbacks(shard), run_checks.EpochChecks()]
+        self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         if in_parts or shard.types.is_hetero:

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.checks.unregistered import unregistered, unregistered_in_loss
+from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.datamodules.graph import check_fits, check_links
+from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.fused import kernel_groups
@@ -23,12 +26,42 @@ if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
 
 
-class EpochChecks(pl.Callback):
-    """Refuses, as an epoch begins, what has changed since the stage began and ranks would not follow."""
+class RunChecks(pl.Callback):
+    """Refuses what has changed since the stage began, and ranks would not follow, before the next epoch's first step.
+
+    Beside the graph, that is what optimizers hold, in callbacks that unfreeze layers, say. Looks at it again where groups of
+    parameters have come or gone, and in the first step at what its loss comes from.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._steps = 0
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
+            self._sizes = sizes
+            failure = unregistered(pl_module, trainer.optimizers)
+            if failure is not None:
+                raise failure
+        if batch_idx == 0:
+            self._check_graph(trainer.datamodule)  # type: ignore[attr-defined]
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if trainer.world_size > 1 and self._steps == 0:
+            failure = unregistered_in_loss(pl_module, loss)
+            if failure is not None:
+                raise failure
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+
+    def _check_graph(self, data: GraphDataModule) -> None:
         changed = data.changed_in_stage()
         if changed:
             raise ValueError(
@@ -80,6 +113,17 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
     strategy._checks.before_stage(module, shard, trainer)
     if not shard.types.is_hetero:
         check_own_memory(strategy, trainer, shard)
+
+
+def check_optimizers(strategy: GNNStrategy, trainer: pl.Trainer) -> None:
+    """Refuses, on all ranks, what a module's ``configure_optimizers`` has returned, if ranks could not train it together."""
+    failure: ValueError | None = None
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in strategy.optimizers):
+        failure = ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+    elif strategy.world_size > 1:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        failure = data.trained_by(strategy.optimizers) or unregistered(strategy._module, strategy.optimizers)
+    raise_together(strategy.world, failure, "The optimizers cannot be used on ranks")
 
 
 def take_shard(strategy: GNNStrategy, trainer: pl.Trainer) -> Shard:

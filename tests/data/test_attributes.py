@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, fetch_rows
 from lightning_gnn.checks.small_graph import FORMS, small_graph
-from lightning_gnn.data.attributes import LeftOutError, kinds_of
+from lightning_gnn.data.attributes import LeftOutError, kinds_of, tell_kinds
 from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.loading import load_source
 from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
@@ -168,15 +168,40 @@ def test_the_store_keeps_kinds_words_and_reasons(tmp_path):
             copy.deepcopy(batch)["words"]
 
 
-def test_as_many_nodes_as_edges():
+def ring(**attributes: Any) -> Data:
+    """Each node with one in-edge: as many nodes as edges, also in the parts."""
     source = torch.arange(60)
-    same = {"edge_index": torch.stack([source, (source + 7) % 60]), "edge_weight": None, "edge_attr": None}
-    with pytest.warns(UserWarning, match="tone has 60 rows, and there are as many nodes as edges.*call it edge_tone"):
-        data = prepare_graph(graph(**same, tone=torch.rand(60), edge_tone=torch.rand(60), pos=torch.rand(60, 2)))
-    kinds = kinds_of(data)
-    assert kinds["tone"] == kinds["pos"] == kinds["x"] == "node" and kinds["edge_tone"] == "edge"
+    return graph(edge_index=torch.stack([source, (source + 7) % 60]), edge_weight=None, edge_attr=None, **attributes)
+
+
+def test_what_may_be_of_nodes_or_of_edges_is_asked():
+    of_nodes = {name: torch.rand(60) for name in ("pos", "z", "x_2", "node_tone", "tone_n_id")}
+    of_nodes["own_mask"] = torch.rand(60) > 0.5
+    of_edges = {"edge_tone": torch.rand(60), "tone_of_edge": torch.rand(60, 2)}
+    data = prepare_graph(ring(**of_nodes, **of_edges))
     batch = cut_graph(data, HALVES, 2).shard(1).batch
-    assert torch.equal(batch.edge_tone, data.edge_tone[batch.e_id]) and torch.equal(batch.tone, data.tone[batch.n_id])
+    for name in (*of_nodes, "x", "y", "train_mask"):
+        assert kinds_of(data)[name] == "node" and torch.equal(batch[name], data[name][batch.n_id]), name
+    for name in of_edges:
+        assert kinds_of(data)[name] == "edge" and torch.equal(batch[name], data[name][batch.e_id]), name
+    words = (
+        "dist, tone: 60 rows, and the graph has as many nodes as edges.*data.node_dist = data.dist, or data.edge_dist"
+    )
+    with pytest.raises(ValueError, match=words):
+        prepare_graph(ring(dist=torch.rand(60), tone=torch.rand(60, 3), classes=torch.rand(5)))
+    again = prepare_graph(ring(node_tone=torch.rand(60)))
+    prepare_graph(again)
+    again.dist = torch.rand(60)
+    with pytest.raises(ValueError, match="dist: 60 rows"):
+        prepare_graph(again)
+
+
+@pytest.mark.parametrize("kind", ["node", "edge"])
+def test_a_source_that_knows_is_not_asked(kind):
+    given = ring(dist=torch.rand(60))
+    tell_kinds(given, kind, ["dist"])
+    data = prepare_graph(copy.copy(given))
+    assert kinds_of(data)["dist"] == kind
 
 
 # What is left out #############################################################

@@ -23,9 +23,10 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, VertexCutStrategy, planted_partition
 from lightning_gnn.data import array_files
+from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.folders import read_folder
 from lightning_gnn.data.loading import graph_digests, load_source
-from lightning_gnn.data.sources import MASKS
+from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.datamodules import stored_graph
 from lightning_gnn.partition import budget, edge_cut, in_edges, vertex_cut
@@ -496,6 +497,21 @@ def test_a_pair_of_stores(layout, tmp_path):
     order = GRAPH.edge_index[1].argsort(stable=True)
     assert torch.equal(found.edge_index, GRAPH.edge_index if layout == "coo" else GRAPH.edge_index[:, order])
     assert read_cut(tmp_path / data.build(THREE)).report["cut_edges"] > 0
+
+
+def test_what_others_files_and_stores_say_is_of_nodes_or_edges_is_known(tmp_path):
+    """Also where there are as many of both, and the names do not tell."""
+    features, edges = MyFeatureStore(), MyGraphStore()
+    kind = ("node", "to", "node")
+    features.put_tensor(torch.rand(N, 3), group_name="node", attr_name="x", index=None)
+    features.put_tensor(torch.rand(N), group_name="node", attr_name="tone", index=None)
+    features.put_tensor(torch.rand(N), group_name=kind, attr_name="dist", index=None)
+    edges.put_edge_index((torch.arange(N), torch.arange(N).roll(1)), edge_type=kind, layout="coo", size=(N, N))
+    ring, _ = load_source((features, edges))
+    assert {"tone": "node", "dist": "edge"}.items() <= kinds_of(prepare_graph(ring, masks_needed=False)).items()
+    for form in (chunked, graphbolt):
+        found, _ = load_source(str(form(tmp_path / form.__name__)), None, tmp_path / "scratch" / form.__name__)
+        assert found.__dict__["_kinds"]["x"] == "node"
 
 
 def test_a_pair_of_stores_with_types_and_without_edges():

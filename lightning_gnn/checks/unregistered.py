@@ -1,0 +1,84 @@
+"""Parameters that an optimizer trains and the module has not registered: no rank would sum their gradients with others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_DEEPEST = 4
+"""Containers in containers in which a parameter is looked for, to name it."""
+
+
+def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer]) -> ValueError | None:
+    """Returns an error that names the first parameter of an optimizer that learns and is none of the module's; None without."""
+    registered = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            found = [each for each in group["params"] if each.requires_grad and id(each) not in registered]
+            if found:
+                return ValueError(_text(module, type(optimizer).__name__, number, found))
+    return None
+
+
+def unregistered_in_loss(module: torch.nn.Module, loss: Tensor) -> ValueError | None:
+    """As :func:`unregistered`, of optimizers that the Trainer does not know and that hold a parameter of this loss."""
+    registered = {id(parameter) for parameter in module.parameters()}
+    apart = {id(leaf) for leaf in _leaves(loss) if isinstance(leaf, torch.nn.Parameter)} - registered
+    if not apart:
+        return None
+    for optimizer in [each for each in gc.get_objects() if isinstance(each, Optimizer)]:
+        for number, group in enumerate(optimizer.param_groups):
+            found = [each for each in group["params"] if id(each) in apart]
+            if found:
+                return ValueError(_text(module, type(optimizer).__name__, number, found))
+    return None
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves that a backward of the loss comes to."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            yield node.variable
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def _text(module: torch.nn.Module, optimizer: str, group: int, found: list[Tensor]) -> str:
+    name, first = type(module).__name__, found[0]
+    place = next(_places(first, module), None)
+    more = f" (the first of {len(found)})" if len(found) > 1 else ""
+    return (
+        f"{optimizer}, parameter group {group}, trains a parameter of shape {list(first.shape)}{more}, "
+        f"{place or 'which is in no attribute'}, that {name} has not registered: its gradient would not be summed over ranks. "
+        "Register it in __init__: self.name = torch.nn.Parameter(...), or, in place of a list or dict, torch.nn.ParameterList "
+        "or ParameterDict of parameters, ModuleList or ModuleDict of modules. Rows of nodes that are learnt are best kept in a "
+        "DistributedEmbedding (docs/embeddings.md)."
+    )
+
+
+def _places(parameter: Tensor, module: torch.nn.Module) -> Iterator[str]:
+    """Yields the attributes of a module in which a parameter is and is not registered."""
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if not attribute.startswith("_"):
+                yield from _found(parameter, value, ".".join(filter(None, ["self", name, attribute])), _DEEPEST)
+
+
+def _found(parameter: Tensor, value: Any, name: str, depth: int) -> Iterator[str]:
+    if value is parameter:
+        yield name
+    elif isinstance(value, torch.nn.Module):
+        yield from (f"{name}.{inner}" for inner, each in value.named_parameters() if each is parameter)
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from _found(parameter, each, f"{name}[{key!r}]", depth - 1)
