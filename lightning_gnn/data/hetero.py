@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,36 @@ NO_TYPES = (
     'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
     "RGCNConv and its kin take."
 )
+
+
+def about_types(error: str, step: str) -> str | None:
+    """Returns what to do where `step` reads a graph with types as one without, or the other way round; None for another error."""
+    found = re.search(r"'(HeteroData|GlobalStorage)'.* has no attribute '(\w+)'", error)
+    if found is not None and found[1] == "HeteroData":
+        kind = "'paper', 'cites', 'paper'" if found[2].startswith("edge") else "'paper'"
+        return (
+            f"{step} reads batch.{found[2]}, and a HeteroData has its rows and edges by type: batch[{kind}].{found[2]}, say, "
+            "batch.x_dict and batch.edge_index_dict. Make the model for types (to_hetero, HeteroConv), or, if the graph's types "
+            "do not matter, GraphDataModule(graph.to_homogeneous()); docs/models.md, 'Node and edge types'."
+        )
+    if found is not None and found[2].endswith("_dict"):
+        name = found[2].removesuffix("_dict")
+        return (
+            f"{step} reads batch.{name}_dict, which a HeteroData has, and this graph has no types: read batch.{name}."
+        )
+    return None
+
+
+@contextmanager
+def telling_about_types(step: str) -> Iterator[None]:
+    """Adds to an error of `step` what :func:`about_types` says of it."""
+    try:
+        yield
+    except AttributeError as error:
+        said = about_types(str(error), step)
+        if said is None:
+            raise
+        raise AttributeError(said) from error
 
 
 def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:

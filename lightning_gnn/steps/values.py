@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class StepValues:
         rows: GraphRows | None = None,
     ) -> None:
         self._module, self._world, self._shard, self._loss_reduction = module, world, shard, loss_reduction
-        self._rows = rows
+        self._rows, self._is_whole = rows, False
         self.logs = self._wrapped()
         self.scale = 1.0
         given = shard.predicted(shard.batch)
@@ -61,40 +61,47 @@ class StepValues:
         finally:
             self.logs = self._wrapped()
 
-    def enter_rows(self, batch: Any, predicts: bool = False) -> AbstractContextManager[Any]:
-        """Begins a step on the whole graph; returns the mode under which it runs."""
-        assert self._rows is not None
-        self._rows.mode.lets_rows_leave = predicts
-        self._rows.mode.left.clear()
-        self._rows.place(batch)
-        self.logs.enter_rows()
-        self.scale = 1 / self._world.size
-        return self._rows.mode.opened()
+    @contextmanager
+    def step(self, batch: Any, mask: str | None, whole: bool = True) -> Iterator[None]:
+        """A step on a batch whose values count a mask, none where it predicts; on the `whole` graph where layers are bound to it,
+        else on the rank's own batch."""
+        self._is_whole = whole and self._rows is not None
+        if self._rows is not None and self._is_whole:
+            self._rows.mode.lets_rows_leave = mask is None
+            self._rows.mode.left.clear()
+            self._rows.place(batch)
+            self.logs.enter_rows()
+            self.scale = 1 / self._world.size
+            with self._rows.mode.opened():
+                yield
+        else:
+            if mask is not None:
+                self._enter(batch, mask)
+            yield
 
-    def leave_rows(self, output: Any) -> None:
+    def _enter(self, batch: Any, mask: str) -> None:
+        mask, shard, rank = counted_mask(mask, self._module), self._shard, self._world.rank
+        sampled = "seed_counts" in batch
+        counts: Sequence[int] = batch.seed_counts if sampled else self._counts(batch, mask)
+        stand_ins = 1 if sampled and not counts[rank] else 0
+        self.logs.enter(counts, stand_ins, shard.sizes(rank))
+        # For manual_backward, inside the step, which has not said what its loss weighs.
+        self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
+
+    def leave(self, output: Any, trains: bool = False) -> None:
         """Ends the step, which has returned `output`: logs what it has logged.
 
         Raises:
             NotExactError: its loss is not known to be that of all ranks.
+            ValueError: a step on the rank's own batch has returned no loss.
         """
-        check_loss(output)
-        self.logs.leave_rows()
-
-    def enter(self, batch: Any, mask: str) -> Sequence[int]:
-        """Begins a step on a batch whose values count a mask; returns the mask's labelled rows by rank."""
-        mask, shard, rank = counted_mask(mask, self._module), self._shard, self._world.rank
-        sampled = "seed_counts" in batch
-        counts: Sequence[int] = batch.seed_counts if sampled else self._counts(batch, mask)
-        stand_ins = 0
-        if not counts[rank] and (sampled or mask in MASKS):
-            stand_ins = 1 if sampled else int(shard.predicted(batch)[mask].sum())
-        self.logs.enter(counts, stand_ins, shard.sizes(rank))
-        # For manual_backward, inside the step, which has not said what its loss weighs.
-        self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
-        return counts
-
-    def leave(self, output: Any, trains: bool = False) -> None:
-        """Ends the step, which has returned `output`: logs what it has logged."""
+        if self._is_whole:
+            if trains:
+                check_loss(output)
+            self.logs.leave_rows()
+            return
+        if trains and output is None and self._module.automatic_optimization:
+            raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:

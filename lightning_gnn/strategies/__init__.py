@@ -5,9 +5,11 @@ A strategy's own module is imported when the Trainer, or other code, first takes
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
@@ -73,6 +75,16 @@ def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) ->
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         description = f"{described}, ranks started by {start_method}"
         StrategyRegistry.register(name + suffix, strategy, description=description, start_method=start_method)
+        STRATEGY_REGISTRY.register(name + suffix, partial(_refuse_fabric, name + suffix), "for the Trainer only")
+
+
+def _refuse_fabric(name: str) -> NoReturn:
+    """Stands for a strategy in Fabric's registry, which else would not know the name."""
+    raise ValueError(
+        f"Fabric(strategy={name!r}) runs a loop of your own, and {name!r} needs the Trainer's, whose steps, logs and gradients "
+        f"it makes those of all ranks. Use Trainer(strategy={name!r}) with a LightningModule; for a loop of your own there is "
+        "lightning_gnn.functional (docs/functional.md)."
+    )
 
 
 def registered() -> dict[str, type[GNNStrategy]]:

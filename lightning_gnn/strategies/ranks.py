@@ -66,6 +66,20 @@ class RankStrategy(ParallelStrategy):
         self._saved: Mapping[str, Any] | None = None
 
     @property
+    def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
+        return self._given_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        """Takes the Trainer's module, before Lightning looks whether it was compiled."""
+        if module is not None and module._compiler_ctx is not None:
+            raise ValueError(
+                f"{type(self).__name__} looks into the layers and steps of a module, and torch.compile(module) hides them. "
+                "Compile a model in it: self.model = torch.compile(self.model), in its __init__."
+            )
+        self._given_module = module
+
+    @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module

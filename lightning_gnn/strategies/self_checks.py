@@ -17,6 +17,7 @@ from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.hetero import about_types
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
@@ -123,6 +124,8 @@ class SelfChecks(pl.Callback):
                         f"known about what it logs on {self._strategy.world_size} ranks."
                     )
             elif stage in required:
+                if (said := about_types(outcome.not_run, step)) is not None:
+                    raise UnsupportedModelError(said)
                 rank_zero_warn(
                     f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
                     f"numbers on {self._strategy.world_size} ranks. Compare a few epochs with devices=1."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import memory_of
+from lightning_gnn.data.hetero import telling_about_types
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
@@ -71,16 +72,9 @@ class StepStrategy(RankStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         self.loss = None
         values = self._begin_step("training")
-        if self._rows is not None and not self.trains_on_batches:
-            with self.my_turn(), self._drawing_to_train(), self._approximating(), self._offloading(batch), values.enter_rows(batch):
+        with self._step("training_step"), self._drawing_to_train(), self._approximating(), self._offloading(batch):
+            with values.step(batch, "train_mask", whole=not self.trains_on_batches):
                 output = super().training_step(batch, *args, **kwargs)
-            values.leave_rows(output)
-            return output
-        values.enter(batch, "train_mask")
-        with self.my_turn(), self._drawing_to_train(), self._approximating(), self._offloading(batch):
-            output = super().training_step(batch, *args, **kwargs)
-        if output is None and self._module.automatic_optimization:
-            raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         values.leave(output, trains=True)
         return output
 
@@ -94,13 +88,7 @@ class StepStrategy(RankStrategy):
 
     def _evaluate(self, step: Callable[..., Any], stage: str, mask: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step(stage)
-        if self._rows is not None:
-            with self.my_turn(), self._drawing(), values.enter_rows(batch):
-                output = step(batch, *args, **kwargs)
-            values.leave_rows(output)
-            return output
-        values.enter(batch, mask)
-        with self.my_turn(), self._drawing():
+        with self._step(f"{stage}_step"), self._drawing(), values.step(batch, mask):
             output = step(batch, *args, **kwargs)
         values.leave(output)
         return output
@@ -108,7 +96,7 @@ class StepStrategy(RankStrategy):
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         values = self._begin_step("prediction")
-        with self.my_turn(), self._drawing(), values.enter_rows(batch, predicts=True):
+        with self._step("predict_step"), self._drawing(), values.step(batch, None):
             output = super().predict_step(batch, *args, **kwargs)
         return values.predicted(output, self.predictions, self._predictions_folder)
 
@@ -132,6 +120,12 @@ class StepStrategy(RankStrategy):
         if self._binding is not None:  # none where a step takes its batch as it is
             self._binding.context.begin_step(step)
         return self._values
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        """While open, the module's step of that name runs."""
+        with self.my_turn(), telling_about_types(f"{type(self._module).__name__}.{name}"):
+            yield
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""

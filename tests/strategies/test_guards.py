@@ -9,8 +9,10 @@ import lightning as L
 import pytest
 import torch
 from common import awkward_graph, build, quiet_trainer
+from lightning.fabric import Fabric
+from torch_geometric.data import HeteroData
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, UnsupportedModelError
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, StagedStrategy, UnsupportedModelError
 from lightning_gnn.launching import ScriptLauncher
 
 CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
@@ -36,6 +38,73 @@ def test_pytorch_lightning_does_not_know_the_names():
     pl = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='dgcl'`"):
         pl.Trainer(strategy="dgcl", devices=2, accelerator="cpu")
+
+
+@pytest.mark.parametrize("name", ["dgcl", "spmm_2d_spawn", "auto_gnn_notebook"])
+def test_fabric(name):
+    with pytest.raises(ValueError, match=rf"Use Trainer\(strategy='{name}'\) .* lightning_gnn.functional"):
+        Fabric(strategy=name, devices=2, accelerator="cpu")
+
+
+@pytest.mark.parametrize("strategy", [DGCLStrategy, lambda: StagedStrategy(["dgcl"])])
+def test_compiled_modules(strategy):
+    trainer = quiet_trainer(strategy(), 2)
+    module: Any = torch.compile(NodeClassifier(build("gcn")))
+    with pytest.raises(ValueError, match=r"Compile a model in it: self.model = torch.compile\(self.model\)"):
+        trainer.fit(module, datamodule=graph())
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_mpi_is_told_of_torchrun(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(RuntimeError, match=rf"{variable}=2.*torchrun --nproc-per-node 3 script.py"):
+        quiet_trainer("dgcl", 3)
+    quiet_trainer("dgcl", 1)  # on its own
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    quiet_trainer("dgcl", 2)  # of torchrun, whoever has started that
+
+
+def typed() -> HeteroData:
+    data = HeteroData()
+    data["a"].update({"x": torch.randn(9, 12), "y": torch.arange(9) % 3})
+    data["a"].update({mask: torch.ones(9, dtype=torch.bool) for mask in ("train_mask", "val_mask")})
+    data["a", "to", "a"].edge_index = torch.randint(0, 9, (2, 30))
+    return data
+
+
+class Plain(L.LightningModule):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch.x, batch.edge_index).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Dicts(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch.x_dict["a"], batch.edge_index).mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        (Plain, typed, r"Plain.training_step reads batch.x, .* batch\['paper'\].x, say, batch.x_dict"),
+        (
+            Dicts,
+            lambda: awkward_graph(dtype=torch.float32),
+            "Dicts.training_step reads batch.x_dict, .*: read batch.x.",
+        ),
+    ],
+)
+def test_steps_for_graphs_with_types_and_without(module, data, words):
+    with pytest.raises(AttributeError, match=words) as caught:
+        quiet_trainer("dgcl", 1).fit(module(build("gcn")), datamodule=GraphDataModule(data()))
+    assert isinstance(caught.value.__cause__, AttributeError)  # which has the line
 
 
 def test_spawned_ranks_on_several_machines():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build, campaign, quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch_geometric.data import HeteroData
 from torch_geometric.nn.models import GAT
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
@@ -364,6 +365,14 @@ def test_predictions(ranks):
 # Refusals #####################################################################
 
 
+def of_one_type() -> HeteroData:
+    graph, data = awkward_graph(), HeteroData()
+    for name, value in graph.to_dict().items():
+        store = data["a", "to", "a"] if name.startswith("edge") else data["a"]
+        store[name] = value
+    return data
+
+
 def refused(rank: int, world_size: int, kind: str) -> None:
     module: Any = UserModule(build("sage")).double()
     strategy: dict[str, Any] = {"timeout": 30}
@@ -379,6 +388,8 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         trainer["sync_batchnorm"] = True
     if kind == "batchnorm":
         module.norm = torch.nn.BatchNorm2d(4)
+    if kind == "types":
+        fit["datamodule"] = GraphDataModule(of_one_type())
     if kind == "overridden_loader":
         fit["datamodule"].train_dataloader = lambda: torch.utils.data.DataLoader([1, 2])
     quiet_trainer(DGCLStrategy(**strategy), world_size, self_check=True, **trainer).fit(module, **fit)
@@ -391,6 +402,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         ("overridden_loader", "cannot use a DataLoader"),
         ("lbfgs", "LBFGS"),
         ("none", "training_step returned None"),
+        ("types", "UserModule.training_step reads batch.x, and a HeteroData has its rows and edges by type"),
         ("sync_batchnorm", "sync_batchnorm=False"),
         ("batchnorm", "'norm' (BatchNorm2d) takes statistics over all nodes"),
     ],
