@@ -256,7 +256,9 @@ def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     own = mode.own(x, found[0][1])
     weights = None if weights is None else converted(mode, weights, found[0][1].rows, 1, "bincount")[: len(own)]  # type: ignore[arg-type]
     part = torch.bincount(own, weights, int(names.get("minlength", 0)))
-    most = int(mode.ranks.gather(torch.tensor([len(part)], device=x.device), "bincount").max())
+    most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
+    if weights is not None and rows:  # torch counts no rows in integers
+        part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     part = torch.cat([part, part.new_zeros(most - len(part))])
     return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
 
