@@ -34,6 +34,7 @@ class RowSet:
         total: rows of all ranks; None if it takes a message to know.
         all_keys: returns the keys of all ranks in rank order and how many each has; None if it takes a message to know.
         name: of the rows, for errors.
+        replicas: some rank has replicas; None says that all ranks are like this one.
 
     Attributes:
         targets: of edges, the nodes that they end at.
@@ -48,9 +49,11 @@ class RowSet:
         total: int | None = None,
         all_keys: Callable[[], tuple[Tensor, Sequence[int]]] | None = None,
         name: str = "rows",
+        replicas: bool | None = None,
     ) -> None:
         self.ranks, self.count, self.name = ranks, count, name
         self.owned = count if owned is None else owned
+        self.replicas = self.owned != count if replicas is None else replicas
         self._keys, self._all_keys, self._total = keys, all_keys, total
         self._own_keys: Tensor | None = None
         self._known: tuple[list[int], Tensor, Tensor] | None = None
@@ -125,7 +128,7 @@ class RowSet:
         def make() -> RowSet:
             places = mask.nonzero().view(-1)
             owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
-            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}")
+            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}", replicas=self.replicas)
             made.targets = self.targets
             made._derived["local"] = places  # type: ignore[assignment]
             return made
@@ -173,7 +176,7 @@ class RowSet:
             return own.view(-1)
 
         if times not in self._derived:
-            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}")
+            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}", replicas=self.replicas)
             made._derived["parent"] = self
             made._derived["times"] = times  # type: ignore[assignment]
             made._total = None if self._total is None else self._total * times
@@ -181,9 +184,9 @@ class RowSet:
         return self._derived[times]
 
     def joined(self, others: Sequence[RowSet]) -> RowSet | None:
-        """Returns the rows of ``torch.cat``; None where a rank holds replicas."""
+        """Returns the rows of ``torch.cat``; None where some rank holds replicas."""
         parts = [self, *others]
-        if any(part.owned != part.count for part in parts):
+        if any(part.replicas for part in parts):
             return None
 
         def keys() -> Tensor:

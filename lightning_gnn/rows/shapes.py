@@ -765,7 +765,7 @@ def _entries(
 ) -> Any:
     """``x[mask]`` with a mask of entries: those of this rank's rows."""
     of, rows = _placement(mask), placement.rows
-    apart = of is None or rows is None or of.rows is not rows or rows.owned != rows.count
+    apart = of is None or rows is None or of.rows is not rows or rows.replicas
     if apart or of.dim or placement.dim or place or placement.local_ids:  # type: ignore[union-attr]
         return mode.on_all_rows(Tensor.__getitem__, args, {})
     assert rows is not None
