@@ -772,7 +772,7 @@ def _entries(
     width = prod(mask.shape[1:])
 
     def keys() -> Tensor:
-        places = mask.reshape(len(mask), -1).nonzero()
+        places = mask.reshape(len(mask), width).nonzero()
         return rows.positions[places[:, 0]] * width + places[:, 1]
 
     def make() -> RowSet:
