@@ -310,7 +310,9 @@ def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         from lightning_gnn.rows.reductions import extreme
 
         placement = placement_of(args[0])
-        assert placement is not None
+        assert placement is not None and placement.rows is not None
+        if placement.rows.total == 0:
+            return mode.on_all_rows(func, args, kwargs)  # which raises
         classes = int(extreme(mode, torch.amax, args[0], placement, None, False)) + 1
         return _first(mode, func, (args[0], classes), {})
     return _first(mode, func, args, kwargs)

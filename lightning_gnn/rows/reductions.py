@@ -182,10 +182,8 @@ def extreme(
 ) -> Tensor:
     """Returns the largest, or smallest, entries over rows of all ranks; ties share the gradient evenly, as on one device."""
     assert placement.rows is not None
-    name, rows = name_of(func), placement.rows
+    name = name_of(func)
     largest = "max" in name
-    if rows.total == 0:
-        raise IndexError(f"{name}(): there is no row of {rows.name} on any rank")
     dims = tuple(range(x.dim())) if dims is None else tuple(dims)
     own = mode.own(x, placement)
     whole = torch.amax if largest else torch.amin
@@ -213,7 +211,11 @@ def _least(dtype: torch.dtype, of_largest: bool) -> Any:
 
 
 def _amax(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    return mode.tagged(extreme(mode, func, call.x, placement, call.dims, call.keepdim), FROM_ROWS)
+    x = call.x
+    assert placement.rows is not None
+    if 0 in (placement.rows.total, *(size for dim, size in enumerate(x.shape) if dim != placement.dim)):
+        return mode.on_all_rows(func, call.args, call.kwargs)  # which raises
+    return mode.tagged(extreme(mode, func, x, placement, call.dims, call.keepdim), FROM_ROWS)
 
 
 def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
