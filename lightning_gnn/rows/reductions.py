@@ -13,32 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, unknown_origin
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 
 def _dims(x: Tensor, given: Any) -> tuple[int, ...] | None:
     """Returns dimensions counted from the left; None for all."""
-    if given is None or isinstance(given, torch.dtype) or (isinstance(given, (tuple, list)) and not len(given)):
+    if given is None or isinstance(given, (bool, torch.dtype)) or (isinstance(given, (tuple, list)) and not len(given)):
         return None
     return tuple(dim % max(1, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _Call:
-    """The arguments of a reduction: ``(input, dim=None, keepdim=False, ...)``."""
+    """The arguments of a reduction: ``(input, dim=None, keepdim=False, ...)``, with `dim` at `place`."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, args: Any, kwargs: Any, place: int = 1) -> None:
         self.args, self.kwargs = args, kwargs
         self.x: Tensor = args[0] if args else kwargs["input"]
-        given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+        given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
         self.dims = _dims(self.x, given)
-        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[2] if len(args) > 2 else False)))
+        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False)))
 
     def over(self, placement: Placement) -> bool:
         return self.dims is None or placement.dim in self.dims
 
 
-def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any]) -> Rule:
+def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place: int = 1) -> Rule:
     """Returns the rule of a reduction: along other dimensions each row by itself, over rows as `over_rows` says."""
 
     def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any]) -> Ru
                 if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None:
                     raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
             return mode.plain(func, args, kwargs)
-        call = _Call(args, kwargs)
+        call = _Call(args, kwargs, place)
         placement = placement_of(call.x)
         if placement is None or placement.rows is None or len(found) > 1 or kwargs.get("out") is not None:
             return mode.on_all_rows(func, args, kwargs)
@@ -65,7 +65,8 @@ def along_others(mode: RowsMode, func: Any, call: _Call, placement: Placement) -
     """Reduces dimensions without rows."""
     out = func(*call.args, **call.kwargs)
     assert call.dims is not None and placement.rows is not None
-    gone = 0 if call.keepdim else sum(dim < placement.dim for dim in set(call.dims))
+    kept = next(tensors_in((out,))).dim() == call.x.dim()
+    gone = 0 if kept else sum(dim < placement.dim for dim in set(call.dims))
     return mode.tagged(out, placement.rows.at(placement.dim - gone))
 
 
@@ -274,7 +275,8 @@ register(reduction(_joined(lambda parts, call: parts.any(0))), "any")
 register(reduction(_joined(lambda parts, call: parts.all(0))), "all")
 register(reduction(_joined(lambda parts, call: parts.logsumexp(0))), "logsumexp")
 register(reduction(_amax), "amax amin")
-register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode quantile nanquantile std_mean var_mean aminmax kthvalue")
+register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
+register(reduction(_all_rows, 2), "kthvalue")
 for _function in (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm):
     RULES[_function] = _norm_rule
 register(_max, "max min", (torch, Tensor))
