@@ -155,15 +155,18 @@ def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
     call.dims = _dims(call.x, given)
     call.keepdim = bool(kwargs.get("keepdim", args[3] if len(args) > 3 else False))
     of_matrix = func is torch.linalg.norm and order is not None and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
-    if order == "nuc" or of_matrix or (isinstance(order, str) and order != "fro"):
+    typed = kwargs.get("dtype") is not None or kwargs.get("out") is not None or len(args) > 4
+    if typed or of_matrix or (isinstance(order, str) and order != "fro"):
         return mode.on_all_rows(func, args, kwargs)
     if not call.over(placement):
         return along_others(mode, func, call, placement)
     order = 2.0 if order in (None, "fro") else float(order)
     own = mode.own(call.x, placement)
-    if order in (float("inf"), float("-inf")):
+    if order < 0 or order == float("inf"):
         return mode.on_all_rows(func, args, kwargs)
     part = torch.linalg.vector_norm(own, order, call.dims, call.keepdim)
+    if order == 0:  # the number of entries that are not 0
+        return mode.tagged(mode.sum(part, name_of(func)), FROM_ROWS)
     return mode.tagged(torch.linalg.vector_norm(mode.parts(part, name_of(func)), order, 0), FROM_ROWS)
 
 
@@ -175,7 +178,9 @@ def _norm_rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return _sum_rule(mode, func, args, kwargs) if not found else mode.on_all_rows(func, args, kwargs)
     if placement.local_ids:
         raise mode.refuse(LOCAL_IDS)
-    return _norm(mode, func, _Call((x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}), placement)
+    call = _Call((x,), {})
+    call.args, call.kwargs = (x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}
+    return _norm(mode, func, call, placement)
 
 
 def extreme(
