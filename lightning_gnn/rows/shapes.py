@@ -95,10 +95,8 @@ def _reshape(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.plain(func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {})
     found = _reshaped(x, placement, shape)
     if found is None:
-        return mode.on_all_rows(func, args, kwargs)
+        return mode.on_all_rows(Tensor.reshape, (x, *shape), {})  # gathered rows may lie otherwise in memory
     local, new = found
-    if mode.row_tensors((x,), None):
-        pass
     out = x.reshape(local) if func is not Tensor.view else x.view(local)
     return mode.tagged(out, _kept(new, placement))
 
