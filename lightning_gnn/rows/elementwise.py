@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.mode import RULES, RowsMode, Rule, has_counts, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import RULES, OtherSizeError, RowsMode, Rule, has_counts, name_of, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
 
 
@@ -41,7 +41,7 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
     if at < 0 or x.size(at) == 1:
         return mode.enter(x, placement, name)
     if x.size(at) != rows.total:
-        raise RuntimeError(
+        raise OtherSizeError(
             f"The size of a tensor ({x.size(at)}) must match the number of {rows.name} ({rows.total}) at dimension {at}, in {name}"
         )
     return mode.take(x, at, rows, name)

@@ -28,6 +28,10 @@ class NotExactError(RuntimeError):
     """An operation that would not give the result of one device; names the user's line."""
 
 
+class OtherSizeError(RuntimeError):
+    """A tensor has another size than the rows that it is combined with."""
+
+
 class _Open(threading.local):
     modes: tuple[RowsMode, ...] = ()
 
@@ -237,7 +241,12 @@ class RowsMode(TorchFunctionMode):
         if self.paused or (self.in_backward and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
         rule = RULES.get(func)
-        return self.other(func, args, kwargs) if rule is None else rule(self, func, args, kwargs)
+        if rule is None:
+            return self.other(func, args, kwargs)
+        try:
+            return rule(self, func, args, kwargs)
+        except OtherSizeError:  # one row that is broadcast, or torch's own error
+            return self.on_all_rows(func, args, kwargs)
 
     # What rules use #######################################################
 
@@ -369,11 +378,7 @@ class RowsMode(TorchFunctionMode):
         if out is not None:
             made = self.on_all_rows(func, args, {key: value for key, value in kwargs.items() if key != "out"})
             return self.written(out, made)
-        changes = name.endswith("_") and not name.endswith("__")
-        if changes and args and isinstance(args[0], Tensor):
-            placement = placement_of(args[0])
-            if placement is None or placement.rows is not None:
-                raise self.refuse(f"{name} changes rows in place in a way that is not exact. Use {name[:-1]}, which returns its result.")
+        placement = placement_of(args[0]) if changes_first(name) and args and isinstance(args[0], Tensor) else None
 
         def change(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -382,9 +387,16 @@ class RowsMode(TorchFunctionMode):
                     return self.gathered(value, placement, name)
             return int(value) if isinstance(value, RowCount) else value
 
+        into = args[0] if args else None
         args, kwargs = mapped(args, change), mapped(kwargs, change)
         with self.common_draws():
             out = func(*args, **kwargs)
+        if placement is not None and placement.rows is not None:
+            assert isinstance(into, Tensor)
+            if args[0].dim() != into.dim() or args[0].size(placement.dim) != placement.rows.total:
+                raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
+            into.copy_(self.take(args[0], placement.dim, placement.rows, name))
+            return None if out is None else into
         return self.tagged(out, FROM_ROWS)
 
     def written(self, out: Any, made: Any) -> Any:
@@ -401,6 +413,13 @@ LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of sources with "
     "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
 )
+
+
+def changes_first(name: str) -> bool:
+    """Returns whether a function changes its first argument in place, by its name."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
+    return name.endswith("_")
 
 
 def name_of(func: Any) -> str:

@@ -798,18 +798,21 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return None
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
     if items is None or any(each is None for each in items):
-        raise mode.refuse("assignment to rows with this index is not exact. Use torch.where, or a mask")
+        return mode.on_all_rows(func, args, kwargs)
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
         of = _placement(items[0])
         if of is None or of.rows is not rows or _placement(value) is not None or (isinstance(value, Tensor) and value.dim()):
-            raise mode.refuse("assignment to entries of rows with this mask is not exact. Use torch.where")
+            return mode.on_all_rows(func, args, kwargs)
         func(x, index, value)
         return None
     item = items[place]
     if any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place):
-        raise mode.refuse("assignment to entries of rows with several indices is not exact. Use torch.where, or x.scatter(1, index, value)")
-    target, local = _assigned(mode, rows, item, x)
+        return mode.on_all_rows(func, args, kwargs)
+    assigned = _assigned(mode, rows, item, x)
+    if assigned is None:
+        return mode.on_all_rows(func, args, kwargs)
+    target, local = assigned
     region = [slice(None) if number == place else each for number, each in enumerate(items)]
     kept = [number for number, each in enumerate(region) if not isinstance(each, int)]
     right = len(kept) - kept.index(place)
@@ -822,8 +825,8 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any]:
-    """Returns the rows that an index names, and this rank's places of them."""
+def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any] | None:
+    """Returns the rows that an index names, and this rank's places of them; None where all rows are needed to know."""
     if _is_all(item):
         return rows, slice(None)
     if isinstance(item, int):
@@ -838,7 +841,7 @@ def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSe
         return rows.choose(item)
     if of is not None and of.in_order and of.rows is rows:
         return rows, slice(None)
-    raise mode.refuse("assignment to rows that other rows name is not exact. Use a mask, or ids that are the same on all ranks")
+    return None
 
 
 def _gathered_index(mode: RowsMode, value: Any) -> Any:
