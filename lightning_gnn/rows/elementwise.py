@@ -38,8 +38,10 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
             return x
         x, placement = mode.gathered(x, placement, name), FROM_ROWS
     at = x.dim() - right
-    if at < 0 or x.size(at) == 1:
+    if at < 0:
         return mode.enter(x, placement, name)
+    if x.size(at) == 1:  # expanded for functions that do not broadcast, on ranks without the row
+        return mode.enter(x, placement, name).expand(*x.shape[:at], rows.count, *x.shape[at + 1 :])
     if x.size(at) != rows.total:
         raise OtherSizeError(
             f"The size of a tensor ({x.size(at)}) must match the number of {rows.name} ({rows.total}) at dimension {at}, in {name}"
