@@ -139,7 +139,7 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     placement = placement_of(x) if isinstance(x, Tensor) else None
     out = func(*args, **kwargs)
-    return out if placement is None or not isinstance(out, Tensor) else mode.tagged(out, placement)
+    return out if placement is None or out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -163,9 +163,9 @@ class RowSet:
 
     def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
         kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
-        known = kept.get(self)
-        if known is None or known[0] != by._version:
-            known = kept[self] = (by._version, make())
+        known, version = kept.get(self), version_of(by)
+        if known is None or known[0] != version:
+            known = kept[self] = (version, make())
         return known[1]
 
     def repeated(self, times: int) -> RowSet:
@@ -226,23 +226,64 @@ class Placement:
         local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges' ``"source"``
             or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
         in_order: the values are the positions of the rows: 0, 1, 2 and so on.
+        view: the values are a copy of rows where one device has a view of them.
     """
 
-    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows")
+    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows", "view")
 
     def __init__(
-        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False
+        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False,
+        view: View | None = None,
     ) -> None:
         self.rows, self.dim, self.from_rows, self.local_ids, self.in_order = rows, dim, from_rows, local_ids, in_order
+        self.view = view
+
+    def with_view(self, view: View | None) -> Placement:
+        """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
+        return self if view is self.view else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self
+        return self.with_view(None)
 
     def __reduce__(self) -> Any:
         return set, ()  # a saved tensor has no placement; weights_only=True loads a set
 
     def __repr__(self) -> str:
         return "replicated" if self.rows is None else f"{self.rows.name} along dimension {self.dim}"
+
+
+class View:
+    """What one device has a view of, where ranks have a copy: a change of the copy is written back.
+
+    Args:
+        base: the rows.
+        index: of the view in the rows; None where it is one of `whole`.
+        whole: the rows of all ranks, gathered.
+    """
+
+    def __init__(self, base: Tensor, index: Any, whole: Tensor | None = None) -> None:
+        self.base, self.index, self.whole = base, index, whole
+        self.version = version_of(base)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the rows have changed since they were copied."""
+        return self.version != version_of(self.base)
+
+
+_changes: dict[int, int] = {}
+
+
+def version_of(x: Tensor) -> int:
+    """Returns a number that changes in place with a tensor."""
+    return _changes.get(x.untyped_storage().data_ptr(), 0) if x.is_inference() else x._version
+
+
+def note_change(x: Tensor) -> None:
+    """Notes that a tensor was changed in place: tensors of ``torch.inference_mode`` have no version."""
+    if x.is_inference():
+        storage = x.untyped_storage().data_ptr()
+        _changes[storage] = _changes.get(storage, 0) + 1
 
 
 REPLICATED = Placement(None)

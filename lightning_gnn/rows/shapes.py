@@ -12,7 +12,7 @@ from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is
 
 from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
 from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
 
 # Sizes ########################################################################
 
@@ -666,13 +666,16 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         part = x.index_select(dim, local).sum(dim, dtype=x.dtype)
         out = mode.tagged(mode.sum(part, "row"), FROM_ROWS)
         beside = tuple(each for number, each in enumerate(items) if number != place)
-        return out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
+        out = out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
+        return out if tensors else mode.tagged(out, FROM_ROWS.with_view(View(x, args[1])))
     if isinstance(item, slice):
+        item = mapped(item, lambda each: each if each is None else int(each))
         key = ("slice", item.start, item.stop, item.step)
         index: Any = rows._derived.get(key)
         if index is None:
-            index = rows._derived[key] = torch.arange(rows.total, device=x.device)[mapped(item, _int)]  # type: ignore[assignment]
+            index = rows._derived[key] = torch.arange(rows.total, device=x.device)[item]  # type: ignore[assignment]
         item = index
+    is_view = not tensors and isinstance(items[place], slice)
     of = _placement(item)
     rest: tuple[Any, ...] = tuple(slice(None) if number == place else each for number, each in enumerate(items))
     if item.dtype == torch.bool:
@@ -708,7 +711,9 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         out = mode.tagged(whole[tuple(every)], of.rows.at(dim + of.dim))  # type: ignore[union-attr]
         return out if all(map(_is_all, rest)) or item.dim() > 1 else _getitem(mode, func, (out, rest), {})
     out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))  # type: ignore[union-attr]
-    return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+    out = out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+    of = placement_of(out)
+    return mode.tagged(out, of.with_view(View(x, args[1]))) if is_view and of is not None else out
 
 
 def _one(position: int, rows: RowSet) -> Tensor:
