@@ -237,7 +237,7 @@ class InProcessWorld(World):
     @override
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns the rows of all ranks in rank order."""
-        return torch.cat(self.all_gather_object(rows))
+        return torch.cat(self.all_gather_object(rows.clone()))  # the sender may change its rows before others take them
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all ranks in rank order."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.mode import RULES, RowsMode, Rule, has_counts, in_place, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import RULES, OtherSizeError, RowsMode, Rule, has_counts, name_of, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
 
 
@@ -38,10 +38,12 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
             return x
         x, placement = mode.gathered(x, placement, name), FROM_ROWS
     at = x.dim() - right
-    if at < 0 or x.size(at) == 1:
+    if at < 0:
         return mode.enter(x, placement, name)
+    if x.size(at) == 1:  # expanded for functions that do not broadcast, on ranks without the row
+        return mode.enter(x, placement, name).expand(*x.shape[:at], rows.count, *x.shape[at + 1 :])
     if x.size(at) != rows.total:
-        raise RuntimeError(
+        raise OtherSizeError(
             f"The size of a tensor ({x.size(at)}) must match the number of {rows.name} ({rows.total}) at dimension {at}, in {name}"
         )
     return mode.take(x, at, rows, name)
@@ -111,8 +113,7 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if placement is None or placement.rows is None:
         _note_base(into)
-        return mode.on_all_rows(in_place(func), args, kwargs)
-    mode.check_in_place(into, func)
+        return mode.on_all_rows(func, args, kwargs)
     rows, right = placement.rows, into.dim() - placement.dim
     name = name_of(func)
 
@@ -135,7 +136,7 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     placement = placement_of(x) if isinstance(x, Tensor) else None
     out = func(*args, **kwargs)
-    return out if placement is None or not isinstance(out, Tensor) else mode.tagged(out, placement)
+    return out if placement is None or out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -231,6 +232,17 @@ def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
     return range(x.dim() - (len(shape) if isinstance(shape, (tuple, list)) else 1), x.dim())
 
 
+def _flip_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
+    given = kwargs.get("dims", args[1:])
+    given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    return (given,) if isinstance(given, int) else given
+
+
+def _diff_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
+    others = kwargs.get("prepend", args[3] if len(args) > 3 else None), kwargs.get("append", args[4] if len(args) > 4 else None)
+    return range(x.dim()) if any(each is not None for each in others) else dim_argument(2, -1)(x, args, kwargs)
+
+
 # fmt: off
 _OF_ENTRIES = """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2
 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip conj
@@ -259,19 +271,22 @@ log_normal_ binomial fractional_max_pool2d dropout_ alpha_dropout_ feature_dropo
 register(rowwise, _OF_ENTRIES)
 register(rowwise_, _IN_PLACE)
 register(same, _SAME)
-register(random(first_rows()), "bernoulli poisson rrelu dropout alpha_dropout feature_alpha_dropout dropout1d feature_dropout")
+register(random(first_rows()), "bernoulli poisson rrelu dropout alpha_dropout")
+register(random(first_rows(lambda x, a, k: range(1, x.dim()))), "feature_alpha_dropout dropout1d feature_dropout")
 register(random(rowwise_), "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_")
-register(random(first_rows(dim_argument(5, -1))), "gumbel_softmax")
-register(first_rows(dim_argument(1, None)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp diff", (torch, Tensor, F))
+register(random(first_rows(dim_argument(4, -1))), "gumbel_softmax")
+register(first_rows(dim_argument(1, None)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp", (torch, Tensor, F))
+register(first_rows(_diff_dims), "diff", (torch, Tensor))
 register(first_rows(dim_argument(1, -1)), "sort argsort glu", (torch, Tensor, F))
-register(first_rows(lambda x, a, k: _flat_ints(k.get("dims", a[1:]))), "flip", (torch, Tensor))
-
+register(first_rows(_flip_dims), "flip", (torch, Tensor))
+register(first_rows(lambda x, a, k: (1,)), "fliplr", (torch, Tensor))
+register(first_rows(lambda x, a, k: (0,)), "msort", (torch, Tensor))
 register(first_rows(dim_argument(2, -1)), "topk", (torch, Tensor))
 register(first_rows(dim_argument(2, None)), "roll", (torch, Tensor))
 register(first_rows(dim_argument(2, 1)), "normalize", (F,))
 register(first_rows(_normalized_dims), "layer_norm rms_norm", (torch, F))
 register(first_rows(lambda x, a, k: (-1,)), "linear", (F,))
-register(first_rows(lambda x, a, k: (-1,) if x.dim() > 1 else ()), "prelu", (torch, F, Tensor))
+register(first_rows(lambda x, a, k: (1,) if x.dim() > 1 else ()), "prelu", (torch, F, Tensor))
 register(first_rows(), "one_hot_ i1 i1e i0e sinc_")
 register(like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like", (torch,))
 for _name in _RANDOM.split():
@@ -314,7 +329,9 @@ def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         from lightning_gnn.rows.reductions import extreme
 
         placement = placement_of(args[0])
-        assert placement is not None
+        assert placement is not None and placement.rows is not None
+        if placement.rows.total == 0:
+            return mode.on_all_rows(func, args, kwargs)  # which raises
         classes = int(extreme(mode, torch.amax, args[0], placement, None, False)) + 1
         return _first(mode, func, (args[0], classes), {})
     return _first(mode, func, args, kwargs)

@@ -53,13 +53,13 @@ class GraphRows:
         self.nodes: dict[Any, RowSet] = {}
         self.edges: dict[Any, RowSet] = {}
 
-        def make(name: str, ids: Tensor, all_ids: Tensor, counts: Any, rows: int) -> RowSet:
+        def make(name: str, ids: Tensor, all_ids: Tensor, counts: Any, rows: int, replicas: bool = False) -> RowSet:
             known = placement_of(ids)
             if known is not None and known.rows is not None and known.rows.ranks is ranks:
                 return known.rows
             owned = int(counts[rank])
             every = lambda: (all_ids, [int(each) for each in counts])  # noqa: E731
-            return RowSet(ranks, rows, lambda: ids.long(), owned, int(sum(counts)), every, name)
+            return RowSet(ranks, rows, lambda: ids.long(), owned, int(sum(counts)), every, name, replicas)
 
         if isinstance(batch, HeteroData):
             kinds = shard.types
@@ -71,15 +71,16 @@ class GraphRows:
                 self.edges[kind] = make(f"edges of {kind}", batch[kind].e_id, ids, counts, int(counts[rank]))
                 self.edges[kind].targets = self.nodes[kind[2]]
         else:
-            self.nodes[None] = make("nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank])
-            self.edges[None] = make("edges", batch.e_id, shard.e_id, shard.edge_counts, shard.edges[rank])
+            self.nodes[None] = make("nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank], shard.rows != shard.counts)
+            copied = shard.edges != shard.edge_counts
+            self.edges[None] = make("edges", batch.e_id, shard.e_id, shard.edge_counts, shard.edges[rank], copied)
             self.edges[None].targets = self.nodes[None]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
         if isinstance(batch, Data):
             self._kinds = kinds_of(batch)
             self.mode.nodes = nodes = self.nodes[None]
             halo = torch.from_numpy(shard.halos[rank])
-            if nodes.owned == nodes.count:
+            if not nodes.replicas:
                 self.mode.halo_rows = RowSet(
                     ranks,
                     nodes.count + len(halo),
@@ -88,6 +89,7 @@ class GraphRows:
                     nodes.total,
                     nodes._all_keys,
                     "nodes",
+                    replicas=True,
                 )
         self.place(batch)
 

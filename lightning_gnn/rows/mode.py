@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowCount, RowSet
+from lightning_gnn.rows.placement import (
+    ATTRIBUTE,
+    FROM_ROWS,
+    REPLICATED,
+    Placement,
+    RowCount,
+    RowSet,
+    View,
+    note_change,
+    version_of,
+)
 from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, SumOverRanks, TakeRows
 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -26,6 +36,10 @@ RULES: dict[Any, Rule] = {}
 
 class NotExactError(RuntimeError):
     """An operation that would not give the result of one device; names the user's line."""
+
+
+class OtherSizeError(RuntimeError):
+    """A tensor has another size than the rows that it is combined with."""
 
 
 class _Open(threading.local):
@@ -58,6 +72,8 @@ def placement_of(x: Tensor) -> Placement | None:
     found = x.__dict__.get(ATTRIBUTE)
     if found is None:
         return REPLICATED if isinstance(x, torch.nn.Parameter) or _is_of_host(x) else None
+    if found.view is not None and found.view.is_stale:
+        return None
     if x.requires_grad:
         made_by = type(x.grad_fn)
         trusted = _trusted.get(made_by)
@@ -111,7 +127,10 @@ def unknown_origin(x: Tensor) -> str:
     function = getattr(type(x.grad_fn), "_forward_cls", None)
     made = "outside the run, or by a function that is not followed (vmap, a custom or compiled operator)"
     cure = "Register a constant with register_buffer, or give the function a rule with lightning_gnn.register_row_rule"
-    if function is not None:
+    placement = x.__dict__.get(ATTRIBUTE)
+    if placement is not None and placement.view is not None and placement.view.is_stale:
+        made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"
+    elif function is not None:
         made = f"by {function.__qualname__}, whose backward is not known"
         cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({function.__name__})"
     return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."
@@ -244,8 +263,44 @@ class RowsMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or (self.in_backward and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
+        changes = _in_place.get(func)
+        if changes is None:
+            changes = _in_place[func] = changes_first(name_of(func))
+        if (changes or kwargs.get("inplace")) and args and isinstance(args[0], Tensor):
+            return self.change(func, args, kwargs)
+        return self.applied(func, args, kwargs)
+
+    def applied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function by its rule."""
         rule = RULES.get(func)
-        return self.other(func, args, kwargs) if rule is None else rule(self, func, args, kwargs)
+        if rule is None:
+            return self.other(func, args, kwargs)
+        try:
+            return rule(self, func, args, kwargs)
+        except OtherSizeError:  # one row that is broadcast, or torch's own error
+            return self.on_all_rows(func, args, kwargs)
+
+    def change(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function that changes its first argument in place: where one device has a view, so that the base changes, too."""
+        x = args[0]
+        seen = (x,) if x._base is None else (x, x._base)
+        found = next(((each, of) for each in seen if (of := placement_of(each)) is not None and of.view is not None), None)
+        out = self.applied(func, args, kwargs)
+        note_change(x)
+        if found is not None:
+            copy, placement = found
+            view = placement.view
+            assert view is not None
+            copy.__dict__[ATTRIBUTE] = placement
+            if view.whole is None:
+                self.change(Tensor.__setitem__, (view.base, view.index, copy), {})
+            else:
+                of = placement_of(view.base)
+                assert of is not None and of.rows is not None
+                own = self.tagged(self.take(view.whole, of.dim, of.rows, "view"), of.rows.at(of.dim))
+                self.change(Tensor.copy_, (view.base, own), {})
+            view.version = version_of(view.base)
+        return out
 
     # What rules use #######################################################
 
@@ -337,15 +392,6 @@ class RowsMode(TorchFunctionMode):
             return GatherRows.apply(x, rows, operation)
         return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
 
-    def check_in_place(self, into: Tensor, func: Any) -> None:
-        """Raises :class:`NotExactError` for a change in place of what is a view on one device, and a copy here."""
-        base = into if into._base is None else into._base
-        if base.__dict__.get(COPY):
-            raise self.refuse(
-                f"{name_of(func)} changes in place what would be a view of other rows on one device, and is a copy here. Assign to the "
-                "rows themselves: x[:5] = value"
-            )
-
     def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
         """Raises MemoryError where gathered rows would not fit, before they are gathered."""
         from lightning_gnn.devices import available_bytes
@@ -367,6 +413,8 @@ class RowsMode(TorchFunctionMode):
         return x if rows.owned == rows.count else x.narrow(placement.dim, 0, rows.owned)
 
     def sum(self, x: Tensor, operation: str) -> Tensor:
+        if self.ranks.size == 1:  # a function that returns what it is given would make a view
+            return x
         return SumOverRanks.apply(x, self.ranks, operation)
 
     def parts(self, x: Tensor, operation: str) -> Tensor:
@@ -386,67 +434,61 @@ class RowsMode(TorchFunctionMode):
         if out is not None:
             made = self.on_all_rows(func, args, {key: value for key, value in kwargs.items() if key != "out"})
             return self.written(out, made)
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
-            return self._in_place(func, args, kwargs)
+        changes = (changes_first(name) or kwargs.get("inplace")) and args and isinstance(args[0], Tensor)
+        placement = placement_of(args[0]) if changes else None
+
+        wholes: list[tuple[Tensor, Tensor]] = []
 
         def change(value: Any) -> Any:
             if isinstance(value, Tensor):
                 placement = placement_of(value)
                 if placement is not None and placement.rows is not None:
-                    return self.gathered(value, placement, name)
+                    wholes.append((value, self.gathered(value, placement, name)))
+                    return wholes[-1][1]
             return int(value) if isinstance(value, RowCount) else value
 
+        into = args[0] if args else None
         args, kwargs = mapped(args, change), mapped(kwargs, change)
         with self.common_draws():
             out = func(*args, **kwargs)
-        if name in _VIEWS:
-            for x in tensors_in((out,)):
-                x.__dict__[COPY] = True
-        return self.tagged(out, FROM_ROWS)
-
-    def _in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Changes rows in place: all rows are changed on all ranks, and each takes its own."""
-        into, name = args[0], name_of(func)
-        placement = placement_of(into)
-        if placement is None:
-            raise self.refuse(f"{name} changes in place {unknown_origin(into)}")
-        self.check_in_place(into, func)
-        if placement.rows is None:
-            return self.on_all_rows(in_place(func), args, kwargs)
-        whole = self.tagged(self.gathered(into, placement, name).clone(), FROM_ROWS)
-        self.on_all_rows(in_place(func), (whole, *args[1:]), kwargs)
-        into.copy_(self.take(whole, placement.dim, placement.rows, name))
-        return self.tagged(into, placement)
+        if placement is not None and placement.rows is not None:
+            assert isinstance(into, Tensor)
+            if args[0].dim() != into.dim() or args[0].size(placement.dim) != placement.rows.total:
+                raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
+            into.copy_(self.take(args[0], placement.dim, placement.rows, name))
+            return None if out is None else into
+        self.tagged(out, FROM_ROWS)
+        for x in tensors_in((out,)):
+            for base, whole in wholes if x._base is not None else ():
+                root = whole if whole._base is None else whole._base
+                if x._base is root:
+                    root.__dict__[ATTRIBUTE] = x.__dict__[ATTRIBUTE] = FROM_ROWS.with_view(View(base, None, whole))
+        return out
 
     def written(self, out: Any, made: Any) -> Any:
         """Copies results into tensors that were given as ``out``."""
         for into, value in zip(tensors_in((out,)), tensors_in((made,))):
             with torch.no_grad():
                 into.resize_(value.shape).copy_(value)
+            note_change(into)
             into.__dict__[ATTRIBUTE] = placement_of(value) or REPLICATED
         return out
 
 
-class in_place:
-    """A function that changes its first argument, which is whole, under a name that does not say so."""
-
-    def __init__(self, func: Any) -> None:
-        self._func, self.__name__ = func, name_of(func).rstrip("_")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._func(*args, **kwargs)
-
-
-COPY = "_lightning_gnn_copy"
-_VIEWS = frozenset(
-    ["view", "reshape", "flatten", "diagonal", "unfold", "expand", "narrow", "select", "transpose", "t", "T", "mT", "squeeze", "as_strided", "split", "chunk", "unbind", "movedim", "permute", "unsqueeze", "view_as", "hsplit", "vsplit", "dsplit", "tensor_split", "swapaxes", "real", "imag", "unflatten", "ravel"]
-)
-"""Functions that return views."""
+_in_place: dict[Any, bool] = {}
+"""Whether a function changes its first argument, as far as it was called."""
 _LARGE = 1 << 20
 LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of sources with "
     "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
 )
+
+
+def changes_first(name: str) -> bool:
+    """Returns whether a function changes its first argument in place, by its name."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
+    return name.endswith("_")
 
 
 def name_of(func: Any) -> str:

@@ -34,6 +34,7 @@ class RowSet:
         total: rows of all ranks; None if it takes a message to know.
         all_keys: returns the keys of all ranks in rank order and how many each has; None if it takes a message to know.
         name: of the rows, for errors.
+        replicas: some rank has replicas; None says that all ranks are like this one.
 
     Attributes:
         targets: of edges, the nodes that they end at.
@@ -48,9 +49,11 @@ class RowSet:
         total: int | None = None,
         all_keys: Callable[[], tuple[Tensor, Sequence[int]]] | None = None,
         name: str = "rows",
+        replicas: bool | None = None,
     ) -> None:
         self.ranks, self.count, self.name = ranks, count, name
         self.owned = count if owned is None else owned
+        self.replicas = self.owned != count if replicas is None else replicas
         self._keys, self._all_keys, self._total = keys, all_keys, total
         self._own_keys: Tensor | None = None
         self._known: tuple[list[int], Tensor, Tensor] | None = None
@@ -130,7 +133,7 @@ class RowSet:
         def make() -> RowSet:
             places = mask.nonzero().view(-1)
             owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
-            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}")
+            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}", replicas=self.replicas)
             made.targets = self.targets
             made._derived["local"] = places  # type: ignore[assignment]
             return made
@@ -165,9 +168,9 @@ class RowSet:
 
     def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
         kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
-        known = kept.get(self)
-        if known is None or known[0] != by._version:
-            known = kept[self] = (by._version, make())
+        known, version = kept.get(self), version_of(by)
+        if known is None or known[0] != version:
+            known = kept[self] = (version, make())
         return known[1]
 
     def repeated(self, times: int) -> RowSet:
@@ -178,7 +181,7 @@ class RowSet:
             return own.view(-1)
 
         if times not in self._derived:
-            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}")
+            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}", replicas=self.replicas)
             made._derived["parent"] = self
             made._derived["times"] = times  # type: ignore[assignment]
             made._total = None if self._total is None else self._total * times
@@ -186,9 +189,9 @@ class RowSet:
         return self._derived[times]
 
     def joined(self, others: Sequence[RowSet]) -> RowSet | None:
-        """Returns the rows of ``torch.cat``; None where a rank holds replicas."""
+        """Returns the rows of ``torch.cat``; None where some rank holds replicas."""
         parts = [self, *others]
-        if any(part.owned != part.count for part in parts):
+        if any(part.replicas for part in parts):
             return None
 
         def keys() -> Tensor:
@@ -228,23 +231,64 @@ class Placement:
         local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges' ``"source"``
             or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
         in_order: the values are the positions of the rows: 0, 1, 2 and so on.
+        view: the values are a copy of rows where one device has a view of them.
     """
 
-    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows")
+    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows", "view")
 
     def __init__(
-        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False
+        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False,
+        view: View | None = None,
     ) -> None:
         self.rows, self.dim, self.from_rows, self.local_ids, self.in_order = rows, dim, from_rows, local_ids, in_order
+        self.view = view
+
+    def with_view(self, view: View | None) -> Placement:
+        """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
+        return self if view is self.view else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self
+        return self.with_view(None)
 
     def __reduce__(self) -> Any:
         return set, ()  # a saved tensor has no placement; weights_only=True loads a set
 
     def __repr__(self) -> str:
         return "replicated" if self.rows is None else f"{self.rows.name} along dimension {self.dim}"
+
+
+class View:
+    """What one device has a view of, where ranks have a copy: a change of the copy is written back.
+
+    Args:
+        base: the rows.
+        index: of the view in the rows; None where it is one of `whole`.
+        whole: the rows of all ranks, gathered.
+    """
+
+    def __init__(self, base: Tensor, index: Any, whole: Tensor | None = None) -> None:
+        self.base, self.index, self.whole = base, index, whole
+        self.version = version_of(base)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the rows have changed since they were copied."""
+        return self.version != version_of(self.base)
+
+
+_changes: dict[int, int] = {}
+
+
+def version_of(x: Tensor) -> int:
+    """Returns a number that changes in place with a tensor."""
+    return _changes.get(x.untyped_storage().data_ptr(), 0) if x.is_inference() else x._version
+
+
+def note_change(x: Tensor) -> None:
+    """Notes that a tensor was changed in place: tensors of ``torch.inference_mode`` have no version."""
+    if x.is_inference():
+        storage = x.untyped_storage().data_ptr()
+        _changes[storage] = _changes.get(storage, 0) + 1
 
 
 REPLICATED = Placement(None)

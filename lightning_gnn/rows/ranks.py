@@ -179,7 +179,7 @@ class TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, operation = ctx.rows, f"gradient of {ctx.operation}"
-        if rows.owned == rows.count:
+        if not rows.replicas:
             whole = GatherRows.apply(grad, rows, operation)
         else:  # replicas give gradients back, too
             placed = grad.new_zeros(rows.total, *grad.shape[1:]).index_add(0, rows.positions, grad)

@@ -13,32 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, unknown_origin
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 
 def _dims(x: Tensor, given: Any) -> tuple[int, ...] | None:
     """Returns dimensions counted from the left; None for all."""
-    if given is None or isinstance(given, torch.dtype) or (isinstance(given, (tuple, list)) and not len(given)):
+    if given is None or isinstance(given, (bool, torch.dtype)) or (isinstance(given, (tuple, list)) and not len(given)):
         return None
     return tuple(dim % max(1, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _Call:
-    """The arguments of a reduction: ``(input, dim=None, keepdim=False, ...)``."""
+    """The arguments of a reduction: ``(input, dim=None, keepdim=False, ...)``, with `dim` at `place`."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, args: Any, kwargs: Any, place: int = 1) -> None:
         self.args, self.kwargs = args, kwargs
         self.x: Tensor = args[0] if args else kwargs["input"]
-        given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+        given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
         self.dims = _dims(self.x, given)
-        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[2] if len(args) > 2 else False)))
+        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False)))
 
     def over(self, placement: Placement) -> bool:
         return self.dims is None or placement.dim in self.dims
 
 
-def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any]) -> Rule:
+def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place: int = 1) -> Rule:
     """Returns the rule of a reduction: along other dimensions each row by itself, over rows as `over_rows` says."""
 
     def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any]) -> Ru
                 if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None:
                     raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
             return mode.plain(func, args, kwargs)
-        call = _Call(args, kwargs)
+        call = _Call(args, kwargs, place)
         placement = placement_of(call.x)
         if placement is None or placement.rows is None or len(found) > 1 or kwargs.get("out") is not None:
             return mode.on_all_rows(func, args, kwargs)
@@ -65,7 +65,8 @@ def along_others(mode: RowsMode, func: Any, call: _Call, placement: Placement) -
     """Reduces dimensions without rows."""
     out = func(*call.args, **call.kwargs)
     assert call.dims is not None and placement.rows is not None
-    gone = 0 if call.keepdim else sum(dim < placement.dim for dim in set(call.dims))
+    kept = next(tensors_in((out,))).dim() == call.x.dim()
+    gone = 0 if kept else sum(dim < placement.dim for dim in set(call.dims))
     return mode.tagged(out, placement.rows.at(placement.dim - gone))
 
 
@@ -154,15 +155,18 @@ def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
     call.dims = _dims(call.x, given)
     call.keepdim = bool(kwargs.get("keepdim", args[3] if len(args) > 3 else False))
     of_matrix = func is torch.linalg.norm and order is not None and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
-    if order == "nuc" or of_matrix or (isinstance(order, str) and order != "fro"):
+    typed = kwargs.get("dtype") is not None or kwargs.get("out") is not None or len(args) > 4
+    if typed or of_matrix or (isinstance(order, str) and order != "fro"):
         return mode.on_all_rows(func, args, kwargs)
     if not call.over(placement):
         return along_others(mode, func, call, placement)
     order = 2.0 if order in (None, "fro") else float(order)
     own = mode.own(call.x, placement)
-    if order in (float("inf"), float("-inf")):
+    if order < 0 or order == float("inf"):
         return mode.on_all_rows(func, args, kwargs)
     part = torch.linalg.vector_norm(own, order, call.dims, call.keepdim)
+    if order == 0:  # the number of entries that are not 0
+        return mode.tagged(mode.sum(part, name_of(func)), FROM_ROWS)
     return mode.tagged(torch.linalg.vector_norm(mode.parts(part, name_of(func)), order, 0), FROM_ROWS)
 
 
@@ -174,7 +178,9 @@ def _norm_rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return _sum_rule(mode, func, args, kwargs) if not found else mode.on_all_rows(func, args, kwargs)
     if placement.local_ids:
         raise mode.refuse(LOCAL_IDS)
-    return _norm(mode, func, _Call((x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}), placement)
+    call = _Call((x,), {})
+    call.args, call.kwargs = (x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}
+    return _norm(mode, func, call, placement)
 
 
 def extreme(
@@ -182,10 +188,8 @@ def extreme(
 ) -> Tensor:
     """Returns the largest, or smallest, entries over rows of all ranks; ties share the gradient evenly, as on one device."""
     assert placement.rows is not None
-    name, rows = name_of(func), placement.rows
+    name = name_of(func)
     largest = "max" in name
-    if rows.total == 0:
-        raise IndexError(f"{name}(): there is no row of {rows.name} on any rank")
     dims = tuple(range(x.dim())) if dims is None else tuple(dims)
     own = mode.own(x, placement)
     whole = torch.amax if largest else torch.amin
@@ -213,7 +217,11 @@ def _least(dtype: torch.dtype, of_largest: bool) -> Any:
 
 
 def _amax(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    return mode.tagged(extreme(mode, func, call.x, placement, call.dims, call.keepdim), FROM_ROWS)
+    x = call.x
+    assert placement.rows is not None
+    if 0 in (placement.rows.total, *(size for dim, size in enumerate(x.shape) if dim != placement.dim)):
+        return mode.on_all_rows(func, call.args, call.kwargs)  # which raises
+    return mode.tagged(extreme(mode, func, x, placement, call.dims, call.keepdim), FROM_ROWS)
 
 
 def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +264,9 @@ def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     own = mode.own(x, found[0][1])
     weights = None if weights is None else converted(mode, weights, found[0][1].rows, 1, "bincount")[: len(own)]  # type: ignore[arg-type]
     part = torch.bincount(own, weights, int(names.get("minlength", 0)))
-    most = int(mode.ranks.gather(torch.tensor([len(part)], device=x.device), "bincount").max())
+    most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
+    if weights is not None and rows:  # torch counts no rows in integers
+        part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     part = torch.cat([part, part.new_zeros(most - len(part))])
     return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
 
@@ -271,6 +281,7 @@ register(reduction(_joined(lambda parts, call: parts.all(0))), "all")
 register(reduction(_joined(lambda parts, call: parts.logsumexp(0))), "logsumexp")
 register(reduction(_amax), "amax amin")
 register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
+register(reduction(_all_rows, 2), "kthvalue")
 for _function in (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm):
     RULES[_function] = _norm_rule
 register(_max, "max min", (torch, Tensor))

@@ -11,19 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
 from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
-from lightning_gnn.rows.mode import (
-    COPY,
-    LOCAL_IDS,
-    RULES,
-    RowsMode,
-    has_counts,
-    in_place,
-    mapped,
-    name_of,
-    placement_of,
-    tensors_in,
-)
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
 
 # Sizes ########################################################################
 
@@ -106,10 +95,8 @@ def _reshape(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.plain(func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {})
     found = _reshaped(x, placement, shape)
     if found is None:
-        return mode.on_all_rows(func, args, kwargs)
+        return mode.on_all_rows(Tensor.reshape, (x, *shape), {})  # gathered rows may lie otherwise in memory
     local, new = found
-    if mode.row_tensors((x,), None):
-        pass
     out = x.reshape(local) if func is not Tensor.view else x.view(local)
     return mode.tagged(out, _kept(new, placement))
 
@@ -690,16 +677,17 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         chosen, local = rows.choose(_one(item, rows))
         part = x.index_select(dim, local).sum(dim, dtype=x.dtype)
         out = mode.tagged(mode.sum(part, "row"), FROM_ROWS)
-        out.__dict__[COPY] = True
         beside = tuple(each for number, each in enumerate(items) if number != place)
-        return out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
-    is_view = isinstance(item, slice)
+        out = out if all(map(_is_all, beside)) else _getitem(mode, func, (out, beside), {})
+        return out if tensors else mode.tagged(out, FROM_ROWS.with_view(View(x, args[1])))
     if isinstance(item, slice):
+        item = mapped(item, lambda each: each if each is None else int(each))
         key = ("slice", item.start, item.stop, item.step)
         index: Any = rows._derived.get(key)
         if index is None:
-            index = rows._derived[key] = torch.arange(rows.total, device=x.device)[mapped(item, _int)]  # type: ignore[assignment]
+            index = rows._derived[key] = torch.arange(rows.total, device=x.device)[item]  # type: ignore[assignment]
         item = index
+    is_view = not tensors and isinstance(items[place], slice)
     of = _placement(item)
     rest: tuple[Any, ...] = tuple(slice(None) if number == place else each for number, each in enumerate(items))
     if item.dtype == torch.bool:
@@ -735,9 +723,9 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         out = mode.tagged(whole[tuple(every)], of.rows.at(dim + of.dim))  # type: ignore[union-attr]
         return out if all(map(_is_all, rest)) or item.dim() > 1 else _getitem(mode, func, (out, rest), {})
     out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))  # type: ignore[union-attr]
-    if is_view:
-        out.__dict__[COPY] = True
-    return out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+    out = out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+    of = placement_of(out)
+    return mode.tagged(out, of.with_view(View(x, args[1]))) if is_view and of is not None else out
 
 
 def _one(position: int, rows: RowSet) -> Tensor:
@@ -792,14 +780,14 @@ def _entries(
 ) -> Any:
     """``x[mask]`` with a mask of entries: those of this rank's rows."""
     of, rows = _placement(mask), placement.rows
-    apart = of is None or rows is None or of.rows is not rows or rows.owned != rows.count
+    apart = of is None or rows is None or of.rows is not rows or rows.replicas
     if apart or of.dim or placement.dim or place or placement.local_ids:  # type: ignore[union-attr]
         return mode.on_all_rows(Tensor.__getitem__, args, {})
     assert rows is not None
     width = prod(mask.shape[1:])
 
     def keys() -> Tensor:
-        places = mask.reshape(len(mask), -1).nonzero()
+        places = mask.reshape(len(mask), width).nonzero()
         return rows.positions[places[:, 0]] * width + places[:, 1]
 
     def make() -> RowSet:
@@ -825,21 +813,23 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         func(x, *(_gathered_index(mode, each) for each in (index, value)))
         mode.tagged(x, FROM_ROWS)
         return None
-    mode.check_in_place(x, func)
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
     if items is None or any(each is None for each in items):
-        raise mode.refuse("assignment to rows with this index is not exact. Use torch.where, or a mask")
+        return mode.on_all_rows(func, args, kwargs)
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
         of = _placement(items[0])
         if of is None or of.rows is not rows or _placement(value) is not None or (isinstance(value, Tensor) and value.dim()):
-            raise mode.refuse("assignment to entries of rows with this mask is not exact. Use torch.where")
+            return mode.on_all_rows(func, args, kwargs)
         func(x, index, value)
         return None
     item = items[place]
     if any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place):
-        raise mode.refuse("assignment to entries of rows with several indices is not exact. Use torch.where, or x.scatter(1, index, value)")
-    target, local = _assigned(mode, rows, item, x)
+        return mode.on_all_rows(func, args, kwargs)
+    assigned = _assigned(mode, rows, item, x)
+    if assigned is None:
+        return mode.on_all_rows(func, args, kwargs)
+    target, local = assigned
     region = [slice(None) if number == place else each for number, each in enumerate(items)]
     kept = [number for number, each in enumerate(region) if not isinstance(each, int)]
     right = len(kept) - kept.index(place)
@@ -852,8 +842,8 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any]:
-    """Returns the rows that an index names, and this rank's places of them."""
+def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any] | None:
+    """Returns the rows that an index names, and this rank's places of them; None where all rows are needed to know."""
     if _is_all(item):
         return rows, slice(None)
     if isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool:
@@ -870,7 +860,7 @@ def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSe
         return rows.choose(item)
     if of is not None and of.in_order and of.rows is rows:
         return rows, slice(None)
-    raise mode.refuse("assignment to rows that other rows name is not exact. Use a mask, or ids that are the same on all ranks")
+    return None
 
 
 def _gathered_index(mode: RowsMode, value: Any) -> Any:
@@ -915,7 +905,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if of is None or of.local_ids or any(p.rows is not of.rows for _, p in found):
         if of is not None and of.local_ids:
             return _into_nodes(mode, func, args, given, dim)
-        return _fallback(mode, func, args, kwargs, into)
+        return mode.on_all_rows(func, args, kwargs)
     rows, right = of.rows, index.dim() - of.dim
     assert rows is not None
     if into is not None and into.rows is rows and dim != into.dim and right == x.dim() - into.dim:
@@ -934,12 +924,6 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         total = mode.sum(plain(dim, *own, **options), name)
         out = x.add_(total) if changes else x + total
         return mode.tagged(out, FROM_ROWS)
-    return _fallback(mode, func, args, kwargs, into)
-
-
-def _fallback(mode: RowsMode, func: Any, args: Any, kwargs: Any, into: Placement | None) -> Any:
-    if name_of(func).endswith("_") and into is not None and into.rows is None:
-        return mode.on_all_rows(in_place(func), args, kwargs)
     return mode.on_all_rows(func, args, kwargs)
 
 
