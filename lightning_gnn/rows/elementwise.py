@@ -175,17 +175,7 @@ def random(rule: Rule) -> Rule:
         if not mode.row_tensors(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        if not mode.exact_draws:
-            return rule(mode, func, args, kwargs)
-        into = args[0]
-        if not name_of(func).endswith("_"):
-            return mode.on_all_rows(func, args, kwargs)
-        placement = placement_of(into)
-        assert placement is not None and placement.rows is not None
-        whole = func(mode.gathered(into, placement, name_of(func)), *args[1:], **kwargs)
-        with torch.no_grad():
-            into.copy_(mode.take(whole, placement.dim, placement.rows, name_of(func)))
-        return into
+        return mode.on_all_rows(func, args, kwargs) if mode.exact_draws else rule(mode, func, args, kwargs)
 
     return draw
 
