@@ -100,13 +100,9 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     into = args[0]
     placement = placement_of(into)
     if not found:
-        out = mode.plain(func, args, kwargs)
-        if placement_of(out) is FROM_ROWS:
-            _note_base(into)
-        return out
+        return mode.plain(func, args, kwargs)
     if placement is None or placement.rows is None:
-        _note_base(into)
-        return mode.on_all_rows(_not_in_place(func), args, kwargs)
+        return mode.on_all_rows(func, args, kwargs)
     rows, right = placement.rows, into.dim() - placement.dim
     name = name_of(func)
 
@@ -115,23 +111,6 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     out = func(into, *(change(each) for each in args[1:]), **{key: change(each) for key, each in kwargs.items()})
     return mode.tagged(out, rows.at(placement.dim))
-
-
-def _note_base(into: Tensor) -> None:
-    """A view was changed by what was reduced from rows: so was what it is a view of."""
-    base = into._base
-    if base is not None and placement_of(base) is not None and placement_of(base).rows is None:  # type: ignore[union-attr]
-        base.__dict__[ATTRIBUTE] = FROM_ROWS
-
-
-class _not_in_place:
-    """A function that changes its first argument in place, which is replicated; under a name that says that this is exact."""
-
-    def __init__(self, func: Any) -> None:
-        self._func, self.__name__ = func, name_of(func).rstrip("_")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._func(*args, **kwargs)
 
 
 def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -891,7 +891,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if of is None or of.local_ids or any(p.rows is not of.rows for _, p in found):
         if of is not None and of.local_ids:
             return _into_nodes(mode, func, args, given, dim)
-        return _fallback(mode, func, args, kwargs, into)
+        return mode.on_all_rows(func, args, kwargs)
     rows, right = of.rows, index.dim() - of.dim
     assert rows is not None
     if into is not None and into.rows is rows and dim != into.dim and right == x.dim() - into.dim:
@@ -909,14 +909,6 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         total = mode.sum(plain(dim, *own), name)
         out = x.add_(total) if changes else x + total
         return mode.tagged(out, FROM_ROWS)
-    return _fallback(mode, func, args, kwargs, into)
-
-
-def _fallback(mode: RowsMode, func: Any, args: Any, kwargs: Any, into: Placement | None) -> Any:
-    if name_of(func).endswith("_") and into is not None and into.rows is None:
-        from lightning_gnn.rows.elementwise import _not_in_place
-
-        return mode.on_all_rows(_not_in_place(func), args, kwargs)
     return mode.on_all_rows(func, args, kwargs)
 
 
