@@ -906,7 +906,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         src = converted(mode, given["src"], rows, right if "index" not in name else given["src"].dim() - dim, name)
         own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
         plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
-        total = mode.sum(plain(dim, *own), name)
+        total = mode.sum(plain(dim, *own), name) * given.get("alpha", 1)
         out = x.add_(total) if changes else x + total
         return mode.tagged(out, FROM_ROWS)
     return mode.on_all_rows(func, args, kwargs)
