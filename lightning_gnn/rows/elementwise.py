@@ -107,12 +107,8 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     into = args[0]
     placement = placement_of(into)
     if not found:
-        out = mode.plain(func, args, kwargs)
-        if placement_of(out) is FROM_ROWS:
-            _note_base(into)
-        return out
+        return mode.plain(func, args, kwargs)
     if placement is None or placement.rows is None:
-        _note_base(into)
         return mode.on_all_rows(func, args, kwargs)
     rows, right = placement.rows, into.dim() - placement.dim
     name = name_of(func)
@@ -122,13 +118,6 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     out = func(into, *(change(each) for each in args[1:]), **{key: change(each) for key, each in kwargs.items()})
     return mode.tagged(out, rows.at(placement.dim))
-
-
-def _note_base(into: Tensor) -> None:
-    """A view was changed by what was reduced from rows: so was what it is a view of."""
-    base = into._base
-    if base is not None and placement_of(base) is not None and placement_of(base).rows is None:  # type: ignore[union-attr]
-        base.__dict__[ATTRIBUTE] = FROM_ROWS
 
 
 def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -172,17 +161,7 @@ def random(rule: Rule) -> Rule:
         if not mode.row_tensors(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        if not mode.exact_draws:
-            return rule(mode, func, args, kwargs)
-        into = args[0]
-        if not name_of(func).endswith("_"):
-            return mode.on_all_rows(func, args, kwargs)
-        placement = placement_of(into)
-        assert placement is not None and placement.rows is not None
-        whole = func(mode.gathered(into, placement, name_of(func)), *args[1:], **kwargs)
-        with torch.no_grad():
-            into.copy_(mode.take(whole, placement.dim, placement.rows, name_of(func)))
-        return into
+        return mode.on_all_rows(func, args, kwargs) if mode.exact_draws else rule(mode, func, args, kwargs)
 
     return draw
 

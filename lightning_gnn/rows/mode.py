@@ -81,6 +81,9 @@ def placement_of(x: Tensor) -> Placement | None:
             trusted = _trusted[made_by] = _is_trusted(made_by)
         if not trusted:
             return None
+        if found.rows is None and not found.from_rows and x._base is not None:
+            of = x._base.__dict__.get(ATTRIBUTE)  # a view of what was changed by values reduced from rows
+            return found if of is None or not of.from_rows else FROM_ROWS
     return found
 
 
@@ -287,6 +290,13 @@ class RowsMode(TorchFunctionMode):
         found = next(((each, of) for each in seen if (of := placement_of(each)) is not None and of.view is not None), None)
         out = self.applied(func, args, kwargs)
         note_change(x)
+        after, base = placement_of(x), x._base
+        if base is not None and not isinstance(base, torch.nn.Parameter):  # it has changed as the view has
+            of = placement_of(base)
+            if after is None:
+                base.__dict__.pop(ATTRIBUTE, None)
+            elif after.from_rows and of is not None and of.rows is None and of.view is None:
+                base.__dict__[ATTRIBUTE] = FROM_ROWS
         if found is not None:
             copy, placement = found
             view = placement.view

@@ -433,6 +433,10 @@ RULES[torch.cdist] = _cdist
 
 def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``zeros`` and its kind, and ``x.new_zeros``: of a size that is a number of rows, they have these rows."""
+    if "full" in name_of(func):  # a value is no size
+        place = int(isinstance(args[0] if args else None, Tensor)) + 1
+        args = (*args[:place], *map(_int, args[place:]))
+        kwargs = {key: _int(value) if key == "fill_value" else value for key, value in kwargs.items()}
     counts = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, RowCount)]
     known = all(placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0])
     if not counts or (func in RANDOM and mode.exact_draws):
@@ -468,9 +472,10 @@ def _range(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _from_values(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.tensor`` and its kind: numbers are the same on all ranks."""
-    given = list(tensors_in(args))
+    values = args[1:] if func is Tensor.new_tensor else args
+    given = list(tensors_in((values, kwargs.get("data"))))
     if any(_placement(x) is not None for x in given):
-        if isinstance(args[0], Tensor):
+        if isinstance(values[0] if values else None, Tensor) and func is not Tensor.new_tensor:
             return same(mode, func, args, kwargs)
         raise mode.refuse(_LEAVES.format(f"torch.{name_of(func)} of rows"))
     known = all(placement_of(x) is not None for x in given)
@@ -766,6 +771,7 @@ def _at_both(
     assert rows is not None
     of = placement_of(item) if isinstance(item, Tensor) else None
     in_order = of is not None and of.in_order and (of.rows is rows or (of.rows is None and len(item) == rows.total))
+    in_order = in_order and (of.rows is rows or torch.equal(item, torch.arange(len(item), device=item.device)))  # type: ignore[union-attr]
     if not in_order or place or placement.dim or item.dim() != 1 or others != [1] or placement.local_ids:
         return mode.on_all_rows(func, args, {})
     other = converted(mode, items[1], rows, items[1].dim(), "indexing")
@@ -919,9 +925,8 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if into is not None and into.rows is None and adds and isinstance(given.get("src"), Tensor) and of.dim == dim:
         src = converted(mode, given["src"], rows, right if "index" not in name else given["src"].dim() - dim, name)
         own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
-        options = {k: v for k, v in kwargs.items() if k == "alpha"}
         plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
-        total = mode.sum(plain(dim, *own, **options), name)
+        total = mode.sum(plain(dim, *own), name) * given.get("alpha", 1)
         out = x.add_(total) if changes else x + total
         return mode.tagged(out, FROM_ROWS)
     return mode.on_all_rows(func, args, kwargs)
