@@ -16,11 +16,13 @@ in this order, None being those of the user: where the user's constants are floa
 LOGGED_TOLERANCE = 1e-5
 """Of logged values: torchmetrics computes in float32."""
 STATE = (
-    "Run a second time on the same graph with the same seeds, one device gives something else: the module keeps something outside of "
+    "Run a second time on the same graph with the same seeds, one device gives something else: the module keeps "
+    "something outside of "
     "its parameters and buffers, such as a count or the last output"
 )
 UNKNOWN = (
-    "Its code computes something that is not followed, such as the backward of a torch.autograd.Function. Compare a few epochs with "
+    "Its code computes something that is not followed, such as the backward of a torch.autograd.Function. Compare a "
+    "few epochs with "
     "devices=1, or use functions of torch"
 )
 

@@ -55,18 +55,14 @@ class Hooks:
     def _matters(self, model: pl.LightningModule, hook: str) -> bool:
         return logs(model, hook) or (hook != self._epoch_end and self._ends_with(model, hook))
 
-    def before(
-        self, model: pl.LightningModule, batch: Any, alone: bool, again: bool = False
-    ) -> None:
+    def before(self, model: pl.LightningModule, batch: Any, alone: bool, again: bool = False) -> None:
         """Calls those before a step; `alone` says that this is one device, and `again` that training goes on."""
         for hook in self._before[len(self._begins) :] if again and self._batch == "on_train_batch" else self._before:
             self._call(model, hook, (), alone)
         self._call(model, f"{self._batch}_start", (batch, 0), alone)
 
     @contextmanager
-    def around_backward(
-        self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool
-    ) -> Iterator[None]:
+    def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool) -> Iterator[None]:
         """Calls those before and after a backward that matter; in manual optimisation, not those about the optimizer."""
         automatic = model.automatic_optimization
         if automatic:
@@ -77,9 +73,7 @@ class Hooks:
         if automatic:
             self._call_if_it_matters(model, "on_before_optimizer_step", (optimizer,), alone)
 
-    def _call_if_it_matters(
-        self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool
-    ) -> None:
+    def _call_if_it_matters(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if self._matters(model, hook):
             self._call(model, hook, args, alone)
 

@@ -264,7 +264,9 @@ class LinkPredictor(GraphModule):
             return *self._sampled_scores(batch), None
         z = self(batch)
         with local_rows():
-            chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
+            chosen = batch[mask] & (
+                stored_ids(batch.edge_index)[1] < batch.num_owned
+            )  # replicas of edges count elsewhere
             source, target = stored_ids(batch.edge_index)[:, chosen].long()
             types = None if self.relations is None else batch.edge_type[chosen]
             sources, targets = self._related(expand(z)[source], types), z[target]

@@ -222,7 +222,9 @@ class _Check:
         trial = Trial(prepared, self.graph, stage, trainer, self.dtype)
         whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
         kept = first_difference(whole, again, self.tolerance)
-        return _Reference(trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}."))
+        return _Reference(
+            trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}.")
+        )
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""

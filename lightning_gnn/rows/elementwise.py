@@ -44,7 +44,8 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
         return mode.enter(x, placement, name).expand(*x.shape[:at], rows.count, *x.shape[at + 1 :])
     if x.size(at) != rows.total:
         raise OtherSizeError(
-            f"The size of a tensor ({x.size(at)}) must match the number of {rows.name} ({rows.total}) at dimension {at}, in {name}"
+            f"The size of a tensor ({x.size(at)}) must match the number of {rows.name} ({rows.total}) at dimension "
+            f"{at}, in {name}"
         )
     return mode.take(x, at, rows, name)
 
@@ -125,7 +126,11 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     placement = placement_of(x) if isinstance(x, Tensor) else None
     out = func(*args, **kwargs)
-    return out if placement is None or out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
+    return (
+        out
+        if placement is None or out is x or not isinstance(out, Tensor)
+        else mode.tagged(out, placement.with_view(None))
+    )
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -154,7 +159,8 @@ RANDOM: set[Any] = set()
 
 
 def random(rule: Rule) -> Rule:
-    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those of one
+    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those
+    of one
     device."""
 
     def draw(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -175,14 +181,22 @@ def first_rows(own_dims: Callable[[Tensor, Any, Any], Iterable[int]] = lambda x,
             return mode.plain(func, args, kwargs)
         x = args[0] if args else kwargs.get("input")
         placement = placement_of(x) if isinstance(x, Tensor) else None
-        if placement is None or placement.rows is None or len(found) > 1 or placement.local_ids or kwargs.get("out") is not None:
+        if (
+            placement is None
+            or placement.rows is None
+            or len(found) > 1
+            or placement.local_ids
+            or kwargs.get("out") is not None
+        ):
             return mode.on_all_rows(func, args, kwargs)
         if any(dim % max(1, x.dim()) == placement.dim for dim in own_dims(x, args, kwargs)):
             return mode.on_all_rows(func, args, kwargs)
         name = name_of(func)
 
         def change(value: Any) -> Any:
-            return mode.enter(value, placement_of(value), name) if isinstance(value, Tensor) and value is not x else value
+            return (
+                mode.enter(value, placement_of(value), name) if isinstance(value, Tensor) and value is not x else value
+            )
 
         out = func(*(change(each) for each in args), **{key: change(each) for key, each in kwargs.items()})
         return mode.tagged(out, placement.rows.at(placement.dim))
@@ -218,33 +232,41 @@ def _flip_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
 
 
 def _diff_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
-    others = kwargs.get("prepend", args[3] if len(args) > 3 else None), kwargs.get("append", args[4] if len(args) > 4 else None)
+    others = (
+        kwargs.get("prepend", args[3] if len(args) > 3 else None),
+        kwargs.get("append", args[4] if len(args) > 4 else None),
+    )
     return range(x.dim()) if any(each is not None for each in others) else dim_argument(2, -1)(x, args, kwargs)
 
 
 # fmt: off
-_OF_ENTRIES = """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2
-atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip conj
-copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge
-greater greater_equal gt heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_equal lgamma log
-log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
-nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg real reciprocal relu remainder round rsqrt rsub sgn sigmoid
-sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy expit log_ndtr ndtr entr erfcx ndtri
-relu6 elu selu celu gelu silu mish softplus softsign tanhshrink logsigmoid hardtanh hardsigmoid hardswish hardshrink softshrink threshold
-leaky_relu __add__ __radd__ __mul__ __rmul__ __sub__ __rsub__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__ __floordiv__
-__rfloordiv__ __mod__ __rmod__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__
-__le__ __gt__ __ge__ __lshift__ __rshift__ __rlshift__ __rrshift__ mvlgamma igamma igammac"""
-_IN_PLACE = """abs_ absolute_ acos_ add_ addcdiv_ addcmul_ asin_ atan_ atan2_ bitwise_and_ bitwise_not_ bitwise_or_ bitwise_xor_ ceil_ clamp_
-clamp_max_ clamp_min_ clip_ copysign_ copy_ cos_ cosh_ deg2rad_ div_ divide_ eq_ erf_ erfc_ exp_ exp2_ expm1_ fill_ float_power_ floor_
-floor_divide_ fmod_ frac_ ge_ gt_ le_ lerp_ log_ log10_ log1p_ log2_ logical_and_ logical_not_ logical_or_ logical_xor_ logit_ lt_
-masked_fill_ mul_ multiply_ nan_to_num_ ne_ neg_ negative_ pow_ rad2deg_ reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_
-sinh_ sqrt_ square_ sub_ subtract_ tan_ tanh_ true_divide_ trunc_ xlogy_ zero_ leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ rrelu_
-__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__"""
-_SAME = """detach clone contiguous cpu cuda to type float double half bfloat16 long int bool short char byte cfloat cdouble chalf
-detach_ requires_grad_ pin_memory resolve_conj resolve_neg alias retain_grad type_as"""
-_RANDOM = """rand randn randint randperm bernoulli multinomial normal rand_like randn_like randint_like poisson rrelu dropout alpha_dropout
-feature_alpha_dropout dropout1d dropout2d dropout3d gumbel_softmax bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_
-log_normal_ binomial fractional_max_pool2d dropout_ alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout_"""
+_OF_ENTRIES = """abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
+arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
+bitwise_xor ceil clamp clamp_max clamp_min clip conj copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv
+exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0
+isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_equal lgamma log log10 log1p log2
+logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
+nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg real reciprocal relu remainder round
+rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc where xlogy
+expit log_ndtr ndtr entr erfcx ndtri relu6 elu selu celu gelu silu mish softplus softsign tanhshrink logsigmoid
+hardtanh hardsigmoid hardswish hardshrink softshrink threshold leaky_relu __add__ __radd__ __mul__ __rmul__ __sub__
+__rsub__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+__and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__
+__ge__ __lshift__ __rshift__ __rlshift__ __rrshift__ mvlgamma igamma igammac"""
+_IN_PLACE = """abs_ absolute_ acos_ add_ addcdiv_ addcmul_ asin_ atan_ atan2_ bitwise_and_ bitwise_not_ bitwise_or_
+bitwise_xor_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ copysign_ copy_ cos_ cosh_ deg2rad_ div_ divide_ eq_ erf_ erfc_
+exp_ exp2_ expm1_ fill_ float_power_ floor_ floor_divide_ fmod_ frac_ ge_ gt_ le_ lerp_ log_ log10_ log1p_ log2_
+logical_and_ logical_not_ logical_or_ logical_xor_ logit_ lt_ masked_fill_ mul_ multiply_ nan_to_num_ ne_ neg_
+negative_ pow_ rad2deg_ reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ square_ sub_
+subtract_ tan_ tanh_ true_divide_ trunc_ xlogy_ zero_ leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ rrelu_
+__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
+__irshift__"""
+_SAME = """detach clone contiguous cpu cuda to type float double half bfloat16 long int bool short char byte cfloat
+cdouble chalf detach_ requires_grad_ pin_memory resolve_conj resolve_neg alias retain_grad type_as"""
+_RANDOM = """rand randn randint randperm bernoulli multinomial normal rand_like randn_like randint_like poisson rrelu
+dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d gumbel_softmax bernoulli_ uniform_ normal_
+random_ exponential_ cauchy_ geometric_ log_normal_ binomial fractional_max_pool2d dropout_ alpha_dropout_
+feature_dropout feature_dropout_ feature_alpha_dropout_"""
 # fmt: on
 
 register(rowwise, _OF_ENTRIES)
@@ -252,9 +274,16 @@ register(rowwise_, _IN_PLACE)
 register(same, _SAME)
 register(random(first_rows()), "bernoulli poisson rrelu dropout alpha_dropout")
 register(random(first_rows(lambda x, a, k: range(1, x.dim()))), "feature_alpha_dropout dropout1d feature_dropout")
-register(random(rowwise_), "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_")
+register(
+    random(rowwise_),
+    "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_",
+)
 register(random(first_rows(dim_argument(4, -1))), "gumbel_softmax")
-register(first_rows(dim_argument(1, None)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp", (torch, Tensor, F))
+register(
+    first_rows(dim_argument(1, None)),
+    "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp",
+    (torch, Tensor, F),
+)
 register(first_rows(_diff_dims), "diff", (torch, Tensor))
 register(first_rows(dim_argument(1, -1)), "sort argsort glu", (torch, Tensor, F))
 register(first_rows(_flip_dims), "flip", (torch, Tensor))
@@ -298,33 +327,20 @@ RULES[torch.where] = _where
 def _embedding(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """F.embedding: rows of places in a table."""
     if kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None:
-        return mode.on_all_rows(func, args, kwargs) if mode.row_tensors(args, kwargs) else mode.plain(func, args, kwargs)
-    return _first(mode, func, args, kwargs)
+        return (
+            mode.on_all_rows(func, args, kwargs) if mode.row_tensors(args, kwargs) else mode.plain(func, args, kwargs)
+        )
+    return first_alone(mode, func, args, kwargs)
 
 
-def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-    if classes < 0 and mode.row_tensors(args, kwargs):
-        from lightning_gnn.rows.reductions import extreme
-
-        placement = placement_of(args[0])
-        assert placement is not None and placement.rows is not None
-        if placement.rows.total == 0:
-            return mode.on_all_rows(func, args, kwargs)  # which raises
-        classes = int(extreme(mode, torch.amax, args[0], placement, None, False)) + 1
-        return _first(mode, func, (args[0], classes), {})
-    return _first(mode, func, args, kwargs)
-
-
-_first = first_rows()
+first_alone = first_rows()
 RULES[F.embedding] = _embedding
-RULES[F.one_hot] = _one_hot
 
 
 def _isin(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """The first argument's entries, looked up in a table that all ranks have."""
     found = mode.row_tensors(args[1:], kwargs)
-    return mode.on_all_rows(func, args, kwargs) if found or has_counts(args) else _first(mode, func, args, kwargs)
+    return mode.on_all_rows(func, args, kwargs) if found or has_counts(args) else first_alone(mode, func, args, kwargs)
 
 
 register(_isin, "isin bucketize", (torch,))
@@ -333,10 +349,15 @@ register(_isin, "isin bucketize", (torch,))
 def _searchsorted(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A sorted table, and rows of values."""
     rows = [placement_of(each) if isinstance(each, Tensor) else None for each in args[:2]]
-    if len(rows) < 2 or rows[1] is None or rows[1].rows is None or (rows[0] and rows[0].rows is not None) or args[0].dim() > 1:
+    if (
+        len(rows) < 2
+        or rows[1] is None
+        or rows[1].rows is None
+        or (rows[0] and rows[0].rows is not None)
+        or args[0].dim() > 1
+    ):
         return mode.other(func, args, kwargs)
     return mode.tagged(func(*args, **kwargs), rows[1].rows.at(rows[1].dim))
 
 
 RULES[torch.searchsorted] = _searchsorted
-

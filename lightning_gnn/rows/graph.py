@@ -71,7 +71,9 @@ class GraphRows:
                 self.edges[kind] = make(f"edges of {kind}", batch[kind].e_id, ids, counts, int(counts[rank]))
                 self.edges[kind].targets = self.nodes[kind[2]]
         else:
-            self.nodes[None] = make("nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank], shard.rows != shard.counts)
+            self.nodes[None] = make(
+                "nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank], shard.rows != shard.counts
+            )
             copied = shard.edges != shard.edge_counts
             self.edges[None] = make("edges", batch.e_id, shard.e_id, shard.edge_counts, shard.edges[rank], copied)
             self.edges[None].targets = self.nodes[None]
@@ -166,7 +168,13 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 if not isinstance(x, torch.nn.Parameter):
                     yield f"{prefix}.{name}.{number}", x
         for kind in type(part).__mro__:
-            if kind.__module__.partition(".")[0] in ("torch", "torch_geometric", "lightning", "torchmetrics", "builtins"):
+            if kind.__module__.partition(".")[0] in (
+                "torch",
+                "torch_geometric",
+                "lightning",
+                "torchmetrics",
+                "builtins",
+            ):
                 continue
             for function in vars(kind).values():
                 code = getattr(function, "__code__", None)
@@ -177,7 +185,8 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
-    """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without effect where
+    """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without
+    effect where
     row semantics do not hold."""
     placement = placement_of(of)
     if placement is not None and placement.rows is not None:
@@ -195,7 +204,8 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
     """
     if isinstance(value, Tensor) and str(reduce_op).lower() not in ("mean", "avg"):
         raise NotExactError(
-            f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Leave it out: x.sum(), x.mean() and "
+            f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Leave it out: "
+            "x.sum(), x.mean() and "
             "the like are over the rows of all ranks."
         )
     return value
@@ -210,7 +220,9 @@ def check_loss(output: Any) -> None:
     if placement is None:
         raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
     if placement.rows is not None and loss.numel() != 1:
-        raise NotExactError(f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum.")
+        raise NotExactError(
+            f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum."
+        )
 
 
 # Bound layers #################################################################

@@ -1,6 +1,7 @@
 """RowsMode: inside it, each function of torch does to row tensors what it does to the tensors of the whole graph on one device.
 
-Functions are looked up in :data:`RULES`. Those without a rule get the rows of all ranks, gathered, on every rank: that is exact for any
+Functions are looked up in :data:`RULES`. Those without a rule get the rows of all ranks, gathered, on every rank: that is
+exact for any
 function. Rules save messages and memory where rows need not be gathered.
 """
 
@@ -33,6 +34,7 @@ from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 """By function, what it does to row tensors."""
+
 
 class NotExactError(RuntimeError):
     """An operation that would not give the result of one device; names the user's line."""
@@ -89,7 +91,13 @@ def placement_of(x: Tensor) -> Placement | None:
 
 def _is_of_host(x: Tensor) -> bool:
     """Returns whether a tensor has the memory of an array of numpy, which rows cannot become."""
-    return type(x) is Tensor and x.is_leaf and x.device.type == "cpu" and x.layout == torch.strided and not x.untyped_storage().resizable()
+    return (
+        type(x) is Tensor
+        and x.is_leaf
+        and x.device.type == "cpu"
+        and x.layout == torch.strided
+        and not x.untyped_storage().resizable()
+    )
 
 
 _trusted: dict[type, bool] = {}
@@ -109,20 +117,24 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
 
     Args:
         function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``.
-        rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward. ``"all_rows"``: it is
-            given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
+        rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward.
+            ``"all_rows"``: it is given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
 
     Raises:
         ValueError: another rule, or ``"all_rows"`` for a ``torch.autograd.Function``.
     """
     is_class = isinstance(function, type) and issubclass(function, torch.autograd.Function)
     if rule not in ("row_wise", "all_rows") or (is_class and rule != "row_wise"):
-        raise ValueError(f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function}).")
+        raise ValueError(
+            f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function})."
+        )
     if is_class:
         _row_wise.add(function)
         _trusted.clear()
     else:
-        RULES[function] = RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
+        RULES[function] = (
+            RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
+        )
 
 
 def unknown_origin(x: Tensor) -> str:
@@ -284,10 +296,13 @@ class RowsMode(TorchFunctionMode):
             return self.on_all_rows(func, args, kwargs)
 
     def change(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that changes its first argument in place: where one device has a view, so that the base changes, too."""
+        """Runs a function that changes its first argument in place: where one device has a view, so that the base changes,
+        too."""
         x = args[0]
         seen = (x,) if x._base is None else (x, x._base)
-        found = next(((each, of) for each in seen if (of := placement_of(each)) is not None and of.view is not None), None)
+        found = next(
+            ((each, of) for each in seen if (of := placement_of(each)) is not None and of.view is not None), None
+        )
         out = self.applied(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), x._base
@@ -412,7 +427,8 @@ class RowsMode(TorchFunctionMode):
         free = available_bytes()
         if free is not None and needed > free:
             raise MemoryError(
-                f"{user_line()}: {operation} needs the rows of all ranks on each rank, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB "
+                f"{user_line()}: {operation} needs the rows of all ranks on each rank, {needed / 1e9:.3g} GB, and "
+                f"{free / 1e9:.3g} GB "
                 "are available."
             )
 
@@ -464,7 +480,9 @@ class RowsMode(TorchFunctionMode):
         if placement is not None and placement.rows is not None:
             assert isinstance(into, Tensor)
             if args[0].dim() != into.dim() or args[0].size(placement.dim) != placement.rows.total:
-                raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
+                raise self.refuse(
+                    f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result."
+                )
             into.copy_(self.take(args[0], placement.dim, placement.rows, name))
             return None if out is None else into
         self.tagged(out, FROM_ROWS)
@@ -489,7 +507,8 @@ _in_place: dict[Any, bool] = {}
 """Whether a function changes its first argument, as far as it was called."""
 _LARGE = 1 << 20
 LOCAL_IDS = (
-    "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of sources with "
+    "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of "
+    "sources with "
     "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
 )
 
@@ -497,7 +516,9 @@ LOCAL_IDS = (
 def changes_first(name: str) -> bool:
     """Returns whether a function changes its first argument in place, by its name."""
     if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__"))
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
+        )
     return name.endswith("_")
 
 

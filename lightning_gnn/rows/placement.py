@@ -1,6 +1,7 @@
 """Placements: which dimension of a tensor has one row per node or edge, and which of the rows each rank holds.
 
-Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank holds some of its rows.
+Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank holds some of
+its rows.
 A *replicated* tensor is whole and equal on every rank. The placement of any other tensor is unknown.
 """
 
@@ -133,7 +134,14 @@ class RowSet:
         def make() -> RowSet:
             places = mask.nonzero().view(-1)
             owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
-            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=f"selected {self.name}", replicas=self.replicas)
+            made = RowSet(
+                self.ranks,
+                len(places),
+                lambda: self.keys[places],
+                owned,
+                name=f"selected {self.name}",
+                replicas=self.replicas,
+            )
             made.targets = self.targets
             made._derived["local"] = places  # type: ignore[assignment]
             return made
@@ -147,7 +155,8 @@ class RowSet:
         return found
 
     def choose(self, index: Tensor) -> tuple[RowSet, Tensor]:
-        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and where this
+        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and
+        where this
         rank has them: each is on the rank that owns it. All ranks call it."""
 
         def make() -> RowSet:
@@ -181,7 +190,14 @@ class RowSet:
             return own.view(-1)
 
         if times not in self._derived:
-            made = RowSet(self.ranks, self.count * times, keys, self.owned * times, name=f"entries of {self.name}", replicas=self.replicas)
+            made = RowSet(
+                self.ranks,
+                self.count * times,
+                keys,
+                self.owned * times,
+                name=f"entries of {self.name}",
+                replicas=self.replicas,
+            )
             made._derived["parent"] = self
             made._derived["times"] = times  # type: ignore[assignment]
             made._total = None if self._total is None else self._total * times
@@ -228,8 +244,8 @@ class Placement:
         rows: the row set; None of a replicated tensor.
         dim: along which the rows lie.
         from_rows: a replicated tensor was reduced from rows, so that gradients that rows give back to it are summed over ranks.
-        local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges' ``"source"``
-            or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
+        local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges'
+            ``"source"`` or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
         in_order: the values are the positions of the rows: 0, 1, 2 and so on.
         view: the values are a copy of rows where one device has a view of them.
     """
@@ -237,7 +253,12 @@ class Placement:
     __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows", "view")
 
     def __init__(
-        self, rows: RowSet | None, dim: int = 0, from_rows: bool = False, local_ids: str = "", in_order: bool = False,
+        self,
+        rows: RowSet | None,
+        dim: int = 0,
+        from_rows: bool = False,
+        local_ids: str = "",
+        in_order: bool = False,
         view: View | None = None,
     ) -> None:
         self.rows, self.dim, self.from_rows, self.local_ids, self.in_order = rows, dim, from_rows, local_ids, in_order
@@ -245,7 +266,11 @@ class Placement:
 
     def with_view(self, view: View | None) -> Placement:
         """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
-        return self if view is self.view else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
+        return (
+            self
+            if view is self.view
+            else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self.with_view(None)

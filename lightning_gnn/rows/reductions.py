@@ -1,4 +1,5 @@
-"""Rules of reductions over rows, and of losses: each rank reduces its own rows, and one message joins the results of all ranks."""
+"""Rules of reductions over rows, and of losses: each rank reduces its own rows, and one message joins the results of all
+ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
+from lightning_gnn.rows.elementwise import converted, first_alone, register, rowwise, target_of
 from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
@@ -32,7 +33,9 @@ class _Call:
         self.x: Tensor = args[0] if args else kwargs["input"]
         given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
         self.dims = _dims(self.x, given)
-        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False)))
+        self.keepdim = bool(
+            kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False))
+        )
 
     def over(self, placement: Placement) -> bool:
         return self.dims is None or placement.dim in self.dims
@@ -83,7 +86,9 @@ def _mean(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
     x, dtype = call.x, call.kwargs.get("dtype")
     if not (x.is_floating_point() or x.is_complex()) and dtype is None:
         return func(*call.args, **call.kwargs)  # which raises
-    return mode.tagged(mean(mode, x.to(dtype) if dtype else x, placement, call.dims, call.keepdim, name_of(func)), FROM_ROWS)
+    return mode.tagged(
+        mean(mode, x.to(dtype) if dtype else x, placement, call.dims, call.keepdim, name_of(func)), FROM_ROWS
+    )
 
 
 def mean(
@@ -148,13 +153,18 @@ def _joined(combine: Callable[[Tensor, _Call], Tensor]) -> Callable[[RowsMode, A
 
 
 def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    """``x.norm(p, dim, keepdim)`` and ``vector_norm(x, ord, dim, keepdim)``: norms of vectors; those of matrices are of all rows."""
+    """``x.norm(p, dim, keepdim)`` and ``vector_norm(x, ord, dim, keepdim)``: norms of vectors; those of matrices are of all
+    rows."""
     args, kwargs = call.args, call.kwargs
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
     given = kwargs.get("dim", args[2] if len(args) > 2 else None)
     call.dims = _dims(call.x, given)
     call.keepdim = bool(kwargs.get("keepdim", args[3] if len(args) > 3 else False))
-    of_matrix = func is torch.linalg.norm and order is not None and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
+    of_matrix = (
+        func is torch.linalg.norm
+        and order is not None
+        and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
+    )
     typed = kwargs.get("dtype") is not None or kwargs.get("out") is not None or len(args) > 4
     if typed or of_matrix or (isinstance(order, str) and order != "fro"):
         return mode.on_all_rows(func, args, kwargs)
@@ -197,7 +207,9 @@ def extreme(
         if own.size(placement.dim):
             part = whole(own, dims, keepdim=True)
         else:
-            part = own.new_full([1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest))
+            part = own.new_full(
+                [1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest)
+            )
         found = whole(mode.parts(part, name), 0)
     if x.requires_grad and torch.is_grad_enabled():
         ties = own.detach() == found
@@ -247,7 +259,11 @@ def _all_rows(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> A
 
 def _unique(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found = mode.row_tensors(args, kwargs)
-    simple = len(args) == 1 and not any(kwargs.get(key) for key in ("return_inverse", "return_counts")) and kwargs.get("dim") is None
+    simple = (
+        len(args) == 1
+        and not any(kwargs.get(key) for key in ("return_inverse", "return_counts"))
+        and kwargs.get("dim") is None
+    )
     if len(found) != 1 or not simple or kwargs.get("sorted") is False or found[0][1].local_ids:
         return mode.other(func, args, kwargs)
     x, placement = found[0]
@@ -288,12 +304,27 @@ register(_max, "max min", (torch, Tensor))
 register(_unique, "unique", (torch, Tensor))
 register(_bincount, "bincount", (torch, Tensor))
 
+
+def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    if classes < 0 and mode.row_tensors(args, kwargs):
+        placement = placement_of(args[0])
+        assert placement is not None and placement.rows is not None
+        if placement.rows.total == 0:
+            return mode.on_all_rows(func, args, kwargs)  # which raises
+        classes = int(extreme(mode, torch.amax, args[0], placement, None, False)) + 1
+        return first_alone(mode, func, (args[0], classes), {})
+    return first_alone(mode, func, args, kwargs)
+
+
+RULES[F.one_hot] = _one_hot
+
 # Losses #######################################################################
 
-_POINTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
-gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
-_PER_ROW = """cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss
-triplet_margin_with_distance_loss cosine_embedding_loss"""
+_POINTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
+_PER_ROW = """cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+triplet_margin_loss triplet_margin_with_distance_loss cosine_embedding_loss"""
 
 
 @cache

@@ -60,10 +60,10 @@ def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size get_device data_ptr
-storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj __hash__ __repr__ __str__ __format__
-__deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view is_tensor is_storage result_type can_cast promote_types
-get_default_dtype is_grad_enabled typename"""
+_ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size
+get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj
+__hash__ __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view
+is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
 register(_untouched, _ABOUT, (torch, Tensor))
 properties(
     _untouched,
@@ -80,7 +80,9 @@ def _int(value: Any) -> Any:
 
 def _shape_of(args: Sequence[Any], kwargs: Any) -> list[int] | None:
     """Returns the shape that is given as numbers or as one sequence."""
-    given = kwargs.get("shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args))
+    given = kwargs.get(
+        "shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
+    )
     return list(given) if all(isinstance(each, int) for each in given) else None
 
 
@@ -92,7 +94,9 @@ def _reshape(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
             return same(mode, func, args, kwargs)
         return mode.other(func, args, kwargs)
     if placement is None:
-        return mode.plain(func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {})
+        return mode.plain(
+            func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {}
+        )
     found = _reshaped(x, placement, shape)
     if found is None:
         return mode.on_all_rows(Tensor.reshape, (x, *shape), {})  # gathered rows may lie otherwise in memory
@@ -196,13 +200,19 @@ def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         return mode.plain(func, args, kwargs)
     given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    dims = range(x.dim()) if given is None else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
+    dims = (
+        range(x.dim())
+        if given is None
+        else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
+    )
     assert placement.rows is not None
     if placement.dim in dims and x.size(placement.dim) <= 1 and placement.rows.total == 1:
         return mode.on_all_rows(func, args, kwargs)
     gone = tuple(dim for dim in dims if x.size(dim) == 1 and dim != placement.dim)
     out = x.squeeze(gone)
-    return mode.tagged(out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement))
+    return mode.tagged(
+        out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement)
+    )
 
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +266,9 @@ def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     raise mode.refuse(f"{name_of(func)} changes where rows lie in place. Use the function without an underscore.")
 
 
-register(_unsqueeze_, "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,))
+register(
+    _unsqueeze_, "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,)
+)
 
 # Joins ########################################################################
 
@@ -275,7 +287,9 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         given = [converted(mode, each, rows, right, "cat") for each in given]
         return placed(torch.cat(given, dim), rows, right, mode)
     placements = [_placement(each) for each in given]
-    if any(each is None or most - given[place].dim() or each.dim != most - right for place, each in enumerate(placements)):
+    if any(
+        each is None or most - given[place].dim() or each.dim != most - right for place, each in enumerate(placements)
+    ):
         return mode.on_all_rows(func, args, kwargs)
     first, *others = [each.rows for each in placements if each is not None]
     assert first is not None
@@ -321,7 +335,9 @@ def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     total = placement.rows.total  # type: ignore[union-attr]
     parts = func(torch.arange(total), *args[1:2], **{k: v for k, v in kwargs.items() if k != "dim"})
     every = (slice(None),) * dim
-    return tuple(_index(mode, x, (*every, slice(int(p[0]) if len(p) else 0, int(p[-1]) + 1 if len(p) else 0))) for p in parts)
+    return tuple(
+        _index(mode, x, (*every, slice(int(p[0]) if len(p) else 0, int(p[-1]) + 1 if len(p) else 0))) for p in parts
+    )
 
 
 def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -407,7 +423,9 @@ def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     assert rows is not None
     if letter in output:
         return mode.tagged(func(equation, *operands), rows.at(output.index(letter)))
-    own = [x.narrow(names.index(letter), 0, rows.owned) if letter in names else x for names, x in zip(letters, operands)]
+    own = [
+        x.narrow(names.index(letter), 0, rows.owned) if letter in names else x for names, x in zip(letters, operands)
+    ]
     return mode.tagged(mode.sum(func(equation, *own), "einsum"), FROM_ROWS)
 
 
@@ -422,8 +440,14 @@ def _cdist(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     of_x, of_y = _placement(x), _placement(y)
     if not found or x.dim() != 2 or y.dim() != 2 or of_x is None or of_x.dim or (of_y is not None and of_y.dim):
         return mode.other(func, args, kwargs)
-    y = mode.enter(mode.gathered(y, of_y, "cdist"), FROM_ROWS, "cdist") if of_y else mode.enter(y, placement_of(y), "cdist")
-    return mode.tagged(func(x, y, *args[2:], **{k: v for k, v in kwargs.items() if k not in ("x1", "x2")}), of_x.rows.at(0))  # type: ignore[union-attr]
+    y = (
+        mode.enter(mode.gathered(y, of_y, "cdist"), FROM_ROWS, "cdist")
+        if of_y
+        else mode.enter(y, placement_of(y), "cdist")
+    )
+    assert of_x.rows is not None
+    out = func(x, y, *args[2:], **{k: v for k, v in kwargs.items() if k not in ("x1", "x2")})
+    return mode.tagged(out, of_x.rows.at(0))
 
 
 RULES[torch.cdist] = _cdist
@@ -438,7 +462,9 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         args = (*args[:place], *map(_int, args[place:]))
         kwargs = {key: _int(value) if key == "fill_value" else value for key, value in kwargs.items()}
     counts = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, RowCount)]
-    known = all(placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0])
+    known = all(
+        placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0]
+    )
     if not counts or (func in RANDOM and mode.exact_draws):
         with mode.common_draws() if func in RANDOM else _nothing:
             out = func(*mapped(args, _int), **mapped(kwargs, _int))
@@ -466,7 +492,9 @@ def _flat(values: Any) -> list[Any]:
 
 def _range(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*mapped(args, _int), **mapped(kwargs, _int))
-    from_0 = (len(args) == 1 and not {"start", "step"} & kwargs.keys()) or (len(args) == 2 and args[0] == 0 and "step" not in kwargs)
+    from_0 = (len(args) == 1 and not {"start", "step"} & kwargs.keys()) or (
+        len(args) == 2 and args[0] == 0 and "step" not in kwargs
+    )
     return mode.tagged(out, IN_ORDER if from_0 and func is torch.arange else REPLICATED)
 
 
@@ -519,7 +547,8 @@ register(_from_values, "new_tensor", (Tensor,))
 # Rows that leave torch ########################################################
 
 _LEAVES = (
-    "{0} would see this rank's rows only. Take lightning_gnn.gather_global(x), which has the rows of all ranks in the order of the graph, "
+    "{0} would see this rank's rows only. Take lightning_gnn.gather_global(x), which has the rows of all ranks in the "
+    "order of the graph, "
     "on every rank"
 )
 
@@ -557,7 +586,9 @@ def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 RULES[Tensor.__iter__] = _iterate
-register(_number, "item __bool__ __int__ __float__ __index__ __complex__ __long__ is_nonzero equal allclose_", (Tensor,))
+register(
+    _number, "item __bool__ __int__ __float__ __index__ __complex__ __long__ is_nonzero equal allclose_", (Tensor,)
+)
 
 
 def _equal(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -572,7 +603,8 @@ register(_equal, "equal allclose", (torch, Tensor))
 
 
 def gather_global(x: Tensor) -> Tensor:
-    """Returns the rows of all ranks in the order of the graph, on every rank; `x` itself on one device and for replicated tensors.
+    """Returns the rows of all ranks in the order of the graph, on every rank; `x` itself on one device and for replicated
+    tensors.
 
     Differentiable. All ranks call it.
 
@@ -598,10 +630,16 @@ def _index(mode: RowsMode, x: Tensor, index: Any) -> Any:
 def _items(x: Tensor, index: Any) -> list[Any] | None:
     """Returns one item for each dimension, and None for each new one; None where it is too involved."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each for each in items]
+    items = [
+        torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each
+        for each in items
+    ]
     if any(isinstance(each, (list, bool)) for each in items):
         return None
-    items = [torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each for each in items]
+    items = [
+        torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each
+        for each in items
+    ]
     taken = sum(
         each.dim() if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) else 1
         for each in items
@@ -667,7 +705,9 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
     assert rows is not None
     # The item of the dimension of the rows.
     widths = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]
-    place = next(number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1]))
+    place = next(
+        number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1])
+    )
     item = items[place]
     tensors = [number for number, each in enumerate(items) if isinstance(each, Tensor)]
     others = [number for number in tensors if number != place]
@@ -715,7 +755,12 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         edges = of.rows
         assert edges is not None
         expanded = rows is mode.halo_rows
-        if of.local_ids not in ("source", "target") or dim or mode.expand is None or not (expanded or edges.targets is rows):
+        if (
+            of.local_ids not in ("source", "target")
+            or dim
+            or mode.expand is None
+            or not (expanded or edges.targets is rows)
+        ):
             raise mode.refuse(LOCAL_IDS)
         with mode.pause():
             out = (mode.expand(x) if of.local_ids == "source" and not expanded else x)[item]
@@ -758,13 +803,25 @@ def _at_other_dims(
     new = rows.at(before)
     if placement.local_ids and tensors:
         raise mode.refuse(LOCAL_IDS)
-    if placement.local_ids == "both" and placement.dim == 1 and isinstance(items[0], int) and items[0] in (0, 1, -1, -2):
+    if (
+        placement.local_ids == "both"
+        and placement.dim == 1
+        and isinstance(items[0], int)
+        and items[0] in (0, 1, -1, -2)
+    ):
         return mode.tagged(out, Placement(rows, 0, local_ids=("source", "target")[items[0]]))
     return mode.tagged(out, _kept(new, placement))
 
 
 def _at_both(
-    mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], place: int, others: list[int], args: Any
+    mode: RowsMode,
+    func: Any,
+    x: Tensor,
+    placement: Placement,
+    items: list[Any],
+    place: int,
+    others: list[int],
+    args: Any,
 ) -> Any:
     """``x[arange(n), y]``: an entry of each row."""
     rows, item = placement.rows, items[place]
@@ -825,7 +882,12 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
         of = _placement(items[0])
-        if of is None or of.rows is not rows or _placement(value) is not None or (isinstance(value, Tensor) and value.dim()):
+        if (
+            of is None
+            or of.rows is not rows
+            or _placement(value) is not None
+            or (isinstance(value, Tensor) and value.dim())
+        ):
             return mode.on_all_rows(func, args, kwargs)
         func(x, index, value)
         return None
@@ -888,7 +950,11 @@ def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return _index(mode, args[0], args[1]) if len(args) == 2 and args[0].shape == args[1].shape else mode.other(func, args, kwargs)
+    return (
+        _index(mode, args[0], args[1])
+        if len(args) == 2 and args[0].shape == args[1].shape
+        else mode.other(func, args, kwargs)
+    )
 
 
 def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -952,7 +1018,8 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
         at_targets, nodes = bool(of.local_ids), mode.halo_rows
     if not at_targets or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
         raise mode.refuse(
-            f"{name} by edge_index is exact for a result with one row per node, zeros(x.size(0), ...), and along dimension 0. Use a "
+            f"{name} by edge_index is exact for a result with one row per node, zeros(x.size(0), ...), and along "
+            "dimension 0. Use a "
             "conv, or the helpers lightning_gnn.expand and lightning_gnn.reduce (docs/models.md)"
         )
     if isinstance(src, Tensor):
@@ -971,8 +1038,11 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
 
 
 register(_masked_select, "masked_select", (torch, Tensor))
-register(_along_dim, "gather take_along_dim scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_",
-         (torch, Tensor))
+register(
+    _along_dim,
+    "gather take_along_dim scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_",
+    (torch, Tensor),
+)
 
 # Autograd #####################################################################
 
@@ -980,12 +1050,22 @@ register(_along_dim, "gather take_along_dim scatter scatter_ scatter_add scatter
 def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if mode.in_backward:
         first = args[0] if args else kwargs["tensors"]
-        names = ("tensors", "gradient" if func is Tensor.backward else "grad_tensors", "retain_graph", "create_graph", "inputs")
+        names = (
+            "tensors",
+            "gradient" if func is Tensor.backward else "grad_tensors",
+            "retain_graph",
+            "create_graph",
+            "inputs",
+        )
         given = dict(zip(names, args)) | kwargs
         starts = given.get("gradient", given.get("grad_tensors"))
-        _run_backward(mode, _as_tuple(first), _as_tuple(starts), _as_tuple(given.get("inputs")), given, accumulate_grad=True)
+        _run_backward(
+            mode, _as_tuple(first), _as_tuple(starts), _as_tuple(given.get("inputs")), given, accumulate_grad=True
+        )
         return None
-    raise mode.refuse("loss.backward() leaves gradients of this rank alone. Call self.manual_backward(loss), which sums them over ranks")
+    raise mode.refuse(
+        "loss.backward() leaves gradients of this rank alone. Call self.manual_backward(loss), which sums them over ranks"
+    )
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
@@ -993,7 +1073,12 @@ def _as_tuple(given: Any) -> tuple[Any, ...]:
 
 
 def _run_backward(
-    mode: RowsMode, outputs: tuple[Tensor, ...], starts: tuple[Any, ...], inputs: tuple[Tensor, ...], given: Any, accumulate_grad: bool
+    mode: RowsMode,
+    outputs: tuple[Tensor, ...],
+    starts: tuple[Any, ...],
+    inputs: tuple[Tensor, ...],
+    given: Any,
+    accumulate_grad: bool,
 ) -> Any:
     """Runs torch's engine, in which what is computed again, such as checkpoints, is what it was the first time."""
     starts = starts or (None,) * len(outputs)

@@ -39,7 +39,8 @@ _FIRST = 16
 
 @dataclass
 class _Call:
-    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`. A tensor that `is_tracked` is
+    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`. A tensor that
+    `is_tracked` is
     known to be the same on all ranks."""
 
     name: str
@@ -178,7 +179,11 @@ class GlobalLogs:
             self._prepare_whole(call)
         elif isinstance(call.value, Metric):
             on_step = options.get("on_step")
-            if not self._is_whole and self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
+            if (
+                not self._is_whole
+                and self.weights.in_step
+                and (call.hook == "training_step" if on_step is None else on_step)
+            ):
                 self.metrics.forward_of_all_ranks(call.value)
             call.forward = call.value._forward_cache
         elif not options.get("rank_zero_only"):
@@ -198,13 +203,16 @@ class GlobalLogs:
             call.is_tracked = placement is not None
             if placement is not None and placement.rows is not None and value.numel() != 1:
                 raise NotExactError(
-                    f"self.log({call.name!r}, ...) was given one entry for each of the {placement.rows.name}. Log its mean or sum."
+                    f"self.log({call.name!r}, ...) was given one entry for each of the {placement.rows.name}. Log its "
+                    "mean or sum."
                 )
 
     def _compare(self, calls: Sequence[_Call]) -> list[float]:
         """Compares values of the whole graph between ranks; numbers that are not, such as seconds, become their mean."""
         device = self._world.device
-        own = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
+        own = torch.stack(
+            [torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls]
+        )
         names = [call.name for call in calls]
         values = self._gather(torch.cat([own.view(1, -1), own.new_zeros(3, len(calls))]), names)[:, 0]
         differ = ~((values == values[0]) | (values.isnan() & values[0].isnan())).all(0)
@@ -212,10 +220,14 @@ class GlobalLogs:
             if not differs:
                 continue
             if call.is_tracked:
-                raise NotExactError(f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}.")
+                raise NotExactError(
+                    f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}."
+                )
             if call.name not in self._warned:
                 self._warned.add(call.name)
-                rank_zero_warn(f"self.log({call.name!r}, ...) was given a number of each rank, such as seconds. Their mean is logged.")
+                rank_zero_warn(
+                    f"self.log({call.name!r}, ...) was given a number of each rank, such as seconds. Their mean is logged."
+                )
             mean = of_ranks.mean()
             call.value = mean.to(call.value) if isinstance(call.value, Tensor) else mean.item()
         return [1.0] * len(calls)

@@ -72,9 +72,14 @@ class StepStrategy(RankStrategy):
             self._in_use.enter_context(keeping_freed_memory())
         self.loss = None
         values = self._begin_step("training")
-        with self._step("training_step"), self._drawing_to_train(), self._approximating(), self._offloading(batch):
-            with values.step(batch, "train_mask", whole=not self.trains_on_batches):
-                output = super().training_step(batch, *args, **kwargs)
+        with (
+            self._step("training_step"),
+            self._drawing_to_train(),
+            self._approximating(),
+            self._offloading(batch),
+            values.step(batch, "train_mask", whole=not self.trains_on_batches),
+        ):
+            output = super().training_step(batch, *args, **kwargs)
         values.leave(output, trains=True)
         return output
 
