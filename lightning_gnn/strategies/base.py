@@ -203,7 +203,7 @@ class GNNStrategy(StepStrategy):
                 self._in_use.enter_context(without_example(module))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction)
-        self._callbacks = [run_checks.RunChecks(), *self.stage_callbacks(shard)]
+        self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         if in_parts or shard.types.is_hetero:
