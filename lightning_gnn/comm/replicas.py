@@ -87,16 +87,14 @@ def _message(named: tuple[str, Tensor], rank: int, difference: float, count: int
     if isinstance(tensor, torch.nn.Parameter):
         kind = "parameter"
         causes = (
-            "A step may have drawn random numbers for it: inside a step, torch's random numbers are each rank's own. Draw them "
-            "in a hook, such as on_train_batch_end, or with a torch.Generator that is seeded alike on all ranks. Or its gradient "
-            "was not summed: manual optimisation needs self.manual_backward(loss), not loss.backward(). Or a hook has used a "
-            "value of this rank's rows, such as its loss: on_train_batch_end has that of all ranks in outputs['loss']."
+            "A step may have changed it inside lightning_gnn.local_rows(), by values of this rank's rows, or by random numbers that "
+            "were drawn for rows. Or a hook has changed it on some ranks only."
         )
     else:
         kind = "buffer"
         causes = (
-            "A buffer that is computed from a batch is of this rank's rows: compute it of all ranks' rows, with sum_over_ranks "
-            "of lightning_gnn. If it draws random numbers, do so outside of steps."
+            "A buffer that is computed inside lightning_gnn.local_rows() is of this rank's rows: compute it outside of it, where "
+            "batch.x.mean(0) is of all rows."
         )
     return (
         f"{when}, the {kind} '{name}' of rank {rank} differs from rank 0's by {difference:.1e} of its largest value{more}. "

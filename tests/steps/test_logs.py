@@ -41,7 +41,7 @@ from torchmetrics.wrappers import (
     Running,
 )
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, labelled
+from lightning_gnn import DGCLStrategy, GraphDataModule
 
 
 def graph_and_parts(world_size: int) -> tuple[Data, torch.Tensor]:
@@ -519,17 +519,6 @@ class Odd(Logging):
                 self.log("first", loss)
         if self.kind == "group":
             self.log("grouped", loss, sync_dist=True, sync_dist_group=torch.distributed.group.WORLD)
-        if self.kind == "early":
-            self.highest.update(loss)
-            return {"loss": loss, "loss_weight": len(batch.x)}
-        if self.kind == "labelled":  # the same without that one
-            chosen = labelled(batch, "train_mask") | (batch.x[:, 0] > 1)
-            out = self.model(batch.x, batch.edge_index)[chosen]
-            return {"loss": F.cross_entropy(out, batch.y[chosen]), "loss_weight": chosen.sum()}
-        if self.kind == "mixed":  # of rank 2, two rows and one that stands in
-            chosen = batch.train_mask | (batch.x[:, 0] > 1)
-            out = self.model(batch.x, batch.edge_index)[chosen]
-            return {"loss": F.cross_entropy(out, batch.y[chosen]), "loss_weight": chosen.sum()}
         return loss
 
 
@@ -547,8 +536,6 @@ def fit_odd(rank: int, world_size: int, kind: str, strategy: str = "dgcl") -> An
     [
         ("some ranks", "Ranks log different values (rank 0: 'all', 'first'; rank 1: 'all'; rank 2: 'all')"),
         ("group", "self.log('grouped', ..., sync_dist_group=...)"),
-        ("mixed", "Rank 2 has no labelled node of the mask"),
-        ("early", "MaxMetric was given a number in a step which returns loss_weight"),
         ("bootstrap", "sampling_strategy='poisson'"),
     ],
 )
@@ -557,12 +544,6 @@ def test_refused_by_name(ranks, kind, words):
         ranks.run(3, fit_odd, kind)
     errors = caught.value.errors.values()
     assert all(line.startswith("ValueError") and words in line for line in errors), errors
-
-
-def test_masks_without_stand_ins_may_be_joined_with_others(ranks):
-    expected = fit_odd(0, 1, "labelled", "auto")
-    for found in ranks.run(3, fit_odd, "labelled"):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_warned_of_values_of_rank_zero(ranks):

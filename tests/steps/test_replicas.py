@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
-from lightning_gnn import GraphDataModule
+from lightning_gnn import GraphDataModule, local_rows
 
 
 class Module(L.LightningModule):
@@ -145,7 +145,7 @@ class DrawsInTheStep(Module):
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         if self.current_epoch == 1:
-            with torch.no_grad():
+            with torch.no_grad(), local_rows():
                 self.model.convs[1].lin.weight += 0.01 * torch.randn_like(self.model.convs[1].lin.weight)
         return super().training_step(batch, batch_idx)
 
@@ -166,7 +166,8 @@ class LocalBuffer(Module):
         self.register_buffer("centre", torch.zeros(FEATURES, dtype=torch.float64))
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        self.centre.copy_(batch.x.mean(0))
+        with local_rows():
+            self.centre.copy_(batch.x.mean(0))
         return super().training_step(batch, batch_idx)
 
 
@@ -215,8 +216,7 @@ def test_hooks_see_what_one_device_has(ranks, kind):
     ("kind", "named", "cause"),
     [
         (DrawsInTheStep, r"After epoch 1, the parameter 'model.convs.1.lin.weight' of rank 1", "random numbers"),
-        (OwnBackward, r"After epoch 0, the parameter 'model.convs.0.bias' of rank 1", r"self.manual_backward\(loss\)"),
-        (LocalBuffer, r"After epoch 0, the buffer 'centre' of rank 1", "sum_over_ranks"),
+        (LocalBuffer, r"After epoch 0, the buffer 'centre' of rank 1", "local_rows"),
     ],
 )
 def test_ranks_that_part_are_told(ranks, kind, named, cause):
@@ -226,6 +226,11 @@ def test_ranks_that_part_are_told(ranks, kind, named, cause):
         assert error.startswith("ReplicaError: ")
     assert re.search(named, str(raised.value)), raised.value.errors
     assert re.search(cause, str(raised.value)), raised.value.errors
+
+
+def test_a_backward_of_its_own_is_refused_at_its_line(ranks):
+    with pytest.raises(RankFailed, match=r"test_replicas.py:\d+: loss.backward\(\) .* Call self.manual_backward\(loss\)"):
+        ranks.run(2, fitted, OwnBackward, "dgcl")
 
 
 def test_a_rank_that_stops_alone_is_told(ranks):
@@ -261,13 +266,15 @@ def test_what_is_saved_after_fit_is_there_on_all_ranks(ranks, tmp_path):
         assert "model.convs.0.bias" in found
 
 
-def own_draws(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Returns what a step and a hook draw."""
-    drawn = []
+def own_draws(rank: int, world_size: int) -> Any:
+    """Returns what a step draws for its rows and a hook for all, and what a step draws for all."""
+    drawn: list[torch.Tensor] = []
+    common: list[torch.Tensor] = []
 
     class Draws(Module):
         def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-            drawn.append(torch.rand(4))
+            drawn.append(torch.rand_like(batch.x[:, 0])[batch.y >= 0].detach())
+            common.append(torch.rand(4))
             return super().training_step(batch, batch_idx)
 
         def on_train_batch_end(self, *_: Any) -> None:
@@ -277,11 +284,12 @@ def own_draws(rank: int, world_size: int) -> list[torch.Tensor]:
     run = quiet_trainer("dgcl", world_size, max_epochs=2)
     run.strategy.self_check = False
     run.fit(Draws(), datamodule=GraphDataModule(awkward_graph()))
-    return drawn
+    return [each[:4] for each in drawn], common
 
 
-def test_steps_draw_apart_and_hooks_alike(ranks):
-    here, there = ranks.run(2, own_draws)
+def test_steps_draw_apart_for_rows_and_alike_for_all(ranks):
+    (here, common), (there, of_other) = ranks.run(2, own_draws)
+    assert all(torch.equal(one, other) for one, other in zip(common, of_other)) and not torch.equal(*common[:2])
     in_steps, in_hooks = slice(0, None, 2), slice(1, None, 2)
     assert all(not torch.equal(one, other) for one, other in zip(here[in_steps], there[in_steps]))
     assert all(torch.equal(one, other) for one, other in zip(here[in_hooks], there[in_hooks]))
