@@ -1,4 +1,4 @@
-"""Heads over edges and over the whole graph, by the documented helpers, equal one device (gloo ranks, float64)."""
+"""Heads over edges and over the whole graph, equal one device (gloo ranks, float64)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, MeanAggregation, MultiAggregation
 from torch_geometric.utils import scatter
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, expand, reduce, sum_over_ranks
+from lightning_gnn import DGCLStrategy, GraphDataModule, expand, reduce
 
 
 class Base(L.LightningModule):
@@ -25,7 +25,7 @@ class Base(L.LightningModule):
     def training_step(self, batch: Data, batch_idx: int) -> Any:
         loss, count = self.loss(batch)
         self.log("train_loss", loss, batch_size=int(count))
-        return {"loss": loss, "loss_weight": count}
+        return loss
 
     def predict_step(self, batch: Data, batch_idx: int) -> Any:
         return self(batch)
@@ -67,7 +67,7 @@ class GraphRegressor(Base):
 
     def forward(self, batch: Data) -> torch.Tensor:
         x = self.conv(batch.x, batch.edge_index).tanh()
-        squares = sum_over_ranks(x.square().sum(0, keepdim=True))
+        squares = x.square().sum(0, keepdim=True)
         return self.head(torch.cat([self.pool(x), self.mean(x), squares], 1))
 
     def loss(self, batch: Data) -> Any:
