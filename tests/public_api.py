@@ -46,15 +46,12 @@ from lightning_gnn import (
     compare,
     expand,
     fetch_rows,
-    labelled,
-    mean_over_ranks,
     num_nodes,
     planted_partition,
     reduce,
     register_adapter,
     split_edges,
     substitute,
-    sum_over_ranks,
 )
 
 
@@ -90,10 +87,9 @@ class Ranks(L.LightningModule):
         edges, *_weights = choose_edges(batch, "edge_train_mask", ["edge_weight"])
         out: Tensor = self.model(x + sums / num_nodes(x), edges)
         far: Tensor = fetch_rows(out, torch.tensor([0]))
-        mask: Tensor = labelled(batch, "train_mask")
-        total: Tensor = sum_over_ranks(far.sum(0))
-        losses = torch.nn.functional.cross_entropy(out[mask], batch.y[mask], reduction="none")
-        return mean_over_ranks(losses) + total.mean()
+        mask: Tensor = batch.train_mask
+        total: Tensor = far.sum(0)
+        return torch.nn.functional.cross_entropy(out[mask], batch.y[mask]) + total.mean()
 
 
 @register_adapter(MessagePassing)
