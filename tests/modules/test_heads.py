@@ -1,4 +1,4 @@
-"""Heads over edges and over the whole graph, by the documented helpers, equal one device (gloo ranks, float64)."""
+"""Heads over edges and over the whole graph, equal one device (gloo ranks, float64)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Base(L.LightningModule):
     def training_step(self, batch: Data, batch_idx: int) -> Any:
         loss, count = self.loss(batch)
         self.log("train_loss", loss, batch_size=int(count))
-        return {"loss": loss, "loss_weight": count}
+        return loss
 
     def predict_step(self, batch: Data, batch_idx: int) -> Any:
         return self(batch)

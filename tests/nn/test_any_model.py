@@ -24,7 +24,7 @@ from common import (
 from conftest import RankFailed
 from torch_geometric.nn import GCNConv
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM15DStrategy
+from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM15DStrategy, local_rows
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -65,14 +65,16 @@ def test_self_loops_on_one_rank_only(ranks, strategy):
 
 
 class Centred(torch.nn.Module):
-    """Wrong on ranks: the mean is over one rank's nodes."""
+    """Wrong on ranks where it says so: the mean is over one rank's nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = GCNConv(FEATURES, CLASSES)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        return self.conv(x - x.mean(0), edge_index)
+        with local_rows():
+            mean = x.mean(0)
+        return self.conv(x - mean, edge_index)
 
 
 class TooSmall(UserModule):

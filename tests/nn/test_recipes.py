@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from common import CLASSES, FEATURES, Recorder, awkward_graph, campaign, checked_later, quiet_trainer
+from common import CLASSES, FEATURES, Recorder, awkward_graph, campaign, quiet_trainer
 from torch_geometric.data import Data
 from torch_geometric.nn.models import SGFormer
 
@@ -87,7 +87,7 @@ def recipe(name: str, graph: Data) -> tuple[L.LightningModule, Data]:
 def check(name: str, graph: Data, strategies: list[Any], ranks: int, part: torch.Tensor | None = None) -> None:
     module, graph = recipe(name, graph)
     data = GraphDataModule(graph, partition="random" if part is None else part)
-    report = check_parity(module, data, strategies, ranks, share_draws=name in OWN_DRAWS)
+    report = check_parity(module, data, strategies, ranks)
     assert report.ok and report.dtype == "float64", report
     assert [each.verdict for each in report.schemes] == ["same"] * len(strategies), report
 
@@ -129,8 +129,7 @@ def run(rank: int, world_size: int, name: str, strategy: Any = None) -> Any:
         strategy or DGCLStrategy(timeout=60), world_size, self_check=True, callbacks=[recorder], max_epochs=2
     )
     if name != "Propagated":
-        with checked_later():
-            trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data)
     tested = trainer.test(module, datamodule=data, verbose=False) if "test_step" in vars(names()[name]) else None
     has_predictions = any("predict_step" in vars(kind) for kind in type(module).__mro__[:2])
     predicted = trainer.predict(module, datamodule=data) if has_predictions else None

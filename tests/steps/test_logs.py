@@ -186,17 +186,16 @@ class Aggregators(Idiom):
         self.running(loss)
         self.weighted.update(loss, weight=mask.sum())
         self.by_size.update(loss.item(), len(y))
-        if not module.loss_weight:
-            self.unchecked.update(loss.detach())
-            self.highest.update(loss)
-            self.lowest(loss.item())
-            self.all(loss)
+        self.unchecked.update(loss.detach())
+        self.highest.update(loss)
+        self.lowest(loss.item())
+        self.all(loss)
         self.count.update(right.sum())
         self.lately.update(right.sum())
         self.per_row.update(F.cross_entropy(out, y, reduction="none"))
         self.acc(out, y)
-        early = () if module.loss_weight else ("unchecked", "highest", "lowest")
-        for name in ("running", "weighted", "by_size", "count", "lately", "per_row", *early):
+        names = "running", "weighted", "by_size", "count", "lately", "per_row", "unchecked", "highest", "lowest"
+        for name in names:
             module.log(f"{stage}/{name}", getattr(self, name), on_step=False, on_epoch=True)
 
     def end(self, module: Any, stage: str) -> None:
@@ -204,11 +203,10 @@ class Aggregators(Idiom):
         self.best(acc)
         module.log(f"{stage}/best_acc", self.best.compute(), sync_dist=True, prog_bar=True)
         module.log(f"{stage}/acc", acc)
-        if not module.loss_weight:
-            values = self.all.compute()
-            module.log(f"{stage}/cat", values.mean())
-            module.log(f"{stage}/cat_len", float(values.numel()))
-            self.all.reset()
+        values = self.all.compute()
+        module.log(f"{stage}/cat", values.mean())
+        module.log(f"{stage}/cat_len", float(values.numel()))
+        self.all.reset()
         self.acc.reset()
 
 
@@ -427,7 +425,7 @@ def test_values_that_rank_zero_logs_alone(ranks):
 
 @pytest.mark.parametrize("world_size", [2, *campaign(3)])
 def test_a_loss_over_other_rows_than_the_mask_s(ranks, world_size):
-    """The step says what it weighs, which its values weigh, too; a row that stands in for the mask weighs nothing."""
+    """The loss_weight that the step returns changes nothing."""
     options = {"parts": world_size}
     expected = run(0, 1, ("scalars", "aggregators"), "auto", options, True)
     for rank, found in enumerate(ranks.run(world_size, run, ("scalars", "aggregators"), "dgcl", {}, True)):
@@ -519,6 +517,14 @@ class Odd(Logging):
                 self.log("first", loss)
         if self.kind == "group":
             self.log("grouped", loss, sync_dist=True, sync_dist_group=torch.distributed.group.WORLD)
+        if self.kind == "early":
+            self.highest.update(loss)
+            self.log("highest", self.highest)
+            return {"loss": loss, "loss_weight": len(batch.x)}
+        if self.kind == "mixed":  # rank 2 has rows of the second mask only
+            chosen = batch.train_mask | (batch.x[:, 0] > 1)
+            out = self.model(batch.x, batch.edge_index)[chosen]
+            return F.cross_entropy(out, batch.y[chosen])
         return loss
 
 
@@ -544,6 +550,13 @@ def test_refused_by_name(ranks, kind, words):
         ranks.run(3, fit_odd, kind)
     errors = caught.value.errors.values()
     assert all(line.startswith("ValueError") and words in line for line in errors), errors
+
+
+@pytest.mark.parametrize("kind", ["mixed", "early"])
+def test_masks_may_be_joined_and_metrics_given_the_loss(ranks, kind):
+    expected = fit_odd(0, 1, kind, "auto")
+    for found in ranks.run(3, fit_odd, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_warned_of_values_of_rank_zero(ranks):

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from common import Recorder, UserModule, awkward_graph, build, quiet_trainer
+from common import Recorder, UserModule, awkward_graph, build, campaign, quiet_trainer
 from torch_geometric.data import Data
 
-from lightning_gnn import (
-    DGCLStrategy,
-    GraphDataModule,
-    UnsupportedModelError,
-    check_parity,
-    expand,
-)
+from lightning_gnn import DGCLStrategy, GraphDataModule, UnsupportedModelError, check_parity, expand
 from lightning_gnn.nn.helpers import graph_in_use
 
 PART = (~awkward_graph().train_mask).long()
@@ -36,25 +30,30 @@ class SeveralMeans(UserModule):
 
     def training_step(self, batch: Data, batch_idx: int) -> Any:
         out = self.model(batch.x, batch.edge_index).log_softmax(1)
-        (source, target), labelled = batch.edge_index, batch.train_mask & (batch.y >= 0)
+        rows, (source, target) = batch.train_mask & (batch.y >= 0), batch.edge_index
         soft = (out.detach() / 2).softmax(1)
-        everywhere = F.kl_div(out, soft, reduction="batchmean")
-        everywhere = everywhere + 0.1 * (out[source] - out[target]).square().mean()
+        everywhere = F.kl_div(out, soft, reduction="none").sum(1).mean(0)
+        everywhere = everywhere + 0.1 * (expand(out)[source] - out[target]).square().mean()
         own = F.nll_loss(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
-        of_all = F.nll_loss(out[labelled], batch.y[labelled], reduction="none")
-        counted = of_all.sum() / labelled.sum()
-        loss = {"own": own, "counted": counted, "by size": of_all.sum() / len(of_all)}[self.way] + everywhere
+        of_all = F.nll_loss(out[rows], batch.y[rows], reduction="none").mean()
+        loss = (own if self.way == "beside the mask's" else of_all) + everywhere
         self.log_dict({"train_loss": loss, "everywhere": everywhere})
-        return loss
+        return {"loss": loss, "loss_weight": rows.sum()} if self.way == "counted" else loss
 
 
-@pytest.mark.parametrize("way", ["own", "counted", "by size"])
+@pytest.mark.parametrize("way", ["beside the mask's", "means alone", *campaign("counted")])
 def test_each_mean_is_over_the_rows_of_all_ranks(way):
     data = GraphDataModule(awkward_graph(), partition=PART)
     strategies = [DGCLStrategy(), DGCLStrategy(plan="replicate", hops=3), "spmm_15d"]
     report = check_parity(SeveralMeans(way), data, strategies)
     assert report.ok and all(each.verdict == "same" for each in report.schemes), report
     assert max(max(filter(None, each.differences.values())) for each in report.schemes) < 1e-13
+
+
+@pytest.mark.parametrize("partition", [PART, "metis"])
+def test_loss_reduction_does_not_scale_a_loss_of_the_whole_graph(partition):
+    data = GraphDataModule(awkward_graph(), partition=partition)
+    assert check_parity(SeveralMeans("means alone"), data, [DGCLStrategy(loss_reduction="sum")]).ok
 
 
 def fit(rank: int, world_size: int, strategy: Any) -> Any:

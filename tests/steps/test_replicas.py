@@ -160,7 +160,7 @@ class OwnBackward(AddsNoiseByHand):
         optimizer.step()
 
 
-class LocalBuffer(Module):
+class FollowsAMean(Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(FEATURES, dtype=torch.float64))
@@ -179,6 +179,7 @@ EXACT = [
     AddsNoise,
     AddsNoiseByHand,
     Unfreezes,
+    FollowsAMean,
     HearsTheLoss,
     ReadsTheLoss,
 ]
@@ -216,7 +217,7 @@ def test_hooks_see_what_one_device_has(ranks, kind):
     ("kind", "named", "cause"),
     [
         (DrawsInTheStep, r"After epoch 1, the parameter 'model.convs.1.lin.weight' of rank 1", "random numbers"),
-        (LocalBuffer, r"After epoch 0, the buffer 'centre' of rank 1", "local_rows"),
+        (OwnBackward, r"After epoch 0, the parameter 'model.convs.0.bias' of rank 1", r"self.manual_backward\(loss\)"),
     ],
 )
 def test_ranks_that_part_are_told(ranks, kind, named, cause):
