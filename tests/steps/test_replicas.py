@@ -217,7 +217,6 @@ def test_hooks_see_what_one_device_has(ranks, kind):
     ("kind", "named", "cause"),
     [
         (DrawsInTheStep, r"After epoch 1, the parameter 'model.convs.1.lin.weight' of rank 1", "random numbers"),
-        (OwnBackward, r"After epoch 0, the parameter 'model.convs.0.bias' of rank 1", r"self.manual_backward\(loss\)"),
     ],
 )
 def test_ranks_that_part_are_told(ranks, kind, named, cause):
