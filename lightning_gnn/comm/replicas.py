@@ -87,8 +87,8 @@ def _message(named: tuple[str, Tensor], rank: int, difference: float, count: int
     if isinstance(tensor, torch.nn.Parameter):
         kind = "parameter"
         causes = (
-            "A step may have changed it inside lightning_gnn.local_rows(), by values of this rank's rows, or by random numbers that "
-            "were drawn for rows. Or a hook has changed it on some ranks only."
+            "A step may have changed it inside lightning_gnn.local_rows(), by values of this rank's rows, or by random numbers "
+            "that were drawn for rows. Or a hook has changed it on some ranks only."
         )
     else:
         kind = "buffer"

@@ -81,19 +81,19 @@ class GraphRows:
         if isinstance(batch, Data):
             self._kinds = kinds_of(batch)
             self.mode.nodes = nodes = self.nodes[None]
-            halo = torch.from_numpy(shard.halos[rank])
-            if not nodes.replicas:
+            if expand is not None:
+                num_halo = len(shard.halos[rank])
+                every = nodes._all_keys
                 self.mode.halo_rows = RowSet(
-                    ranks,
-                    nodes.count + len(halo),
-                    lambda: torch.cat([batch.n_id.long(), shard.n_id[halo].long().to(batch.n_id.device)]),
-                    nodes.owned,
-                    nodes.total,
-                    nodes._all_keys,
-                    "nodes",
-                    replicas=True,
+                    ranks, nodes.count + num_halo, self._keys_with_halo, nodes.owned, nodes.total, every, "nodes"
                 )
         self.place(batch)
+
+    def _keys_with_halo(self) -> Tensor:
+        """Returns the ids of own and halo rows; all ranks call it."""
+        assert self._expand is not None
+        with self.mode.pause():
+            return self._expand(self.nodes[None].keys.double().unsqueeze(1)).view(-1).long()
 
     def place(self, batch: Any) -> Any:
         """Sets the placements of a batch's tensors, unless they have one; returns the batch."""

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS, counted_mask
 from lightning_gnn.nn.helpers import labelled
 from lightning_gnn.rows.graph import GraphRows, check_loss
+from lightning_gnn.rows.mode import NotExactError
 from lightning_gnn.steps.logs import GlobalLogs
 from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.weights import scale_by
@@ -103,6 +106,20 @@ class StepValues:
         if trains and output is None and self._module.automatic_optimization:
             raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
+
+    def check_loss(self, own: Tensor, mean: Tensor | None) -> None:
+        """Raises :class:`NotExactError` on ranks whose loss of the whole graph is not the `mean` of those of all ranks; not
+        looked at
+        on devices, where the host would wait for it."""
+        if not self._is_whole or mean is None or own.device.type != "cpu" or own.numel() != 1:
+            return
+        rtol = 1e-4 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        if not torch.allclose(own.double(), mean.double().reshape(own.shape), rtol=rtol, atol=1e-12, equal_nan=True):
+            raise NotExactError(
+                f"The loss of this rank is {own.item():.6g}, and the mean of all ranks' is {mean.item():.6g}: it was "
+                "computed from a value "
+                "that ranks do not share, such as self.global_rank, the time, or rows inside lightning_gnn.local_rows()."
+            )
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""

@@ -161,6 +161,7 @@ class StepStrategy(RankStrategy):
                 precision.backward(loss * scale, module, optimizer, *args, **kwargs)
             with self._drawing(False):
                 self.loss = gradients.after(closure_loss.detach() * scale)
+                self._values.check_loss(closure_loss.detach(), self.loss)
                 loss = precision.post_backward(loss, module)
                 self.post_backward(loss)
         self.progress.at("the optimizer's step", self._module.trainer)
@@ -205,8 +206,8 @@ class StepStrategy(RankStrategy):
         if group not in (None, self.world.everyone):
             return super().all_gather(tensor, group, sync_grads)
         mode = active_mode()
-        if mode is not None and placement_of(tensor) in (REPLICATED, FROM_ROWS):
-            return tensor.expand(self.world.size, *tensor.shape)
+        if mode is not None and tensor.requires_grad and placement_of(tensor) in (REPLICATED, FROM_ROWS):
+            return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
         weights = None if self._values is None or mode is not None else self._values.logs.weights
         with local_rows():
             found = gather_rows(tensor, self.world, weights, sync_grads)
