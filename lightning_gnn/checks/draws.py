@@ -17,12 +17,23 @@ _DROPOUTS = {
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows."""
+    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows. Generators of the user's are
+    read and stay where they are, since ranks that are threads share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[torch.Generator, torch.Generator] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        given = kwargs.get("generator")
+        if given is not None:
+            if given not in self._copies:
+                self._copies[given] = torch.Generator(given.device)
+                self._copies[given].set_state(given.get_state())
+            kwargs = {**kwargs, "generator": self._copies[given]}
         return func(*args, **kwargs)
 
 

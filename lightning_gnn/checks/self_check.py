@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
+import numpy as np
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
@@ -98,6 +99,17 @@ def self_check(
             shards = split_graph(trial.graph, small.part, layout, holders, input_type)
             try:
                 finding = _compare(trial, whole, trial.on_parts(shards, bind), tolerance)
+                if finding is not None and finding.where.startswith("the logged"):
+                    # Where scores tie but for rounding, another order of sums changes what is made of their order.
+                    alone = split_graph(
+                        trial.graph,
+                        np.zeros_like(small.part),
+                        replace(layout, parts=1),
+                        None if holders is None else np.zeros_like(holders),
+                        input_type,
+                    )
+                    if _compare(trial, whole, trial.on_parts(alone, bind), tolerance) is not None:
+                        finding = None
             except Parted as error:
                 finding = Finding.of_error(error, trial.step)
                 if isinstance(error.__cause__, (NotExactError, UnsupportedModelError)):

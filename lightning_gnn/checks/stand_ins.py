@@ -23,7 +23,8 @@ from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.rows.graph import whole_value
-from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.rows.mode import local_rows, place
+from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.weights import gather_rows
 
@@ -200,7 +201,8 @@ class _QuietStrategy:
         if self._world is None:
             return tensor
         with local_rows():
-            return gather_rows(tensor, self._world, None, sync_grads)
+            found: Tensor = place(gather_rows(tensor, self._world, None, sync_grads), FROM_ROWS)
+        return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return tensor if self._world is None else whole_value(tensor, reduce_op)
