@@ -17,8 +17,8 @@ _DROPOUTS = {
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows. Generators of the user's are
-    read and stay where they are, since ranks that are threads share them."""
+    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows. Generators of the user's
+    are read and stay where they are, since ranks that are threads share them."""
 
     def __init__(self) -> None:
         super().__init__()
