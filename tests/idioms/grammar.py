@@ -84,7 +84,7 @@ from torchmetrics.functional import classification as functional
 
 from idioms.harness import CLASSES, Case, directed, graph
 from idioms.own_conv import OwnConv
-from lightning_gnn import expand, fetch_rows, labelled, mean_over_ranks, reduce, sum_over_ranks
+from lightning_gnn import expand, fetch_rows, reduce
 """
 
 GRAMMAR: dict[str, list[str]] = {
@@ -173,11 +173,11 @@ GRAMMAR: dict[str, list[str]] = {
     ],
     # Rows of all nodes, as the helpers and modules for it have them.
     "helped": [
-        "x = x - sum_over_ranks(x.sum(0)) / sum_over_ranks(x.new_tensor(float(len(x))))",
+        "x = x - x.sum(0) / x.new_tensor(float(len(x)))",
         "x = x + scatter(expand(x)[edge_index[0]], edge_index[1], 0, len(x), 'mean')",
-        "x = x - mean_over_ranks(x)",
-        "x = x + mean_over_ranks(x[batch.y == <class>])",
-        "x = x + F.one_hot(batch.y.clamp(min=0), 8) * labelled(batch, 'train_mask')[:, None]",
+        "x = x - x.mean(0, keepdim=True)",
+        "x = x + x[batch.y == <class>].mean(0)",
+        "x = x + F.one_hot(batch.y.clamp(min=0), 8) * batch.train_mask[:, None]",
         "x = x + fetch_rows(x, batch.n_id * 0 + 3)",
         "x = x + fetch_rows(x, (batch.n_id + 7) % 40)",
         "ones = reduce(degree(edge_index[0], len(expand(x)), x.dtype)) ;; x = x / ones.clamp(min=1)[:, None]",
@@ -279,12 +279,12 @@ GRAMMAR: dict[str, list[str]] = {
         "loss = F.cross_entropy(out[mask], y[mask], self.weight) ;; "
         "return {'loss': loss, 'loss_weight': self.weight[y[mask]].sum()}",
         "strategy: 'loss_reduction': 'sum' ;; loss = F.cross_entropy(out[mask], y[mask], reduction='sum')",
-        "total = sum_over_ranks(F.cross_entropy(out[mask], y[mask], reduction='sum')) ;; "
-        "loss = total / sum_over_ranks(mask.sum().double()) ;; return {'loss': loss, 'loss_weight': 1}",
+        "total = F.cross_entropy(out[mask], y[mask], reduction='sum') ;; "
+        "loss = total / mask.sum().double() ;; return {'loss': loss, 'loss_weight': 1}",
         "loss = out.pow(2).mean() ;; return {'loss': loss, 'loss_weight': len(out)}",
         "each = F.cross_entropy(out, y, reduction='none', ignore_index=-1) ;; "
-        "loss = mean_over_ranks(each[labelled(batch, 'train_mask')]) + mean_over_ranks(out.pow(2).sum(-1))",
-        "mask = labelled(batch, 'train_mask') & (y != <class>) ;; "
+        "loss = each[batch.train_mask].mean() + out.pow(2).sum(-1).mean()",
+        "mask = batch.train_mask & (y != <class>) ;; "
         "loss = F.cross_entropy(out[mask], y[mask], reduction='sum') / mask.sum().clamp(min=1) ;; "
         "return {'loss': loss, 'loss_weight': mask.sum()}",
     ],
@@ -322,7 +322,7 @@ GRAMMAR: dict[str, list[str]] = {
         "loss = loss + 0.1 * out[mask].pow(2).mean()",
         "p = out[mask].softmax(-1) ;; loss = loss - 0.1 * (p * p.log()).sum(-1).mean()",
         "loss = loss * min(1.0, (self.current_epoch + 1) / 2)",
-        "loss = loss + 0.1 * sum_over_ranks(out.pow(2).sum()) / sum_over_ranks(out.new_tensor(len(out)))",
+        "loss = loss + 0.1 * out.pow(2).sum() / out.new_tensor(len(out))",
     ],
     "wrong_term": [
         "loss = loss + 0.1 * out.pow(2).mean()",

@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import checked_later
 from conftest import RankFailed, RankPool
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -369,8 +368,7 @@ def run_on_rank(
     The self-check is left out if `self_check` says so and the case does not.
     """
     make = partial(getattr(lightning_gnn, strategy), self_check=self_check)
-    with checked_later():
-        result = run(build, make, world_size, partition, stages)
+    result = run(build, make, world_size, partition, stages)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     differs = None if result.error else difference(result.seen, **compared)

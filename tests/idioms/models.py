@@ -19,7 +19,7 @@ from torch_geometric.utils import negative_sampling
 from idioms.convs import HIDDEN, Between, Layers, two
 from idioms.harness import CLASSES, FEATURES, Case, directed, graph, idiom
 from idioms.steps import Classifier
-from lightning_gnn import GraphDataModule, LinkPredictor, split_edges, sum_over_ranks
+from lightning_gnn import GraphDataModule, LinkPredictor, split_edges
 
 # Depth ########################################################################
 
@@ -339,27 +339,21 @@ def multihead_attention() -> Case:
 class VirtualNode(torch.nn.Module):
     """A row of all nodes together, added to each of them in each layer."""
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.convs = ModuleList([nn.GCNConv(FEATURES, HIDDEN), nn.GCNConv(HIDDEN, HIDDEN)])
-        self.mlp, self.lin, self.exact = nn.MLP([HIDDEN, HIDDEN], norm=None), Linear(HIDDEN, CLASSES), exact
+        self.mlp, self.lin = nn.MLP([HIDDEN, HIDDEN], norm=None), Linear(HIDDEN, CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
             x = conv(x, edge_index).relu()
-            total = sum_over_ranks(x.sum(0)) if self.exact else x.sum(0)
-            x = x + self.mlp(total.view(1, -1) / 80)
+            x = x + self.mlp(x.sum(0).view(1, -1) / 80)
         return self.lin(x)
 
 
 @idiom(source="OGB's virtual node", refused="gives to 'model.mlp'|what 'model.mlp")
 def virtual_node() -> Case:
-    return Case(Classifier(VirtualNode(False)), graph())
-
-
-@idiom(source="docs/models.md: sum_over_ranks")
-def virtual_node_by_sum_over_ranks() -> Case:
-    return Case(Classifier(VirtualNode(True)), graph())
+    return Case(Classifier(VirtualNode()), graph())
 
 
 @idiom(source="PyG T.VirtualNode: a node of the graph")

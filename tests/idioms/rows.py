@@ -31,7 +31,7 @@ from torch_geometric.utils import (
 from idioms.convs import HIDDEN, two
 from idioms.harness import CLASSES, FEATURES, Case, directed, graph, idiom
 from idioms.steps import Classifier
-from lightning_gnn import expand, reduce, sum_over_ranks
+from lightning_gnn import expand, reduce
 
 Forward = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -79,12 +79,9 @@ def centred() -> Case:
     return case(between(lambda x: x - x.mean(0)))
 
 
-@idiom(source="centring, by docs/models.md")
-def centred_by_sum_over_ranks() -> Case:
-    def centre(x: Tensor) -> Tensor:
-        return x - sum_over_ranks(x.sum(0)) / sum_over_ranks(x.new_tensor(float(len(x))))
-
-    return case(between(centre), partial(nn.GCNConv, bias=False))
+@idiom(source="centring, by the number of rows")
+def centred_by_sum_and_length() -> Case:
+    return case(between(lambda x: x - x.sum(0) / x.new_tensor(float(len(x)))), partial(nn.GCNConv, bias=False))
 
 
 @idiom(source="standardising", refused=f"{MIXES}.*to 'model.second'")
