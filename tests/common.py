@@ -24,7 +24,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from lightning_gnn import CommNet, DGCLStrategy, GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.zero_rows import ZeroRows
-from lightning_gnn.strategies import self_checks
 
 CLASSES, FEATURES = 5, 12
 
@@ -293,15 +292,6 @@ class Recorder(L.Callback):
             }
         )
 
-
-@contextmanager
-def checked_later() -> Iterator[None]:
-    """Inside, steps are checked in later epochs as well, which else are checked only where that is quick."""
-    before, self_checks.SHORT_S = self_checks.SHORT_S, 60.0
-    try:
-        yield
-    finally:
-        self_checks.SHORT_S = before
 
 
 def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **options: Any) -> L.Trainer:

@@ -78,6 +78,9 @@ def expand(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
+        of = placement_of(x)
+        if of is None or of.rows is None or mode.halo_rows is None:
+            return x  # whole already
         with mode.pause():
             return placed(expand(x), mode.halo_rows)
     graph.check_rows(x.size(0), "expand")
@@ -105,6 +108,9 @@ def reduce(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
+        of = placement_of(x)
+        if of is None or of.rows is None or of.rows is not mode.halo_rows:
+            return x  # a sum of all ranks already
         with mode.pause():
             return placed(reduce(x), mode.nodes)
     graph.check_expanded_rows(x.size(0), "reduce")

@@ -413,7 +413,9 @@ class RowsMode(TorchFunctionMode):
         if placement.local_ids:
             raise self.refuse(LOCAL_IDS)
         if rows.ranks is not self.ranks:  # which would wait for messages that no rank sends
-            raise self.refuse(f"{rows.name} of another run are used, which the module keeps outside of its parameters and buffers.")
+            raise self.refuse(
+                f"{rows.name} of another run are used, which the module keeps outside of its parameters and buffers."
+            )
         self.check_room(x, rows, operation)
         if dim == 0:
             return GatherRows.apply(x, rows, operation)

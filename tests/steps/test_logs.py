@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -557,19 +556,3 @@ def test_masks_may_be_joined_and_metrics_given_the_loss(ranks, kind):
     expected = fit_odd(0, 1, kind, "auto")
     for found in ranks.run(3, fit_odd, kind):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_warned_of_values_of_rank_zero(ranks):
-    assert ranks.run(2, warned) == [1, 0]
-
-
-def warned(rank: int, world_size: int) -> int:
-    graph, part = graph_and_parts(world_size)
-    module = Logging(("rank_zero",)).double()
-    trainer = quiet_trainer(DGCLStrategy(timeout=60, self_check=False), world_size)
-    with pytest.warns(UserWarning) as caught:
-        trainer.fit(module, datamodule=GraphDataModule(graph, partition=part))
-        warnings.warn("always one", UserWarning, stacklevel=1)
-    return sum(
-        "self.log('train/alone', ..., rank_zero_only=True) logs rank 0's value" in str(each.message) for each in caught
-    )
