@@ -191,18 +191,6 @@ def halo_ids(folder: Path, rank: int) -> torch.Tensor:
     return torch.from_numpy(n_id[halo])
 
 
-def test_stand_in_rows(tmp_path):
-    part = np.array([0, 0, 0, 1, 1, 1])
-    write_store(
-        tmp_path / "s", prepare_graph(small(y=torch.tensor([0, 1, 2, -1, -1, -1]))), part, LayoutSpec("edge_cut", 2), {}
-    )
-    shard = read_cut(tmp_path / "s").shard(1)
-    assert shard.mask_counts["train_mask"] == (2, 0)
-    assert shard.batch.train_mask.tolist() == [True, False, False]
-    assert shard.batch.y.tolist() == [0, -1, -1]  # a label that a loss accepts
-    assert shard.mask_counts["test_mask"] == (0, 0)  # nowhere: no stand-in either
-    assert torch.equal(shard.batch.test_mask, small().test_mask[shard.batch.n_id])
-
 
 def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     calls = []
