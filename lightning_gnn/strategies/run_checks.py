@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.checks.alike import check_alike, module_and_trainer, optimizers_and_schedulers
 from lightning_gnn.checks.unregistered import unregistered, unregistered_in_loss
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.hetero import NO_TYPES
@@ -101,6 +102,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
 
 def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
     """Checks on ranks, whose parts of the graph are there."""
+    check_alike(strategy.world, module_and_trainer(module, trainer))
     strategy.check_model(module, shard.types)
     if not strategy.binds(shard):
         return
@@ -124,6 +126,8 @@ def check_optimizers(strategy: GNNStrategy, trainer: pl.Trainer) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         failure = data.trained_by(strategy.optimizers) or unregistered(strategy._module, strategy.optimizers)
     raise_together(strategy.world, failure, "The optimizers cannot be used on ranks")
+    made = optimizers_and_schedulers(strategy._module, strategy.optimizers, strategy.lr_scheduler_configs)
+    check_alike(strategy.world, made)
 
 
 def take_shard(strategy: GNNStrategy, trainer: pl.Trainer) -> Shard:
