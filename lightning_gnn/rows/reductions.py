@@ -338,24 +338,27 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.plain(func, args, kwargs)
     given = dict(zip(_parameters(func), args)) | kwargs
     reduction = given.get("reduction", "mean")
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+    first = _parameters(func)[0]
+    # Means by weights, a variance for each row, and rows that are vectors themselves.
+    apart = given.get("weight") is not None and func in (F.mse_loss, F.l1_loss)
+    apart = apart or (func is F.gaussian_nll_loss and isinstance(given["var"], Tensor) and given["var"].dim() != given[first].dim())
+    if apart or given.get("size_average") is not None or given.get("reduce") is not None:
         return mode.on_all_rows(func, args, kwargs)
     given["reduction"] = "none"
     name = name_of(func)
     if func in _OF_ROWS:
         rows = target_of(found)[0]
-        if any(of.dim or of.local_ids for _, of in found):
+        if any(of.dim or of.local_ids for _, of in found) or given[first].dim() < 2:
             return mode.on_all_rows(func, args, kwargs)
         for key, value in given.items():
             if not isinstance(value, Tensor):
                 continue
-            if key == "weight" or placement_of(value) is None:
+            if key == "weight" or not value.dim() or placement_of(value) is None:
                 given[key] = mode.enter(value, placement_of(value), name)
             else:
                 given[key] = converted(mode, value, rows, value.dim(), name)
         each = mode.tagged(func(**given), rows.at(0))
     else:
-        first = _parameters(func)[0]
         each = rowwise(mode, func, (given.pop(first),), given)
     if reduction == "none":
         return each
