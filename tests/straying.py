@@ -1,4 +1,4 @@
-"""A user's script in which rank 1 leaves the others in step 3, started by test_watchdog.py: EVENT shared|sockets TIMEOUT."""
+"""A user's script in which a rank leaves the others in step 3, started by test_watchdog.py: EVENT shared|sockets TIMEOUT."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ class Strays(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
         return cross_entropy(self(batch.x, batch.edge_index)[batch.train_mask], batch.y[batch.train_mask])
+
+    def on_train_epoch_start(self) -> None:
+        if EVENT == "hook" and self.trainer.global_rank == 0 and self.steps == 3:
+            print(f"asleep at {time.time()}", flush=True)
+            time.sleep(600)
 
     def on_train_epoch_end(self) -> None:
         if EVENT == "uneven" and self.trainer.global_rank == 1 and self.steps == 3:

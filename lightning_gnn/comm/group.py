@@ -460,6 +460,22 @@ class World:
             dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
+    def told_by_rank_0(self, own: bool, operation: str) -> bool:
+        """Returns rank 0's, by the call that Lightning makes on the default group when it is asked to end."""
+        told = torch.tensor([own], dtype=torch.int64, device=self.device)
+        with self._all_take_part(operation), self.watch.waiting(0 if self.rank else None):
+            request = dist.broadcast(told, 0, async_op=True)
+            try:
+                request.wait(*([self.timeout] if self.backend == "gloo" else []))  # on devices the host waits below
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise
+                waited = f"for {self.timeout.total_seconds():.1f} s"
+                if self.rank:
+                    raise PeerError(0, f"nothing from rank 0 {waited}", astray=True) from None
+                raise RuntimeError(f"timed out: another rank has not asked {waited}") from None
+        return bool(self.to_host(told, operation))
+
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrites `tensors` with those of `source`, on every rank."""
         if self.size == 1:

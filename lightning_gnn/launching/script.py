@@ -239,16 +239,14 @@ class ScriptLauncher(_Launcher):
 
     def _cause(self, supervisor: Supervisor, error: Exception) -> Exception | None:
         """Returns what to raise in place of this rank's error, if another's failure led to it; settles the others."""
-        if is_about_peers(error):
-            # What the other rank says may take a moment to arrive.
-            supervisor.wait_for(lambda: any(not f.about_peers for f in supervisor.look()), 2.0)
-        # Ranks that all raise, as for bad input, may all go on; one that does not would wait forever.
-        supervisor.wait_for(supervisor.all_failed, GRACE_S)
+        # What another rank says may take a moment to arrive. Ranks that all raise, as for bad input, may all go on; one that does
+        # not would wait forever.
+        all_failed = supervisor.wait_for(supervisor.all_failed, GRACE_S)
         failures = supervisor.look()
-        if supervisor.all_failed() and len(supervisor.running()) == len(supervisor.children):
+        if all_failed and len(supervisor.running()) == len(supervisor.children):
             supervisor.forget_failures()
         else:
-            supervisor.end(grace=1.0)
+            supervisor.end(grace=1.0 if all_failed else 0.0)
         if is_about_peers(error) and failures and not failures[0].about_peers:
             return failures[0].error()
         return None

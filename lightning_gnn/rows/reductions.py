@@ -341,7 +341,8 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     first = _parameters(func)[0]
     # Means by weights, a variance for each row, and rows that are vectors themselves.
     apart = given.get("weight") is not None and func in (F.mse_loss, F.l1_loss)
-    apart = apart or (func is F.gaussian_nll_loss and isinstance(given["var"], Tensor) and given["var"].dim() != given[first].dim())
+    if func is F.gaussian_nll_loss and isinstance(given["var"], Tensor):
+        apart = apart or given["var"].dim() != given[first].dim()
     if apart or given.get("size_average") is not None or given.get("reduce") is not None:
         return mode.on_all_rows(func, args, kwargs)
     given["reduction"] = "none"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_gnn.comm.call import Step
-from lightning_gnn.comm.group import World
+from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import here
 
 
@@ -38,6 +39,28 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
         yield
     finally:
         loop.__dict__.pop("run", None)
+
+
+@contextmanager
+def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
+    """While open, the question that Lightning asks in each step, whether rank 0 was asked to end, is an operation like others.
+
+    Lightning takes a time-out for a no, and goes on to wait for the same rank once more.
+    """
+    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+
+    def ask() -> None:
+        if world.told_by_rank_0(trainer.received_sigterm, "Lightning's question whether to end"):
+            with suppress(CommunicationError):
+                world.barrier("End")
+            raise SIGTERMException
+
+    if world.size > 1 and hasattr(loop, name):  # since Lightning 2.6
+        vars(loop)[name] = ask
+    try:
+        yield
+    finally:
+        vars(loop).pop(name, None)
 
 
 @contextmanager

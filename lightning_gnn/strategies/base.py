@@ -28,7 +28,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
-from lightning_gnn.steps.loop import loss_in_outputs, without_example
+from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
@@ -212,6 +212,7 @@ class GNNStrategy(StepStrategy):
         self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
+        self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
         if in_parts or shard.types.is_hetero:
             log_plan(self.scheme, trainer, shard)
 

@@ -170,6 +170,19 @@ def test_deadline(ran, event, memory, timeout):
     assert "its code is in forward" in output and "time.sleep(600)" in output  # the stack of the one that sleeps
 
 
+@pytest.mark.slow
+@straying
+@pytest.mark.parametrize(("event", "memory", "timeout"), [("hook", "shared", 5.0), *campaign(("hook", "sockets", 5.0))])
+def test_one_deadline_for_a_rank_that_sleeps_between_steps(ran, event, memory, timeout):
+    """Lightning asks rank 0 something before each step, and would take a time-out for an answer."""
+    output = failed(ran)
+    asleep = float(re.search(r"asleep at (\S+)", output)[1])
+    assert ran[1].ended - asleep < 30, output  # 10 on a machine that does nothing else
+    waits = r"rank 1: waits for rank 0, for \d+\.\d s now, in: Lightning's question whether to end"
+    assert re.search(waits, output), output
+    assert re.search(r"Rank 0 waits for nobody, in on_train_epoch_start, .*straying.py", output), output
+
+
 # The deadline is far: what ranks do tells before.
 @pytest.mark.slow
 @straying
