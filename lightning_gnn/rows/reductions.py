@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -293,7 +294,7 @@ register(_bincount, "bincount", (torch, Tensor))
 _POINTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
 gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
 _PER_ROW = """cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss
-triplet_margin_with_distance_loss cosine_embedding_loss"""
+cosine_embedding_loss"""
 
 
 @cache
@@ -301,7 +302,17 @@ def _parameters(func: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(func).parameters)
 
 
+def _weight_of_l1_loss() -> Any:
+    """Returns the weight that F.l1_loss was called with, which it does not tell modes."""
+    frame = sys._getframe()
+    while frame.f_code is not F.l1_loss.__code__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+
+
 def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if func is F.l1_loss and (weight := _weight_of_l1_loss()) is not None:
+        kwargs = {**kwargs, "weight": weight}
     found = mode.row_tensors(args, kwargs)
     if not found:
         return mode.plain(func, args, kwargs)
@@ -338,7 +349,8 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.tagged(mode.sum(own.sum(), name), FROM_ROWS)
     if func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
         return _weighted_mean(mode, own, given, name)
-    if reduction == "batchmean" and placement.dim == 0:
+    of = placement_of(args[0] if args else kwargs[first])
+    if reduction == "batchmean" and of is not None and of.rows is placement.rows and of.dim == placement.dim == 0:
         total, num = with_count(mode, own.sum(), placement.rows, name)
         return mode.tagged(total / num.to(total.dtype), FROM_ROWS)
     if reduction != "mean":
