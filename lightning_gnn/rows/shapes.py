@@ -71,6 +71,26 @@ properties(
     "_version output_nr itemsize nbytes _base _backward_hooks",
 )
 
+
+
+def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.data = value`` and ``x.grad = value``."""
+    x, value = args
+    of, placement = placement_of(value) if isinstance(value, Tensor) else None, _placement(x)
+    if func == Tensor.grad.__set__ and placement is not None and of is not None:  # type: ignore[attr-defined]
+        value = converted(mode, value, placement.rows, x.dim() - placement.dim, "grad")  # type: ignore[arg-type]
+    elif of is not None and of.rows is not None and isinstance(x, torch.nn.Parameter):
+        raise mode.refuse("rows are assigned to a parameter, which is whole on every rank")
+    func(x, value)
+    if func == Tensor.data.__set__ and not isinstance(x, torch.nn.Parameter):  # type: ignore[attr-defined]
+        mode.untagged(x) if of is None else mode.tagged(x, of.with_view(None))
+
+
+for _property in (Tensor.data, Tensor.grad):
+    RULES[_property.__set__] = _set  # type: ignore[attr-defined]
+RULES[Tensor.requires_grad.__set__] = _untouched  # type: ignore[attr-defined]
+RULES[Tensor.grad.__delete__] = _untouched  # type: ignore[attr-defined]
+
 # Views ########################################################################
 
 
@@ -252,11 +272,27 @@ register(_expand, "broadcast_to", (torch, Tensor))
 register(_repeat, "repeat tile", (Tensor,))
 
 
+def _moved_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same in place."""
+    x, placement = args[0], _placement(args[0])
+    if placement is None:
+        return mode.plain(func, args, kwargs)
+    if placement.view is not None:
+        return _unsqueeze_(mode, func, args, kwargs)
+    moved = mode.tagged(x.detach(), placement)
+    where = placement_of(_moved(mode, getattr(Tensor, name_of(func)[:-1]), (moved, *args[1:]), kwargs))
+    assert where is not None
+    return mode.tagged(func(*args, **kwargs), where)
+
+
 def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if not mode.row_tensors(args, kwargs):
+        return mode.plain(func, args, kwargs)
     raise mode.refuse(f"{name_of(func)} changes where rows lie in place. Use the function without an underscore.")
 
 
-register(_unsqueeze_, "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,))
+register(_moved_, "t_ transpose_ unsqueeze_ swapaxes_ swapdims_", (Tensor,))
+register(_unsqueeze_, "squeeze_ resize_ resize_as_ set_ as_strided_", (Tensor,))
 
 # Joins ########################################################################
 
