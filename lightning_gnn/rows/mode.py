@@ -416,7 +416,8 @@ class RowsMode(TorchFunctionMode):
         """Runs a function that has no rule, on the rows of all ranks."""
         rows = self.row_tensors(args, kwargs)
         if not rows and not _has_counts(args) and not (kwargs and _has_counts(tuple(kwargs.values()))):
-            return self.plain(func, args, kwargs)
+            with self.common_draws():  # multinomial, dropout2d and the like draw
+                return self.plain(func, args, kwargs)
         return self.on_all_rows(func, args, kwargs)
 
     def on_all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:

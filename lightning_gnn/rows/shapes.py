@@ -547,6 +547,16 @@ def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 RULES[torch.randint] = _draw_integers
+
+
+def _init(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.nn.init.uniform_`` and its kind, which name their tensor."""
+    args = (kwargs["tensor"], *args) if "tensor" in kwargs else args
+    return mode.other(func, args, {key: value for key, value in kwargs.items() if key != "tensor"})
+
+
+for _name in ("uniform_", "normal_", "constant_", "kaiming_uniform_"):
+    RULES[getattr(torch.nn.init, _name)] = _init
 register(_range, "arange", (torch,))
 register(_identity, "linspace logspace eye randperm tril_indices triu_indices hann_window", (torch,))
 register(_from_values, "tensor as_tensor asarray from_numpy scalar_tensor", (torch,))
