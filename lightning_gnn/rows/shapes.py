@@ -61,14 +61,15 @@ def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size get_device data_ptr
-storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj __hash__ __repr__ __str__ __format__
+storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj is_shared is_coalesced const_data_ptr dim_order record_stream __hash__ __repr__ __str__ __format__
 __deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view is_tensor is_storage result_type can_cast promote_types
 get_default_dtype is_grad_enabled typename"""
 register(_untouched, _ABOUT, (torch, Tensor))
 properties(
     _untouched,
     "dtype device ndim requires_grad is_leaf grad_fn layout is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_nested "
-    "_version output_nr itemsize nbytes _base _backward_hooks",
+    "_version output_nr itemsize nbytes _base _backward_hooks retains_grad name _grad_fn _post_accumulate_grad_hooks is_sparse_csr "
+    "is_mkldnn is_xla is_xpu is_vulkan is_ipu is_maia is_mtia",
 )
 
 
@@ -583,7 +584,7 @@ def _number(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return func(mode.gathered(args[0], placement, name_of(func)), *args[1:], **kwargs)
 
 
-register(_leave, "numpy tolist __array__ __dlpack__ __reversed__ __contains__", (Tensor,))
+register(_leave, "numpy tolist __array__ __dlpack__", (Tensor,))
 
 
 def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
