@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
 from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, place, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
 
 # Sizes ########################################################################
@@ -634,7 +634,10 @@ def _index(mode: RowsMode, x: Tensor, index: Any) -> Any:
 def _items(x: Tensor, index: Any) -> list[Any] | None:
     """Returns one item for each dimension, and None for each new one; None where it is too involved."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each for each in items]
+    items = [
+        place(torch.tensor(each), REPLICATED) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each
+        for each in items
+    ]
     if any(isinstance(each, (list, bool)) for each in items):
         return None
     items = [torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each for each in items]
