@@ -367,9 +367,12 @@ def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None or dim % args[0].dim() != placement.dim:
         out = mode.plain(func, args, kwargs) if placement is None else func(*args, **kwargs)
         return out if placement is None else mode.tagged(out, _kept(placement, placement))
-    start = int(names["start"])
+    start, length, total = int(names["start"]), int(names["length"]), placement.rows.total  # type: ignore[union-attr]
+    start += total if start < 0 else 0
+    if not 0 <= start <= start + length <= total:
+        return mode.on_all_rows(func, args, kwargs)  # which raises
     every = (slice(None),) * (dim % args[0].dim())
-    return _index(mode, args[0], (*every, slice(start, start + int(names["length"]))))
+    return _index(mode, args[0], (*every, slice(start, start + length)))
 
 
 def _select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
