@@ -201,7 +201,7 @@ def check_loss(output: Any) -> None:
     placement = placement_of(loss)
     if placement is None:
         raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
-    if placement.rows is not None and loss.numel() != 1:
+    if placement.rows is not None:
         raise NotExactError(f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum.")
 
 
