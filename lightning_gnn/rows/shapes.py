@@ -219,10 +219,10 @@ def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dims = range(x.dim()) if given is None else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
     assert placement.rows is not None
-    if placement.dim in dims and x.size(placement.dim) <= 1 and placement.rows.total == 1:
-        return mode.on_all_rows(func, args, kwargs)
+    if placement.dim in dims and placement.rows.total == 1:
+        return (_unsqueeze_ if func is Tensor.squeeze_ else RowsMode.on_all_rows)(mode, func, args, kwargs)
     gone = tuple(dim for dim in dims if x.size(dim) == 1 and dim != placement.dim)
-    out = x.squeeze(gone)
+    out = x.squeeze_(gone) if func is Tensor.squeeze_ else x.squeeze(gone)
     return mode.tagged(out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement))
 
 
@@ -293,7 +293,8 @@ def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 register(_moved_, "t_ transpose_ unsqueeze_ swapaxes_ swapdims_", (Tensor,))
-register(_unsqueeze_, "squeeze_ resize_ resize_as_ set_ as_strided_", (Tensor,))
+RULES[Tensor.squeeze_] = _squeeze
+register(_unsqueeze_, "resize_ resize_as_ set_ as_strided_", (Tensor,))
 
 # Joins ########################################################################
 
@@ -740,10 +741,12 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         if item.dim() > 1:
             return _entries(mode, x, placement, item, place, items, args)
         if of is None:
-            if placement_of(item) is None or len(item) != rows.total:
-                raise mode.refuse(f"a mask of {len(item)} entries does not fit {rows.total} {rows.name}")
+            if len(item) != rows.total:
+                return mode.on_all_rows(func, args, {})  # which raises
             item = mode.take(item, 0, rows, "mask")
         elif of.rows is not rows:
+            if of.rows.total != rows.total:  # type: ignore[union-attr]
+                return mode.on_all_rows(func, args, {})  # which raises
             item = converted(mode, item, rows, 1, "mask")
         chosen = rows.select(item)
         out = x.index_select(dim, chosen.places)
@@ -899,6 +902,8 @@ def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSe
         return rows.choose(torch.arange(rows.total, device=x.device)[mapped(item, _int)])
     of = _placement(item)
     if item.dtype == torch.bool and item.dim() == 1:
+        if (len(item) if of is None else of.rows.total) != rows.total:  # type: ignore[union-attr]
+            return None  # and torch raises
         mask = mode.take(item, 0, rows, "mask") if of is None else converted(mode, item, rows, 1, "mask")
         return rows.select(mask), mask
     if of is None and item.dim() == 1:
