@@ -1054,7 +1054,8 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if of is None:
             raise mode.refuse("torch.autograd.grad of a tensor of unknown origin")
         if of.rows is not None:
-            scaled.append(None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad"))
+            start = None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad")
+            scaled.append(start if not of.rows.replicas else _of_owned(torch.ones_like(out) if start is None else start, of))
         else:
             scaled.append((torch.ones_like(out) if start is None else start) / mode.ranks.size)
     found = _run_backward(mode, tuple(outputs), tuple(scaled), tuple(inputs), given, accumulate_grad=False)
@@ -1066,10 +1067,30 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if of is None:
             raise mode.refuse("torch.autograd.grad with respect to a tensor of unknown origin")
         if of.rows is not None:
-            made.append(grad if grad is None else mode.tagged(grad, of.rows.at(of.dim)))
+            made.append(grad if grad is None else mode.tagged(_of_all_ranks(mode, grad, of), of.rows.at(of.dim)))
         else:
             made.append(grad if grad is None else mode.tagged(mode.sum(grad, "gradient"), FROM_ROWS))
     return tuple(made)
+
+
+def _of_owned(grad: Tensor, of: Placement) -> Tensor:
+    """Returns gradients without those of replicas, which their owners have."""
+    rows = of.rows
+    assert rows is not None
+    if rows.owned == rows.count:
+        return grad
+    own = grad.narrow(of.dim, 0, rows.owned)
+    return torch.cat([own, torch.zeros_like(grad.narrow(of.dim, rows.owned, rows.count - rows.owned))], of.dim)
+
+
+def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement) -> Tensor:
+    """Returns gradients of rows with those that replicas on other ranks have."""
+    rows, dim = of.rows, of.dim
+    assert rows is not None
+    if not rows.replicas:
+        return grad
+    shape = [*grad.shape[:dim], rows.total, *grad.shape[dim + 1 :]]
+    return mode.take(mode.sum(grad.new_zeros(shape).index_add(dim, rows.positions, grad), "gradient"), dim, rows, "gradient")
 
 
 def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1082,7 +1103,7 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     def on_gradient(grad: Tensor) -> Any:
         # Inside, a gradient is what the tensor is.
         if of.rows is not None:
-            whole = mode.tagged(grad.view_as(grad), of.rows.at(of.dim))
+            whole = mode.tagged(_of_all_ranks(mode, grad.view_as(grad), of), of.rows.at(of.dim))
         else:
             whole = mode.tagged(mode.ranks.sum(grad, "gradient for a hook"), FROM_ROWS)
         with mode.opened(), torch.no_grad():
@@ -1090,7 +1111,7 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if changed is None:
             return None
         if of.rows is not None:
-            return converted(mode, changed, of.rows, x.dim() - of.dim, "hook")
+            return _of_owned(converted(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
         return changed / mode.ranks.size
 
     return func(x, on_gradient)
