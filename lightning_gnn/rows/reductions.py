@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.elementwise import converted, register, rowwise, target_of
+from lightning_gnn.rows.elementwise import converted, dim_of, register, rowwise, target_of
 from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
@@ -22,7 +22,7 @@ def _dims(x: Tensor, given: Any) -> tuple[int, ...] | None:
     """Returns dimensions counted from the left; None for all."""
     if given is None or isinstance(given, (bool, torch.dtype)) or (isinstance(given, (tuple, list)) and not len(given)):
         return None
-    return tuple(dim % max(1, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
+    return tuple(dim_of(dim, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _Call:
@@ -382,7 +382,7 @@ def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     order = ("x1", "x2", "p", "eps", "keepdim") if func is F.pairwise_distance else ("x1", "x2", "dim", "eps")
     names = dict(zip(order, args)) | kwargs
     most = max(names["x1"].dim(), names["x2"].dim())
-    dim = (int(names.get("dim", 1)) if func is F.cosine_similarity else -1) % most
+    dim = dim_of(int(names.get("dim", 1)) if func is F.cosine_similarity else -1, most)
     rows, right, _ = target_of(found)
     if right == most - dim or names.get("keepdim"):
         return mode.on_all_rows(func, args, kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
-from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
+from lightning_gnn.rows.elementwise import RANDOM, converted, dim_of, placed, properties, register, same, target_of
 from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, place, placement_of, tensors_in
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
 
@@ -184,7 +184,7 @@ def _flatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None or func in (Tensor.ravel, torch.ravel):
         return _reshape(mode, Tensor.reshape, (x, -1), {}) if placement is not None else mode.plain(func, args, kwargs)
     names = dict(zip(("start_dim", "end_dim"), args[1:])) | kwargs
-    start, end = names.get("start_dim", 0) % x.dim(), names.get("end_dim", -1) % x.dim()
+    start, end = dim_of(names.get("start_dim", 0), x.dim()), dim_of(names.get("end_dim", -1), x.dim())
     if not start <= placement.dim <= end:
         out = func(*args, **kwargs)
         gone = end - start if end < placement.dim else 0
@@ -217,7 +217,7 @@ def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         return mode.plain(func, args, kwargs)
     given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    dims = range(x.dim()) if given is None else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
+    dims = range(x.dim()) if given is None else [dim_of(each, x.dim()) for each in (given if isinstance(given, tuple) else (given,))]
     assert placement.rows is not None
     if placement.dim in dims and placement.rows.total == 1:
         return (_unsqueeze_ if func is Tensor.squeeze_ else RowsMode.on_all_rows)(mode, func, args, kwargs)
@@ -331,7 +331,7 @@ def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     rows, right, _ = target_of(found)
     given = [converted(mode, each, rows, right, "stack") for each in given]
-    dim = dim % (given[0].dim() + 1)
+    dim = dim_of(dim, given[0].dim() + 1)
     at = given[0].dim() - right
     return mode.tagged(torch.stack(given, dim), rows.at(at + (dim <= at)))
 
@@ -344,7 +344,7 @@ def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", 0 if name == "unbind" else args[2] if len(args) > 2 else 0)
     if name == "unbind" and len(args) > 1:
         dim = args[1]
-    dim %= x.dim()
+    dim = dim_of(dim, x.dim())
     if dim != placement.dim:
         gone = name == "unbind" and dim < placement.dim
         if gone and placement.local_ids == "both":
@@ -365,7 +365,7 @@ def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "start", "length"), args[1:])) | kwargs
     placement, dim = _placement(args[0]), names["dim"]
-    if placement is None or dim % args[0].dim() != placement.dim:
+    if placement is None or dim_of(dim, args[0].dim()) != placement.dim:
         out = mode.plain(func, args, kwargs) if placement is None else func(*args, **kwargs)
         return out if placement is None else mode.tagged(out, _kept(placement, placement))
     start, length, total = int(names["start"]), int(names["length"]), placement.rows.total  # type: ignore[union-attr]
@@ -378,7 +378,7 @@ def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * (names["dim"] % args[0].dim())
+    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
     return _index(mode, args[0], (*every, names["index"]))
 
 
@@ -927,7 +927,7 @@ RULES[Tensor.__setitem__] = _setitem
 
 def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * (names["dim"] % args[0].dim())
+    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
     return _index(mode, args[0], (*every, names["index"]))
 
 
@@ -948,7 +948,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given.setdefault("src", given.pop("value", None))
     x, index, dim = args[0], given["index"], given["dim"]
     into, of = placement_of(x), _placement(index)
-    dim = dim % max(1, x.dim())
+    dim = dim_of(dim, x.dim())
     changes = name.endswith("_")
     if into is not None and into.local_ids:
         raise mode.refuse(LOCAL_IDS)
