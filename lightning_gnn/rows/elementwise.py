@@ -29,6 +29,18 @@ def properties(rule: Rule, names: str) -> None:
         RULES[getattr(Tensor, name).__get__] = rule
 
 
+def dim_of(dim: int, dims: int) -> int:
+    """Returns a dimension of a tensor with `dims` dimensions, counted from the left.
+
+    Raises:
+        IndexError: there is no such dimension.
+    """
+    most = max(1, dims)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
+
+
 def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) -> Tensor:
     """Returns a tensor as it is combined with one that has `rows` along its dimension `right` from the right."""
     placement = placement_of(x)
@@ -299,7 +311,7 @@ register(first_rows(), "one_hot_ i1 i1e i0e sinc_")
 register(like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like", (torch,))
 for _name in _RANDOM.split():
     RANDOM.update(getattr(owner, _name) for owner in (torch, Tensor, F) if hasattr(owner, _name))
-properties(same, "data grad")
+properties(same, "data grad _grad real imag")
 
 
 def _softmax_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

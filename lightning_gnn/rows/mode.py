@@ -290,6 +290,11 @@ class RowsMode(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None:
             return self.other(func, args, kwargs)
+        if kwargs.get("out") is not None:
+            out, kwargs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+            if isinstance(out, Tensor) and next(tensors_in((args, kwargs)), None) is None:
+                kwargs.setdefault("dtype", out.dtype)  # of created values
+            return self.written(out, self.applied(func, args, kwargs))
         try:
             return rule(self, func, args, kwargs)
         except OtherSizeError:  # one row that is broadcast, or torch's own error
@@ -454,7 +459,8 @@ class RowsMode(TorchFunctionMode):
         """Runs a function that has no rule, on the rows of all ranks."""
         rows = self.row_tensors(args, kwargs)
         if not rows and not _has_counts(args) and not (kwargs and _has_counts(tuple(kwargs.values()))):
-            return self.plain(func, args, kwargs)
+            with self.common_draws():  # multinomial, dropout2d and the like draw
+                return self.plain(func, args, kwargs)
         return self.on_all_rows(func, args, kwargs)
 
     def on_all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -500,10 +506,16 @@ class RowsMode(TorchFunctionMode):
     def written(self, out: Any, made: Any) -> Any:
         """Copies results into tensors that were given as ``out``."""
         for into, value in zip(tensors_in((out,)), tensors_in((made,))):
+            if value.requires_grad:
+                raise self.refuse("functions with out=... have no gradients, and one of the arguments requires them")
+            of, before = placement_of(value), placement_of(into)
+            if into._base is not None or (before is not None and before.view is not None):
+                self.change(Tensor.copy_, (into, value), {})
+                continue
             with torch.no_grad():
                 into.resize_(value.shape).copy_(value)
             note_change(into)
-            into.__dict__[ATTRIBUTE] = placement_of(value) or REPLICATED
+            self.untagged(into) if of is None else self.tagged(into, of.with_view(None))
         return out
 
 

@@ -4,6 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.elementwise import converted, first_alone, register, rowwise, target_of
+from lightning_gnn.rows.elementwise import converted, dim_of, first_alone, register, rowwise, target_of
 from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
@@ -22,7 +23,7 @@ def _dims(x: Tensor, given: Any) -> tuple[int, ...] | None:
     """Returns dimensions counted from the left; None for all."""
     if given is None or isinstance(given, (bool, torch.dtype)) or (isinstance(given, (tuple, list)) and not len(given)):
         return None
-    return tuple(dim % max(1, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
+    return tuple(dim_of(dim, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _Call:
@@ -324,7 +325,7 @@ RULES[F.one_hot] = _one_hot
 _POINTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
 kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
 _PER_ROW = """cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
-triplet_margin_loss triplet_margin_with_distance_loss cosine_embedding_loss"""
+triplet_margin_loss cosine_embedding_loss"""
 
 
 @cache
@@ -332,7 +333,17 @@ def _parameters(func: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(func).parameters)
 
 
+def _weight_of_l1_loss() -> Any:
+    """Returns the weight that F.l1_loss was called with, which it does not tell modes."""
+    frame = sys._getframe()
+    while frame.f_code is not F.l1_loss.__code__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+
+
 def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if func is F.l1_loss and (weight := _weight_of_l1_loss()) is not None:
+        kwargs = {**kwargs, "weight": weight}
     found = mode.row_tensors(args, kwargs)
     if not found:
         return mode.plain(func, args, kwargs)
@@ -372,7 +383,8 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.tagged(mode.sum(own.sum(), name), FROM_ROWS)
     if func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
         return _weighted_mean(mode, own, given, name)
-    if reduction == "batchmean" and placement.dim == 0:
+    of = placement_of(args[0] if args else kwargs[first])
+    if reduction == "batchmean" and of is not None and of.rows is placement.rows and of.dim == placement.dim == 0:
         total, num = with_count(mode, own.sum(), placement.rows, name)
         return mode.tagged(total / num.to(total.dtype), FROM_ROWS)
     if reduction != "mean":
@@ -406,7 +418,7 @@ def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     order = ("x1", "x2", "p", "eps", "keepdim") if func is F.pairwise_distance else ("x1", "x2", "dim", "eps")
     names = dict(zip(order, args)) | kwargs
     most = max(names["x1"].dim(), names["x2"].dim())
-    dim = (int(names.get("dim", 1)) if func is F.cosine_similarity else -1) % most
+    dim = dim_of(int(names.get("dim", 1)) if func is F.cosine_similarity else -1, most)
     rows, right, _ = target_of(found)
     if right == most - dim or names.get("keepdim"):
         return mode.on_all_rows(func, args, kwargs)

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
-from lightning_gnn.rows.elementwise import RANDOM, converted, placed, properties, register, same, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, has_counts, mapped, name_of, placement_of, tensors_in
+from lightning_gnn.rows.elementwise import RANDOM, converted, dim_of, placed, properties, register, same, target_of
+from lightning_gnn.rows.mode import (
+    LOCAL_IDS,
+    RULES,
+    RowsMode,
+    has_counts,
+    mapped,
+    name_of,
+    place,
+    placement_of,
+    tensors_in,
+)
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
 
 # Sizes ########################################################################
@@ -62,14 +72,37 @@ def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 _ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size
 get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj
+is_shared is_coalesced const_data_ptr dim_order record_stream
 __hash__ __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view
 is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
 register(_untouched, _ABOUT, (torch, Tensor))
 properties(
     _untouched,
     "dtype device ndim requires_grad is_leaf grad_fn layout is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_nested "
-    "_version output_nr itemsize nbytes _base _backward_hooks",
+    "_version output_nr itemsize nbytes _base _backward_hooks retains_grad name _grad_fn _post_accumulate_grad_hooks "
+    "is_sparse_csr is_mkldnn is_xla is_xpu is_vulkan is_ipu is_maia is_mtia",
 )
+
+
+_properties: Any = vars(Tensor) | vars(torch._C.TensorBase)
+_data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad", "requires_grad"))
+
+
+def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.data = value`` and ``x.grad = value``."""
+    x, value = args
+    of, placement = placement_of(value) if isinstance(value, Tensor) else None, _placement(x)
+    if func == _grad_.__set__ and placement is not None and of is not None:
+        value = converted(mode, value, placement.rows, x.dim() - placement.dim, "grad")  # type: ignore[arg-type]
+    elif of is not None and of.rows is not None and isinstance(x, torch.nn.Parameter):
+        raise mode.refuse("rows are assigned to a parameter, which is whole on every rank")
+    func(x, value)
+    if func == _data_.__set__ and not isinstance(x, torch.nn.Parameter):
+        mode.untagged(x) if of is None else mode.tagged(x, of.with_view(None))
+
+
+RULES[_data_.__set__] = RULES[_grad_.__set__] = _set
+RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = _untouched
 
 # Views ########################################################################
 
@@ -133,9 +166,9 @@ def _reshaped(x: Tensor, placement: Placement, shape: list[int]) -> tuple[list[i
             return None
         return [*first, x.size(dim), *last], rows.at(place)
 
-    for place, size in enumerate(shape):
+    for each, size in enumerate(shape):
         if isinstance(size, RowCount) and size.rows is rows:
-            return at(place)
+            return at(each)
     if -1 in shape:
         place = shape.index(-1)
         first, last = prod(map(int, shape[:place])), prod(map(int, shape[place + 1 :]))
@@ -167,7 +200,7 @@ def _flatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None or func in (Tensor.ravel, torch.ravel):
         return _reshape(mode, Tensor.reshape, (x, -1), {}) if placement is not None else mode.plain(func, args, kwargs)
     names = dict(zip(("start_dim", "end_dim"), args[1:])) | kwargs
-    start, end = names.get("start_dim", 0) % x.dim(), names.get("end_dim", -1) % x.dim()
+    start, end = dim_of(names.get("start_dim", 0), x.dim()), dim_of(names.get("end_dim", -1), x.dim())
     if not start <= placement.dim <= end:
         out = func(*args, **kwargs)
         gone = end - start if end < placement.dim else 0
@@ -203,13 +236,13 @@ def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dims = (
         range(x.dim())
         if given is None
-        else [each % x.dim() for each in (given if isinstance(given, tuple) else (given,))]
+        else [dim_of(each, x.dim()) for each in (given if isinstance(given, tuple) else (given,))]
     )
     assert placement.rows is not None
-    if placement.dim in dims and x.size(placement.dim) <= 1 and placement.rows.total == 1:
-        return mode.on_all_rows(func, args, kwargs)
+    if placement.dim in dims and placement.rows.total == 1:
+        return (_unsqueeze_ if func is Tensor.squeeze_ else RowsMode.on_all_rows)(mode, func, args, kwargs)
     gone = tuple(dim for dim in dims if x.size(dim) == 1 and dim != placement.dim)
-    out = x.squeeze(gone)
+    out = x.squeeze_(gone) if func is Tensor.squeeze_ else x.squeeze(gone)
     return mode.tagged(
         out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement)
     )
@@ -262,13 +295,28 @@ register(_expand, "broadcast_to", (torch, Tensor))
 register(_repeat, "repeat tile", (Tensor,))
 
 
+def _moved_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same in place."""
+    x, placement = args[0], _placement(args[0])
+    if placement is None:
+        return mode.plain(func, args, kwargs)
+    if placement.view is not None:
+        return _unsqueeze_(mode, func, args, kwargs)
+    moved = mode.tagged(x.detach(), placement)
+    where = placement_of(_moved(mode, getattr(Tensor, name_of(func)[:-1]), (moved, *args[1:]), kwargs))
+    assert where is not None
+    return mode.tagged(func(*args, **kwargs), where)
+
+
 def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    if not mode.row_tensors(args, kwargs):
+        return mode.plain(func, args, kwargs)
     raise mode.refuse(f"{name_of(func)} changes where rows lie in place. Use the function without an underscore.")
 
 
-register(
-    _unsqueeze_, "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,)
-)
+register(_moved_, "t_ transpose_ unsqueeze_ swapaxes_ swapdims_", (Tensor,))
+RULES[Tensor.squeeze_] = _squeeze
+register(_unsqueeze_, "resize_ resize_as_ set_ as_strided_", (Tensor,))
 
 # Joins ########################################################################
 
@@ -307,7 +355,7 @@ def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     rows, right, _ = target_of(found)
     given = [converted(mode, each, rows, right, "stack") for each in given]
-    dim = dim % (given[0].dim() + 1)
+    dim = dim_of(dim, given[0].dim() + 1)
     at = given[0].dim() - right
     return mode.tagged(torch.stack(given, dim), rows.at(at + (dim <= at)))
 
@@ -320,7 +368,7 @@ def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", 0 if name == "unbind" else args[2] if len(args) > 2 else 0)
     if name == "unbind" and len(args) > 1:
         dim = args[1]
-    dim %= x.dim()
+    dim = dim_of(dim, x.dim())
     if dim != placement.dim:
         gone = name == "unbind" and dim < placement.dim
         if gone and placement.local_ids == "both":
@@ -343,17 +391,20 @@ def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "start", "length"), args[1:])) | kwargs
     placement, dim = _placement(args[0]), names["dim"]
-    if placement is None or dim % args[0].dim() != placement.dim:
+    if placement is None or dim_of(dim, args[0].dim()) != placement.dim:
         out = mode.plain(func, args, kwargs) if placement is None else func(*args, **kwargs)
         return out if placement is None else mode.tagged(out, _kept(placement, placement))
-    start = int(names["start"])
+    start, length, total = int(names["start"]), int(names["length"]), placement.rows.total  # type: ignore[union-attr]
+    start += total if start < 0 else 0
+    if not 0 <= start <= start + length <= total:
+        return mode.on_all_rows(func, args, kwargs)  # which raises
     every = (slice(None),) * (dim % args[0].dim())
-    return _index(mode, args[0], (*every, slice(start, start + int(names["length"]))))
+    return _index(mode, args[0], (*every, slice(start, start + length)))
 
 
 def _select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * (names["dim"] % args[0].dim())
+    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
     return _index(mode, args[0], (*every, names["index"]))
 
 
@@ -539,6 +590,16 @@ def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 RULES[torch.randint] = _draw_integers
+
+
+def _init(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.nn.init.uniform_`` and its kind, which name their tensor."""
+    args = (kwargs["tensor"], *args) if "tensor" in kwargs else args
+    return mode.other(func, args, {key: value for key, value in kwargs.items() if key != "tensor"})
+
+
+for _name in ("uniform_", "normal_", "constant_", "kaiming_uniform_"):
+    RULES[getattr(torch.nn.init, _name)] = _init
 register(_range, "arange", (torch,))
 register(_identity, "linspace logspace eye randperm tril_indices triu_indices hann_window", (torch,))
 register(_from_values, "tensor as_tensor asarray from_numpy scalar_tensor", (torch,))
@@ -631,7 +692,9 @@ def _items(x: Tensor, index: Any) -> list[Any] | None:
     """Returns one item for each dimension, and None for each new one; None where it is too involved."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
-        torch.tensor(each) if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each) else each
+        place(torch.tensor(each), REPLICATED)
+        if isinstance(each, (list, range)) and not any(isinstance(e, Tensor) for e in each)
+        else each
         for each in items
     ]
     if any(isinstance(each, (list, bool)) for each in items):
@@ -739,10 +802,12 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         if item.dim() > 1:
             return _entries(mode, x, placement, item, place, items, args)
         if of is None:
-            if placement_of(item) is None or len(item) != rows.total:
-                raise mode.refuse(f"a mask of {len(item)} entries does not fit {rows.total} {rows.name}")
+            if len(item) != rows.total:
+                return mode.on_all_rows(func, args, {})  # which raises
             item = mode.take(item, 0, rows, "mask")
         elif of.rows is not rows:
+            if of.rows.total != rows.total:  # type: ignore[union-attr]
+                return mode.on_all_rows(func, args, {})  # which raises
             item = converted(mode, item, rows, 1, "mask")
         chosen = rows.select(item)
         out = x.index_select(dim, chosen.places)
@@ -922,6 +987,8 @@ def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSe
         return rows.choose(torch.arange(rows.total, device=x.device)[mapped(item, _int)])
     of = _placement(item)
     if item.dtype == torch.bool and item.dim() == 1:
+        if (len(item) if of is None else of.rows.total) != rows.total:  # type: ignore[union-attr]
+            return None  # and torch raises
         mask = mode.take(item, 0, rows, "mask") if of is None else converted(mode, item, rows, 1, "mask")
         return rows.select(mask), mask
     if of is None and item.dim() == 1:
@@ -945,7 +1012,7 @@ RULES[Tensor.__setitem__] = _setitem
 
 def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * (names["dim"] % args[0].dim())
+    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
     return _index(mode, args[0], (*every, names["index"]))
 
 
@@ -970,7 +1037,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given.setdefault("src", given.pop("source", given.pop("value", None)))
     x, index, dim = args[0], given["index"], given["dim"]
     into, of = placement_of(x), _placement(index)
-    dim = dim % max(1, x.dim())
+    dim = dim_of(dim, x.dim())
     changes = name.endswith("_")
     if into is not None and into.local_ids:
         raise mode.refuse(LOCAL_IDS)
@@ -1105,7 +1172,10 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if of is None:
             raise mode.refuse("torch.autograd.grad of a tensor of unknown origin")
         if of.rows is not None:
-            scaled.append(None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad"))
+            start = None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad")
+            scaled.append(
+                start if not of.rows.replicas else _of_owned(torch.ones_like(out) if start is None else start, of)
+            )
         else:
             scaled.append((torch.ones_like(out) if start is None else start) / mode.ranks.size)
     found = _run_backward(mode, tuple(outputs), tuple(scaled), tuple(inputs), given, accumulate_grad=False)
@@ -1117,10 +1187,32 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if of is None:
             raise mode.refuse("torch.autograd.grad with respect to a tensor of unknown origin")
         if of.rows is not None:
-            made.append(grad if grad is None else mode.tagged(grad, of.rows.at(of.dim)))
+            made.append(grad if grad is None else mode.tagged(_of_all_ranks(mode, grad, of), of.rows.at(of.dim)))
         else:
             made.append(grad if grad is None else mode.tagged(mode.sum(grad, "gradient"), FROM_ROWS))
     return tuple(made)
+
+
+def _of_owned(grad: Tensor, of: Placement) -> Tensor:
+    """Returns gradients without those of replicas, which their owners have."""
+    rows = of.rows
+    assert rows is not None
+    if rows.owned == rows.count:
+        return grad
+    own = grad.narrow(of.dim, 0, rows.owned)
+    return torch.cat([own, torch.zeros_like(grad.narrow(of.dim, rows.owned, rows.count - rows.owned))], of.dim)
+
+
+def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement) -> Tensor:
+    """Returns gradients of rows with those that replicas on other ranks have."""
+    rows, dim = of.rows, of.dim
+    assert rows is not None
+    if not rows.replicas:
+        return grad
+    shape = [*grad.shape[:dim], rows.total, *grad.shape[dim + 1 :]]
+    return mode.take(
+        mode.sum(grad.new_zeros(shape).index_add(dim, rows.positions, grad), "gradient"), dim, rows, "gradient"
+    )
 
 
 def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1133,7 +1225,7 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     def on_gradient(grad: Tensor) -> Any:
         # Inside, a gradient is what the tensor is.
         if of.rows is not None:
-            whole = mode.tagged(grad.view_as(grad), of.rows.at(of.dim))
+            whole = mode.tagged(_of_all_ranks(mode, grad.view_as(grad), of), of.rows.at(of.dim))
         else:
             whole = mode.tagged(mode.ranks.sum(grad, "gradient for a hook"), FROM_ROWS)
         with mode.opened(), torch.no_grad():
@@ -1141,7 +1233,7 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if changed is None:
             return None
         if of.rows is not None:
-            return converted(mode, changed, of.rows, x.dim() - of.dim, "hook")
+            return _of_owned(converted(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
         return changed / mode.ranks.size
 
     return func(x, on_gradient)

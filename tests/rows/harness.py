@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -40,12 +42,16 @@ class Graph:
     w: Tensor  # [6, 4], a parameter
     c: Tensor  # [6]
     table: Tensor  # [N, 2]: replicated, one row for each node
-    loss: Tensor | None = None
     mode: RowsMode | None = None
 
     OF_NODES = ("x", "xt", "s", "t", "i", "y", "m", "n_id")
     OF_EDGES = ("e", "em")
     LEARNED = ("x", "xt", "s", "e", "w")
+
+    def draw_as_one_device(self, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        if self.mode is not None:
+            self.mode.exact_draws = True
 
 
 @cache
@@ -133,9 +139,7 @@ def made_graph(layout: Layout | None = None, ranks: Ranks | None = None, whole: 
         graph = Graph(**{each.name: getattr(whole, each.name) for each in fields(Graph)})
         for names, parts, kind in ((Graph.OF_NODES, layout.nodes, "nodes"), (Graph.OF_EDGES, layout.edges, "edges")):
             ids = layout.with_replicas(parts)[rank]
-            known = known_keys(parts)
-            local, total = len(parts[rank]), sum(map(len, parts))
-            rows = RowSet(ranks, len(ids), lambda ids=ids: ids, local, total, known, kind, layout.replicas)
+            rows = RowSet(ranks, len(ids), lambda ids=ids: ids, len(parts[rank]), sum(map(len, parts)), known_keys(parts), kind, layout.replicas)
             for name in names:
                 setattr(graph, name, place(getattr(whole, name)[ids], rows.at(0)))
         for name in ("c", "table"):
@@ -186,13 +190,20 @@ def run_program(program: Program, graph: Graph, mode: RowsMode | None) -> Result
         return Result([each.detach() for each in found], {name: _gradient(graph, name) for name in Graph.LEARNED})
     with mode.opened(in_backward=True):
         (loss / mode.ranks.size).backward()
-    gradients = {"w": mode.ranks.sum(_gradient(graph, "w"), "w")}
-    for name in Graph.LEARNED:
-        placement = placement_of(getattr(graph, name))
-        if placement is not None and placement.rows is not None:
-            with mode:
-                gradients[name] = gather_global(place(_gradient(graph, name), placement))
-    return Result([each.detach() for each in found], gradients)
+    return Result([each.detach() for each in found], {name: _gradient(graph, name) for name in Graph.LEARNED})
+
+
+def joined(layout: Layout, results: Sequence[Any]) -> list[Any]:
+    """Returns the results of ranks with gradients of the whole graph: parameters' are partial, rows' are at their ranks."""
+    if not all(isinstance(each, Result) and each.gradients for each in results):
+        return list(results)
+    whole = {"w": sum(each.gradients["w"] for each in results)}
+    for name in set(Graph.LEARNED) - {"w"}:
+        parts = layout.with_replicas(layout.edges if name in Graph.OF_EDGES else layout.nodes)
+        whole[name] = torch.zeros_like(getattr(layout.whole, name))
+        for ids, each in zip(parts, results):
+            whole[name].index_add_(0, ids, each.gradients[name])
+    return [Result(each.values, whole) for each in results]
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
@@ -255,7 +266,7 @@ def compare(program: Program, layouts: Sequence[Layout] = DAILY, expected: Resul
     """Returns how ranks differ from one device, or nothing; where one device raises, ranks must raise the same kind of error."""
     for layout in layouts:
         want = on_one_device(program, layout.whole) if expected is None else expected
-        ranks = on_ranks(layout, lambda graph, mode: run_program(program, graph, mode))
+        ranks = joined(layout, on_ranks(layout, lambda graph, mode: run_program(program, graph, mode)))
         told = [(rank, _contrast(found, want)) for rank, found in enumerate(ranks)]
         told = [(rank, each) for rank, each in told if each]
         if told:  # a rank that waits for one that has failed says less
@@ -284,7 +295,8 @@ def expression(text: str, **names: Any) -> Program:
 
     def program(graph: Graph) -> Any:
         variables = {each.name: getattr(graph, each.name) for each in fields(Graph)}
-        space = {"torch": torch, "F": torch.nn.functional, "math": math, "graph": graph, **variables, **names}
+        space = {"torch": torch, "F": torch.nn.functional, "math": math, "copy": copy, "checkpoint": checkpoint, "graph": graph}
+        space |= variables | names
         exec(before, space)
         return eval(code, space)
 
