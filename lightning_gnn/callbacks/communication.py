@@ -18,6 +18,7 @@ from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
+from lightning_gnn.rows.ranks import Ranks
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
 """So much of a run, after its first epoch, tells who waits."""
@@ -43,7 +44,8 @@ class CommunicationMetrics(pl.Callback):
 
     ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the last training
     epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
-    ``comm/seconds``: the longest time that a rank spent in it. ``comm/waited_share``: the largest share of the time of training
+    ``comm/seconds``: the longest time that a rank spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: how often the
+    steps' own operations, such as a mean loss, communicated, and the bytes that all ranks sent for them. ``comm/waited_share``: the largest share of the time of training
     steps that a rank waited for others; not of CUDA ranks, whose devices wait. With a codec ``codec/error``: the error of all
     that was encoded, sqrt(sum of squared errors / sum of squares).
 
@@ -57,14 +59,23 @@ class CommunicationMetrics(pl.Callback):
         meter: where the strategy counts.
         parts: of each rank.
         replicas: compares the ranks' models at each epoch's end.
+        of_steps: what counts the messages of steps; None where steps run on a rank's own batch.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
         epoch: its sum.
     """
 
-    def __init__(self, meter: Meter, world: World, parts: Sequence[PartSize], replicas: Replicas) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        world: World,
+        parts: Sequence[PartSize],
+        replicas: Replicas,
+        of_steps: Ranks | None = None,
+    ) -> None:
         self._meter, self._world, self._parts, self._replicas = meter, world, parts, replicas
+        self._of_steps, self._steps_before = of_steps, (0, 0)
         self.by_layer: ByLayer = {}
         self.epoch = Traffic()
         self._epochs, self._warned = 0, False
@@ -80,6 +91,14 @@ class CommunicationMetrics(pl.Callback):
         """Leaves out what has passed since the last batch."""
         self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
 
+    def _take_steps(self) -> tuple[int, int]:
+        """Returns messages and bytes of steps since the last call."""
+        if self._of_steps is None:
+            return 0, 0
+        (messages, sent), before = (self._of_steps.messages.total(), self._of_steps.bytes_sent), self._steps_before
+        self._steps_before = messages, sent
+        return messages - before[0], sent - before[1]
+
     def _codec_squares(self) -> tuple[float, ...]:
         """Sums of squares of errors and numbers since the last call; nothing without a codec."""
         transport = self._world.transport
@@ -88,6 +107,7 @@ class CommunicationMetrics(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._codec_squares()
+        self._take_steps()
         self._meter.take()  # what the sanity check sent belongs to no epoch
 
     @override
@@ -114,7 +134,8 @@ class CommunicationMetrics(pl.Callback):
         self.by_layer = self._meter.take()
         self.epoch = sum(self.by_layer.values(), Traffic())
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
-        own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *self._codec_squares()]
+        own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *map(float, self._take_steps())]
+        own += self._codec_squares()
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
         by_rank = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
@@ -133,14 +154,16 @@ class CommunicationMetrics(pl.Callback):
             "comm/bytes_sent": total[0],
             "comm/halo_rows": total[1],
             "comm/seconds": longest[2],
+            "comm/step_messages": longest[7],
+            "comm/step_bytes_sent": total[8],
             "throughput/nodes_per_s": total[5] / seconds,
             "throughput/edges_per_s": total[6] / seconds,
         }
         if self._world.waited_s is not None:
             values["comm/waited_share"] = longest[4] / seconds
             self._watch(by_rank[:, 4], float(seconds))
-        if len(own) > 7:
-            values["codec/error"] = (total[7] / total[8]).sqrt() if total[8] else torch.zeros_like(total[8])
+        if len(own) > 9:
+            values["codec/error"] = (total[9] / total[10]).sqrt() if total[10] else torch.zeros_like(total[10])
         log_values(trainer, values)
 
     def _watch(self, waited: torch.Tensor, seconds: float) -> None:

@@ -38,11 +38,13 @@ class Ranks:
 
     Attributes:
         messages: how many each operation has sent, by its name.
+        bytes_sent: by this rank, in messages of operations.
     """
 
     def __init__(self, world: World, where: Callable[[], str] = lambda: "") -> None:
         self.world, self.size, self._where = world, world.size, where
         self.messages: Counter[str] = Counter()
+        self.bytes_sent = 0
         self.device = world.device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -56,6 +58,7 @@ class Ranks:
             return self.gather(x, operation).sum(0, dtype=x.dtype)
         self.gather(x.new_empty(0), operation)
         wide = x.to(torch.int64) if x.dtype == torch.bool else x
+        self.bytes_sent += 2 * wide.nbytes * (self.size - 1) // self.size
         return self.world.all_reduce_(wide.contiguous().clone(), operation)
 
     def gather(self, x: Tensor, operation: str) -> Tensor:
@@ -81,12 +84,15 @@ class Ranks:
         # Ranks in different operations may bring different sizes: sizes go first where a message is large.
         name = f"{operation} at {where}" if where else operation
         if len(payload) > _FIRST:
-            sizes = self.world.all_gather(torch.tensor([len(payload)], device=payload.device), name)
+            size = torch.tensor([len(payload)], device=payload.device)
+            self.bytes_sent += size.nbytes * (self.size - 1)
+            sizes = self.world.all_gather(size, name)
             if payload.device.type == "cpu" and bool((sizes != sizes[0]).any()):
                 self._raise_diverged(operation, where)
-            return self.world.all_gather(payload, name)
-        first = torch.cat([payload, payload.new_zeros(_FIRST - len(payload))])
-        return self.world.all_gather(first, name)
+        else:
+            payload = torch.cat([payload, payload.new_zeros(_FIRST - len(payload))])
+        self.bytes_sent += payload.nbytes * (self.size - 1)
+        return self.world.all_gather(payload, name)
 
     def _raise_diverged(self, operation: str, where: str) -> None:
         by_rank = self.world.all_gather_object(f"{operation} at {where}" if where else operation)
@@ -104,6 +110,7 @@ class Ranks:
         of_ranks = self.gather(torch.tensor([len(own)], device=own.device), operation).view(-1).tolist()
         if counts is not None and list(counts) != of_ranks:
             raise DivergedError(f"{operation}: ranks have {of_ranks} rows, and {list(counts)} were expected.")
+        self.bytes_sent += own.nbytes * (self.size - 1)
         return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks
 
 

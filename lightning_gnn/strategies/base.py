@@ -219,7 +219,8 @@ class GNNStrategy(StepStrategy):
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
         assert self._shared is not None
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas)
+        of_steps = None if self._rows is None else self._rows.ranks
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
         return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:

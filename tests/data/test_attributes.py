@@ -24,7 +24,7 @@ from torch_geometric.transforms import RandomLinkSplit
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, fetch_rows
-from lightning_gnn.checks.small_graph import FORMS, small_graph
+from lightning_gnn.checks.small_graph import FORM, small_graph
 from lightning_gnn.data.attributes import LeftOutError, kinds_of, tell_kinds
 from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.loading import load_source
@@ -124,8 +124,8 @@ def of_all_kinds() -> Data:
         edge_index_number=torch.arange(num_edges),  # an id of its own for each
         label_count=torch.rand(CLASSES),
         as_long_as_a_part=torch.rand(30),
-        as_long_as_a_small_graph=torch.rand(sum(FORMS[0].nodes), 2),
-        as_many_as_its_edges=torch.rand(sum(FORMS[0].edges)),
+        as_long_as_a_small_graph=torch.rand(sum(FORM.nodes), 2),
+        as_many_as_its_edges=torch.rand(sum(FORM.edges)),
         pairs_n_id=torch.tensor([[3, 50], [7, 59]]),
         temperature=torch.tensor(36.6),
         scale=2,
@@ -151,10 +151,10 @@ def test_rows_go_with_nodes_and_edges_and_the_rest_is_everywhere(replicas):
         ):
             assert torch.equal(batch[name], given[name]), name
         assert (batch.temperature, batch.scale, batch.title, batch.share) == (given.temperature, 2, "a graph", 0.5)
-        small = small_graph(batch, MASKS, FORMS[0]).graph
+        small = small_graph(batch, MASKS, FORM).graph
         for name in ("as_long_as_a_part", "as_long_as_a_small_graph", "as_many_as_its_edges"):
             assert torch.equal(small[name], given[name]), name
-        assert int(small.pairs_n_id.max()) < sum(FORMS[0].nodes) and kinds_of(small) == kinds_of(batch)
+        assert int(small.pairs_n_id.max()) < sum(FORM.nodes) and kinds_of(small) == kinds_of(batch)
 
 
 def test_the_store_keeps_kinds_words_and_reasons(tmp_path):

@@ -27,7 +27,6 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.nn.bind import only_bound_convs
 from lightning_gnn.nn.helpers import expand, graph_in_use
 from lightning_gnn.nn.histories import HistoryBinding
 from lightning_gnn.partition.edge_cut import assign_nodes
@@ -61,7 +60,7 @@ class InBatches:
         self.exchange.turn_to(own, ids, self.step)
         self.binding.turn_to(batch.x, batch.halo.x, batch.edge_index, batch.get("edge_weight"))
         self.binding.context.begin_step(Step(phase))
-        with graph_in_use(self.binding.context), only_bound_convs():
+        with graph_in_use(self.binding.context):
             return self.model(batch.x, batch.edge_index, **inputs)
 
 

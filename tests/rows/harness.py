@@ -139,7 +139,8 @@ def made_graph(layout: Layout | None = None, ranks: Ranks | None = None, whole: 
         graph = Graph(**{each.name: getattr(whole, each.name) for each in fields(Graph)})
         for names, parts, kind in ((Graph.OF_NODES, layout.nodes, "nodes"), (Graph.OF_EDGES, layout.edges, "edges")):
             ids = layout.with_replicas(parts)[rank]
-            rows = RowSet(ranks, len(ids), lambda ids=ids: ids, len(parts[rank]), sum(map(len, parts)), known_keys(parts), kind, layout.replicas)
+            total, keys = sum(map(len, parts)), known_keys(parts)
+            rows = RowSet(ranks, len(ids), lambda ids=ids: ids, len(parts[rank]), total, keys, kind, layout.replicas)
             for name in names:
                 setattr(graph, name, place(getattr(whole, name)[ids], rows.at(0)))
         for name in ("c", "table"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import CAMPAIGN
+
 from rows.harness import ALL, DAILY, Layout, compare, expression, on_one_device, whole_graph
 
 EVERYWHERE = ("common",)
