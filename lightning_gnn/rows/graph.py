@@ -135,6 +135,12 @@ class GraphRows:
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
                 place(x, REPLICATED)
 
+    @staticmethod
+    def release(module: torch.nn.Module) -> None:
+        """Takes the placements of a module's buffers and other tensors away."""
+        for _, x in _state(module):
+            x.__dict__.pop(ATTRIBUTE, None)
+
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
     """Returns the ranks of an earlier run on a batch, with the world of this one; else new ones."""

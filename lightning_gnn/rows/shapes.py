@@ -22,7 +22,17 @@ from lightning_gnn.rows.mode import (
     placement_of,
     tensors_in,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
+from lightning_gnn.rows.placement import (
+    ATTRIBUTE,
+    FROM_ROWS,
+    IN_ORDER,
+    REPLICATED,
+    SELECTIONS,
+    Placement,
+    RowCount,
+    RowSet,
+    View,
+)
 
 # Sizes ########################################################################
 
@@ -73,7 +83,7 @@ def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 _ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size
 get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj
 is_shared is_coalesced const_data_ptr dim_order record_stream
-__hash__ __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view
+__hash__ __repr__ __str__ __format__ __deepcopy__ __setstate__ retains_grad_ is_nonzero_ _is_view
 is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
 register(_untouched, _ABOUT, (torch, Tensor))
 properties(
@@ -86,6 +96,19 @@ properties(
 
 _properties: Any = vars(Tensor) | vars(torch._C.TensorBase)
 _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad", "requires_grad"))
+
+
+def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is saved in a run has no placement, nor row sets that it has selected."""
+    x = args[0]
+    kept = {name: x.__dict__.pop(name) for name in (ATTRIBUTE, SELECTIONS) if name in x.__dict__}
+    try:
+        return func(*args, **kwargs)
+    finally:
+        x.__dict__.update(kept)
+
+
+RULES[Tensor.__reduce_ex__] = _pickled
 
 
 def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -412,7 +435,7 @@ register(_cat, "cat concat concatenate", (torch,))
 register(_stack, "stack", (torch,))
 register(_split, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
 register(_narrow, "narrow", (torch, Tensor))
-register(_select, "select index_select", (torch, Tensor))
+register(_select, "select", (torch, Tensor))
 
 # Products #####################################################################
 
@@ -1013,7 +1036,10 @@ RULES[Tensor.__setitem__] = _setitem
 def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
     every = (slice(None),) * dim_of(names["dim"], args[0].dim())
-    return _index(mode, args[0], (*every, names["index"]))
+    index = names["index"]
+    if not index.dim():
+        index = place(index.view(1), placement_of(index) or REPLICATED)
+    return _index(mode, args[0], (*every, index))
 
 
 def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -276,6 +276,8 @@ class GNNStrategy(StepStrategy):
         for part in (self._values, self._shared, self._binding):
             if part is not None:
                 part.release()
+        if self._rows is not None:
+            self._rows.release(self._module)
         self._callbacks = []
         self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self._rows = self._codec = None

@@ -36,7 +36,12 @@ class RunChecks(pl.Callback):
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        self._before: list[Tensor] = []
         self._steps = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = list(pl_module.parameters())
 
     @override
     def on_train_batch_start(
@@ -45,7 +50,7 @@ class RunChecks(pl.Callback):
         sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
             self._sizes = sizes
-            failure = unregistered(pl_module, trainer.optimizers)
+            failure = unregistered(pl_module, trainer.optimizers, self._before)
             if failure is not None:
                 raise failure
         if batch_idx == 0:
