@@ -1,4 +1,4 @@
-"""For code that looks across nodes outside message passing: what one device would see, under any number of ranks.
+"""For code that looks across nodes outside message passing: rows of other ranks, with fewer messages than row semantics take.
 
 Each function is the identity where no strategy of this package is at work, so that a model that uses them runs on one
 device as before. They communicate: all ranks must call them alike. N owned rows, H halo rows.
@@ -61,8 +61,8 @@ def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
 def expand(x: Tensor) -> Tensor:
     """Returns the rows that ``batch.edge_index`` indexes: the owned ones, and behind them copies of the halo rows.
 
-    ``expand(x)[batch.edge_index[0]]`` has the source row of every edge. Differentiable: gradients of copies are summed
-    at the owner.
+    ``expand(x)[batch.edge_index[0]]`` has the source row of every edge, and so has ``x[batch.edge_index[0]]`` in a step; expanded
+    rows may be indexed several times. Differentiable: gradients of copies are summed at the owner.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -122,7 +122,7 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
     all ranks are summed at the owner.
 
     All ranks call it, each for the nodes that it likes, which may be none and may differ from step to step; a row travels once,
-    however often it is asked for. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
+    however often it is asked for; ``x[ids]`` gathers all rows. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.

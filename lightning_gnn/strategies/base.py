@@ -1,4 +1,4 @@
-"""GNNStrategy: launching, groups, loss weighting, gradient sums; the communication scheme is a replaceable part."""
+"""GNNStrategy: launching, groups, row semantics, gradient sums; the communication scheme is a replaceable part."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from lightning_gnn.strategies.steps import StepStrategy
 class GNNStrategy(StepStrategy):
     """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
 
-    Every node has one owner. A rank's batch holds the rows that it owns; its loss is weighted by its share of the
-    stage's labelled nodes, and gradients are summed over ranks, so that a mean over ``batch.train_mask`` is the mean over
-    all training nodes.
+    Every node has one owner. A rank's batch holds the rows that it owns. Inside a step on the whole graph, every tensor stands
+    for that of the whole graph (docs/rows.md), and gradients are summed over ranks.
 
     Args:
         scheme: how rows travel between ranks.
         start_method: how ranks are started: ``"popen"`` runs the script once per rank, ``"spawn"`` and ``"fork"`` start
             processes that run the Trainer's call only. Raise it to ``"fork"`` in notebooks. Under ``torchrun`` and SLURM
             ranks are there already.
-        loss_reduction: ``"mean"`` if the step's loss is a mean over the labelled nodes of the stage's mask, ``"sum"`` if it
-            is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
+        loss_reduction: of training on batches, under ``"sampling"``: ``"mean"`` if the step's loss is a mean over the seeds of
+            the rank's batch, ``"sum"`` if it is a sum. A step that takes a mean over something else returns
+            ``{"loss": loss, "loss_weight": count}``. A loss of the whole graph is taken as it is.
         predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
             (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a

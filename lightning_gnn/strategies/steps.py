@@ -32,8 +32,8 @@ from lightning_gnn.strategies.self_checks import SelfChecks
 
 
 class StepStrategy(RankStrategy):
-    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module. Between set-up
-    and teardown, `random` are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
+    """Runs the module's steps, and sums gradients over ranks; a subclass binds the module. Between set-up and teardown, `random`
+    are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
 
     scheme: Scheme
     keep_memory: bool
