@@ -154,7 +154,7 @@ def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement.rows is None:
         with mode.common_draws() if func in RANDOM else _nothing:
             return mode.tagged(func(*args, **kwargs), REPLICATED)
-    if func in RANDOM and mode.exact_draws:
+    if func in RANDOM and mode.draws_for_all(kwargs):
         return mode.on_all_rows(func, args, kwargs)
     return mode.tagged(func(*args, **kwargs), placement.rows.at(placement.dim))
 
@@ -179,7 +179,7 @@ def random(rule: Rule) -> Rule:
         if not mode.row_tensors(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        return mode.on_all_rows(func, args, kwargs) if mode.exact_draws else rule(mode, func, args, kwargs)
+        return mode.on_all_rows(func, args, kwargs) if mode.draws_for_all(kwargs) else rule(mode, func, args, kwargs)
 
     return draw
 

@@ -12,26 +12,44 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_gnn.rows.mode import RowsMode, active_mode
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
-_WITHOUT_TENSORS = (
-    "Checkpoint ModelCheckpoint OnExceptionCheckpoint EarlyStopping LearningRateMonitor DeviceStatsMonitor Timer "
-    "GradientAccumulationScheduler ModelSummary RichModelSummary ProgressBar TQDMProgressBar RichProgressBar "
-    "ThroughputMonitor SpikeDetection"
-).split()
+_WITHOUT_TENSORS = [
+    "Checkpoint",
+    "ModelCheckpoint",
+    "OnExceptionCheckpoint",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "DeviceStatsMonitor",
+    "Timer",
+    "GradientAccumulationScheduler",
+    "ModelSummary",
+    "RichModelSummary",
+    "ProgressBar",
+    "TQDMProgressBar",
+    "RichProgressBar",
+    "ThroughputMonitor",
+    "SpikeDetection",
+]
 """Callbacks of Lightning that compute nothing from the module's tensors; others, such as ModelPruning, do."""
 _OTHERS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
 """Methods in which there are no rows, or which run others of their own."""
 
 
 @contextmanager
-def in_hooks(trainer: pl.Trainer, mode: RowsMode) -> Iterator[None]:
-    """While open, hooks of the module, its data and callbacks run under `mode`; not those of callbacks that have no tensors."""
+def in_hooks(trainer: pl.Trainer, mode: RowsMode, trains_on_batches: bool = False) -> Iterator[None]:
+    """While open, hooks of the module, its data and callbacks run under `mode`; not those of callbacks that have no tensors.
+
+    Args:
+        trainer: of the run.
+        mode: of the whole graph.
+        trains_on_batches: training steps run on a rank's own batch, and so do the hooks around them.
+    """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile, known = profiler.profile, dict[str, bool]()
 
     def profile_hook(action: str) -> AbstractContextManager[Any]:
         if action not in known:
             known[action] = _is_of_user(trainer, action)
-        if not known[action] or active_mode() is not None:
+        if not known[action] or active_mode() is not None or (trains_on_batches and trainer.training):
             return profile(action)
         stack = ExitStack()
         stack.enter_context(mode.opened())

@@ -106,17 +106,25 @@ _trusted: dict[type, bool] = {}
 def _is_trusted(made_by: type) -> bool:
     """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
     function = getattr(made_by, "_forward_cls", None)
-    return function is None or function in _row_wise or function.__module__.partition(".")[0] == "lightning_gnn"
+    return (
+        function is None
+        or function in _row_wise
+        or function.__name__ in _backwards
+        or function.__module__.partition(".")[0] == "lightning_gnn"
+    )
 
 
 _row_wise: set[Any] = set()
+_backwards: set[str] = set()
+"""Names of what ``torch.library`` generates for the backward of operators with a rule."""
 
 
 def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "row_wise") -> None:
     """Says what a function does to tensors with one row per node or edge, where row semantics do not know it.
 
     Args:
-        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``.
+        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``
+            or what ``torch.library.custom_op`` returns.
         rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward.
             ``"all_rows"``: it is given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
 
@@ -128,26 +136,41 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
         raise ValueError(
             f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function})."
         )
+    _trusted.clear()
     if is_class:
         _row_wise.add(function)
-        _trusted.clear()
-    else:
-        RULES[function] = (
+        return
+    for each in _called(function):
+        RULES[each] = (
             RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
         )
+        _backwards.add(f"GeneratedBackwardFor_{each}".replace(".", "_"))
+
+
+def _called(function: Any) -> list[Any]:
+    """Returns what torch may call for a function: of an operator, all overloads."""
+    function = getattr(function, "_opoverload", function)
+    packet = getattr(function, "overloadpacket", function)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return [packet, *(getattr(packet, name) for name in overloads)]
 
 
 def unknown_origin(x: Tensor) -> str:
     """Returns why the placement of a tensor is unknown, and what to do."""
     function = getattr(type(x.grad_fn), "_forward_cls", None)
-    made = "outside the run, or by a function that is not followed (vmap, a custom or compiled operator)"
+    made = (
+        "outside the run, inside lightning_gnn.local_rows(), or by a function that is not followed (vmap, a custom or "
+        "compiled operator)"
+    )
     cure = "Register a constant with register_buffer, or give the function a rule with lightning_gnn.register_row_rule"
     placement = x.__dict__.get(ATTRIBUTE)
     if placement is not None and placement.view is not None and placement.view.is_stale:
         made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"
     elif function is not None:
-        made = f"by {function.__qualname__}, whose backward is not known"
-        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({function.__name__})"
+        name = function.__name__.removeprefix("GeneratedBackwardFor_")
+        name = function.__name__ if name == function.__name__ else f"torch.ops.{name.removesuffix('_default').replace('_', '.', 1)}"
+        made = f"by {name}, whose backward is not known"
+        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({name})"
     return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."
 
 
@@ -337,6 +360,10 @@ class RowsMode(TorchFunctionMode):
     def refuse(self, what: str) -> NotExactError:
         """Returns the error for an operation at the user's line."""
         return NotExactError(f"{user_line()}: {what}")
+
+    def draws_for_all(self, kwargs: Any) -> bool:
+        """Returns whether each rank draws for the rows of all ranks, as with a generator, which is the same on all ranks."""
+        return self.exact_draws or kwargs.get("generator") is not None
 
     def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, Placement]]:
         """Returns the row tensors in arguments.

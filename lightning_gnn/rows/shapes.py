@@ -539,7 +539,7 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     known = all(
         placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0]
     )
-    if not counts or (func in RANDOM and mode.exact_draws):
+    if not counts or (func in RANDOM and mode.draws_for_all(kwargs)):
         with mode.common_draws() if func in RANDOM else _nothing:
             out = func(*mapped(args, _int), **mapped(kwargs, _int))
         return mode.tagged(out, REPLICATED) if known else mode.untagged(out)
@@ -603,7 +603,7 @@ register(_create, "zeros ones empty full rand randn new_zeros new_ones new_empty
 def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``randint(high, size)``: only the size may be one of rows."""
     size = kwargs.get("size", args[-1] if isinstance(args[-1], (tuple, list, torch.Size)) else ())
-    if not has_counts(tuple(size)) or mode.exact_draws:
+    if not has_counts(tuple(size)) or mode.draws_for_all(kwargs):
         return _identity(mode, func, args, kwargs)
     bounds = [_int(each) for each in args if not isinstance(each, (tuple, list))]
     rows = next(each for each in size if isinstance(each, RowCount)).rows
@@ -1130,6 +1130,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
     return mode.tagged(out, nodes.at(0))
 
 
+register(_index_select, "index_select", (torch, Tensor))
 register(_masked_select, "masked_select", (torch, Tensor))
 register(
     _along_dim,
