@@ -115,6 +115,7 @@ def _is_trusted(made_by: type) -> bool:
 
 
 _row_wise: set[Any] = set()
+_GENERATED = "GeneratedBackwardFor_"
 _backwards: set[str] = set()
 """Names of what ``torch.library`` generates for the backward of operators with a rule."""
 
@@ -144,7 +145,7 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
         RULES[each] = (
             RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
         )
-        _backwards.add(f"GeneratedBackwardFor_{each}".replace(".", "_"))
+        _backwards.add(f"{_GENERATED}{each}".replace(".", "_"))
 
 
 def _called(function: Any) -> list[Any]:
@@ -167,8 +168,10 @@ def unknown_origin(x: Tensor) -> str:
     if placement is not None and placement.view is not None and placement.view.is_stale:
         made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"
     elif function is not None:
-        name = function.__name__.removeprefix("GeneratedBackwardFor_")
-        name = function.__name__ if name == function.__name__ else f"torch.ops.{name.removesuffix('_default').replace('_', '.', 1)}"
+        name = function.__name__
+        if name.startswith(_GENERATED):
+            operator = name.removeprefix(_GENERATED).removesuffix("_default")
+            name = f"torch.ops.{operator.replace('_', '.', 1)}"
         made = f"by {name}, whose backward is not known"
         cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({name})"
     return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."

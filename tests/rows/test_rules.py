@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from rows.harness import DAILY, Graph, compare
 
 from lightning_gnn import register_row_rule
+from rows.harness import DAILY, Graph, compare
 
 
 def operator(name: str, centres: bool) -> Any:
