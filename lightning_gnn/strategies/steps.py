@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,6 +82,9 @@ class StepStrategy(RankStrategy):
         ):
             output = super().training_step(batch, *args, **kwargs)
         values.leave(output, trains=True)
+        if output is None and self.world_size > 1 and self._module.automatic_optimization:
+            # Lightning refuses None of several ranks. This loss gives no parameter a gradient, and is compared with the others'.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
         return output
 
     @override
