@@ -140,9 +140,12 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
         return x[ids]
     mode = active_mode()
     if mode is not None:
-        of = placement_of(ids)
+        of, of_x = placement_of(ids), placement_of(x)
+        if of_x is None or of_x.rows is None:
+            return x[ids]  # whole already
         with mode.pause():
-            return placed(fetch_rows(x, ids), None if of is None else of.rows, 0 if of is None else of.dim)
+            found = fetch_rows(mode.own(x, of_x), ids)
+            return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
     graph.check_rows(x.size(0), "fetch_rows")
     assert graph.rows is not None
     return graph.rows.fetch(x, ids, "fetch_rows")

@@ -137,12 +137,10 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Functions whose result has the placement of their first argument."""
     x = args[0]
     placement = placement_of(x) if isinstance(x, Tensor) else None
+    if placement is None:
+        return mode.plain(func, args, kwargs)
     out = func(*args, **kwargs)
-    return (
-        out
-        if placement is None or out is x or not isinstance(out, Tensor)
-        else mode.tagged(out, placement.with_view(None))
-    )
+    return out if out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

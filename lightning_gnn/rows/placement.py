@@ -170,6 +170,7 @@ class RowSet:
             where = here.nonzero().view(-1)
             found = RowSet(self.ranks, len(where), lambda: where, total=len(index_), name=f"chosen {self.name}")
             found._derived["local"] = order[place[where]] if len(in_order) else where  # type: ignore[assignment]
+            found.targets = self.targets
             return found
 
         found = self._selected(index, make)

@@ -956,7 +956,7 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         func(x, mapped(index, _int), value)
         values = placement_of(value) if isinstance(value, Tensor) else REPLICATED
         if placement is not None and (values is None or values.from_rows):
-            x.__dict__.pop(ATTRIBUTE, None)
+            mode.untagged(x)
             if values is not None:
                 mode.tagged(x, FROM_ROWS)
         return None

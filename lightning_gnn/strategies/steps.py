@@ -20,7 +20,7 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
-from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED
+from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -210,7 +210,8 @@ class StepStrategy(RankStrategy):
         if group not in (None, self.world.everyone):
             return super().all_gather(tensor, group, sync_grads)
         mode = active_mode()
-        if mode is not None and tensor.requires_grad and placement_of(tensor) in (REPLICATED, FROM_ROWS):
+        of = placement_of(tensor)
+        if mode is not None and tensor.requires_grad and of is not None and of.rows is None:
             return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
         weights = None if self._values is None or mode is not None else self._values.logs.weights
         with local_rows():
