@@ -28,7 +28,7 @@ from lightning_gnn import (
     GraphDataModule,
     LinkPredictor,
     SamplingStrategy,
-    sum_over_ranks,
+    local_rows,
 )
 from lightning_gnn.devices import backend_of, free_bytes
 
@@ -123,8 +123,9 @@ def test_no_tensor_has_a_row_per_edge(ranks):
 
 class Summed(Module):
     def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
-        self.count = sum_over_ranks(torch.tensor([float(batch.num_owned)]))
-        self.reduced = self.trainer.strategy.reduce(torch.tensor(2.0), reduce_op="sum")
+        self.count = torch.ones(len(batch.x), 1).sum(0)
+        with local_rows():
+            self.reduced = self.trainer.strategy.reduce(torch.tensor(2.0), reduce_op="sum")
         self.gathered = self.all_gather(torch.tensor([1.0]))
         return super().training_step(batch, batch_idx)
 
