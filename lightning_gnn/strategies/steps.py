@@ -167,7 +167,7 @@ class StepStrategy(RankStrategy):
         self.progress.at("the optimizer's step", self._module.trainer)
         return loss
 
-    def _computing_again(self) -> AbstractContextManager[None]:
+    def _computing_again(self) -> AbstractContextManager[Any]:
         """While open, what a backward computes again, such as checkpoints, is what it was the first time."""
         is_whole = self._rows is not None and not self.trains_on_batches
         if not is_whole or self._rows is None:
