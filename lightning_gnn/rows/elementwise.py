@@ -80,10 +80,7 @@ def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.plain(func, args, kwargs)
     rows, right, _ = target_of(found)
     if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
-        raise mode.refuse(
-            f"{name_of(func)} reads values of edge_index, which are places in a rank's own rows. Take ids of nodes instead: "
-            "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]]"
-        )
+        return mode.on_all_rows(func, args, kwargs)
     if kwargs.get("out") is not None:
         out = kwargs["out"]
         return mode.written(out, rowwise(mode, func, args, {k: v for k, v in kwargs.items() if k != "out"}))
@@ -121,7 +118,7 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     placement = placement_of(into)
     if not found:
         return mode.plain(func, args, kwargs)
-    if placement is None or placement.rows is None:
+    if placement is None or placement.rows is None or any(of.local_ids for _, of in found):
         return mode.on_all_rows(func, args, kwargs)
     rows, right = placement.rows, into.dim() - placement.dim
     name = name_of(func)

@@ -226,6 +226,9 @@ def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
         found = mode.row_tensors(args, kwargs)
         if not found or isinstance(self, Aggregation):
             return type(self).forward(self, *args, **kwargs)
+        if of_edges and _edges_of(found) is None:
+            args, kwargs = _own_edges(mode, args, kwargs)
+            found = mode.row_tensors(args, kwargs)
         with mode.pause():
             if of_edges:
                 args, kwargs = _whole_inputs(mode, args, kwargs, found)
@@ -233,6 +236,33 @@ def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
         return _placed_output(mode, self, out, found, of_edges)
 
     return call
+
+
+def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns arguments with this rank's edges in place of those of the whole graph, which were made of ``edge_index``: they end
+    at its own rows."""
+    given = [*args, *kwargs.values()]
+    whole = next((x for x in given if isinstance(x, Tensor) and x.dtype == torch.int64 and x.dim() == 2 and len(x) == 2), None)
+    nodes, halo = mode.nodes, mode.halo_rows
+    if whole is None or placement_of(whole) is None or nodes is None or halo is None:
+        return args, kwargs
+    with mode.pause():
+        places = whole.new_full((nodes.total,), -1)
+        places[halo.positions] = torch.arange(halo.count, device=whole.device)
+        source, target = places[whole]
+        where = ((target >= 0) & (target < nodes.count)).nonzero().view(-1)
+        edges = torch.stack([source[where], target[where]])
+        is_unknown = bool(nodes.replicas or mode.ranks.gather((edges[:1] < 0).any().view(1), "edges").any())
+    if is_unknown:
+        raise mode.refuse(
+            "a conv is given edges that were made in the step, and this rank has not all rows that they begin at. Put them into "
+            "the graph before the run, by a transform: data = T.ToUndirected()(data)"
+        )
+    rows = RowSet(mode.ranks, len(where), lambda: where, total=whole.size(1), name="edges")
+    rows.targets = nodes
+    place(edges, Placement(rows, 1, local_ids="both"))
+    args = tuple(edges if x is whole else x for x in args)
+    return args, {name: edges if x is whole else x for name, x in kwargs.items()}
 
 
 def _edges_of(found: list[tuple[Tensor, Placement]]) -> RowSet | None:

@@ -272,6 +272,7 @@ class RowsMode(TorchFunctionMode):
         self.in_backward = False
         self.exact_draws = self.lets_rows_leave = False
         self.left: dict[int, tuple[Any, Tensor]] = {}
+        self.twice_at = ""  # where a gradient with create_graph=True was taken last
         # By their number, tensors from before the run and whether they were found to be the same on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         ranks._where = user_line
@@ -366,6 +367,8 @@ class RowsMode(TorchFunctionMode):
             else:
                 of = placement_of(view.base)
                 assert of is not None and of.rows is not None
+                if of.local_ids:
+                    raise self.refuse(_WRITTEN_IDS)
                 own = self.tagged(self.take(view.whole, of.dim, of.rows, "view"), of.rows.at(of.dim))
                 self.change(Tensor.copy_, (view.base, own), {})
             view.version = version_of(view.base)
@@ -513,7 +516,9 @@ class RowsMode(TorchFunctionMode):
         rows, dim = placement.rows, placement.dim
         assert rows is not None
         if placement.local_ids:
-            raise self.refuse(LOCAL_IDS)
+            if self.halo_rows is None:
+                raise self.refuse(LOCAL_IDS)
+            x = self.halo_rows.positions[x.long()]  # places in the whole graph
         if rows.ranks is not self.ranks:  # which would wait for messages that no rank sends
             raise self.refuse(
                 f"{rows.name} of another run are used, which the module keeps outside of its parameters and buffers."
@@ -522,6 +527,20 @@ class RowsMode(TorchFunctionMode):
         if dim == 0:
             return GatherRows.apply(x, rows, operation)
         return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Says at which line the user asked for second derivatives, which layers on ranks do not have, while open."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "once_differentiable" not in str(error):
+                raise
+            raise NotExactError(
+                f"{self.twice_at or user_line()}: a gradient with create_graph=True is differentiated again through a conv, and "
+                "convs on ranks compute first derivatives only. Take the gradient with respect to what comes behind the last "
+                "conv, or without create_graph"
+            ) from error
 
     def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
         """Raises MemoryError where gathered rows would not fit, before they are gathered."""
@@ -570,6 +589,8 @@ class RowsMode(TorchFunctionMode):
         changes = (changes_first(name) or kwargs.get("inplace")) and args and isinstance(args[0], Tensor)
         placement = placement_of(args[0]) if changes else None
 
+        if placement is not None and placement.local_ids:
+            raise self.refuse(_WRITTEN_IDS)
         wholes: list[tuple[Tensor, Tensor]] = []
 
         def change(value: Any) -> Any:
@@ -624,6 +645,12 @@ LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of "
     "sources with "
     "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
+)
+
+
+_WRITTEN_IDS = (
+    "edge_index is changed in place, and has places in this rank's own rows. Make other edges of it by functions that return "
+    "them, such as batch.edge_index[:, chosen] and torch_geometric.utils.add_self_loops"
 )
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.elementwise import converted, dim_of, first_alone, register, rowwise, target_of
-from lightning_gnn.rows.mode import LOCAL_IDS, RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
+from lightning_gnn.rows.mode import RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
 
 
@@ -57,7 +57,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place
         if placement is None or placement.rows is None or len(found) > 1 or kwargs.get("out") is not None:
             return mode.on_all_rows(func, args, kwargs)
         if placement.local_ids:
-            raise mode.refuse(LOCAL_IDS)
+            return mode.on_all_rows(func, args, kwargs)
         if call.over(placement):
             return over_rows(mode, func, call, placement)
         return along_others(mode, func, call, placement)
@@ -188,7 +188,7 @@ def _norm_rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if not found or placement is None or placement.rows is None or len(found) > 1:
         return _sum_rule(mode, func, args, kwargs) if not found else mode.on_all_rows(func, args, kwargs)
     if placement.local_ids:
-        raise mode.refuse(LOCAL_IDS)
+        return mode.on_all_rows(func, args, kwargs)
     call = _Call((x,), {})
     call.args, call.kwargs = (x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}
     return _norm(mode, func, call, placement)

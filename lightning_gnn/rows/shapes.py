@@ -21,6 +21,7 @@ from lightning_gnn.rows.mode import (
     place,
     placement_of,
     tensors_in,
+    user_line,
 )
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
@@ -965,7 +966,7 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         mode.tagged(x, FROM_ROWS)
         return None
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
-    if items is None or any(each is None for each in items):
+    if items is None or placement.local_ids or any(each is None for each in items):
         return mode.on_all_rows(func, args, kwargs)
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
@@ -1179,7 +1180,9 @@ def _run_backward(
     starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
     again, retain = bool(given.get("create_graph")), given.get("retain_graph")
     unused = accumulate_grad or bool(given.get("allow_unused", given.get("materialize_grads")))
-    with mode.opened(in_backward=True, in_rule=True):
+    if again:
+        mode.twice_at = user_line()
+    with mode.opened(in_backward=True, in_rule=True), mode.differentiating():
         return _engine_run_backward(
             outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
         )

@@ -171,10 +171,15 @@ class StepStrategy(RankStrategy):
         self.progress.at("the optimizer's step", self._module.trainer)
         return loss
 
-    def _computing_again(self) -> AbstractContextManager[None]:
+    def _computing_again(self) -> AbstractContextManager[Any]:
         """While open, what a backward computes again, such as checkpoints, is what it was the first time."""
         is_whole = self._rows is not None and not self.trains_on_batches
-        return self._rows.mode.opened(in_backward=True) if is_whole and self._rows is not None else nullcontext()
+        if not is_whole or self._rows is None:
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(self._rows.mode.differentiating())
+        stack.enter_context(self._rows.mode.opened(in_backward=True))
+        return stack
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -469,7 +469,7 @@ def table_in_the_module() -> Case:
     return Case(Table(), graph())
 
 
-@idiom(source="the module's own table of nodes, without batch.n_id", refused="size|rows|numbers")
+@idiom(source="the module's own table of nodes, without batch.n_id")
 def table_without_ids() -> Case:
     class Table(Classifier):
         def __init__(self) -> None:

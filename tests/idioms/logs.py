@@ -125,7 +125,6 @@ def batch_size_of_all_nodes() -> Case:
 
 @idiom(
     source="Lightning docs: rank_zero_only=True",
-    refused="rank_zero_only",
     stages=FIT,
 )
 def logged_on_rank_zero_only() -> Case:
@@ -160,7 +159,6 @@ def kinds_of_values_and_names() -> Case:
 
 @idiom(
     source="perplexity: exp of the loss logged",
-    refused="perplexity",
     stages=FIT,
 )
 def perplexity() -> Case:
@@ -190,7 +188,6 @@ def values_of_some_epochs() -> Case:
 
 @idiom(
     source="a value logged under a condition that data decides, which may be so on one rank only",
-    refused="loss_in_a_class",
     stages=FIT,
 )
 def values_logged_where_data_say_so() -> Case:
@@ -271,7 +268,6 @@ def logger_called_by_hand() -> Case:
 
 @idiom(
     source="TensorBoard habit: the step's own loss given to the logger",
-    refused="to self.logger",
     stages=("fit",),
 )
 def rank_values_given_to_the_logger() -> Case:

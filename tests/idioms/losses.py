@@ -86,7 +86,7 @@ def soft_targets() -> Case:
     return case(lambda out, b: F.cross_entropy(out[b.train_mask], F.one_hot(b.y[b.train_mask], CLASSES).to(out.dtype)))
 
 
-@idiom(source="cross_entropy with a weight of each class: its mean is over the weights", refused=OTHER_ROWS)
+@idiom(source="cross_entropy with a weight of each class: its mean is over the weights")
 def class_weights() -> Case:
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5]).double()
     return case(over_mask(F.cross_entropy, weight))
@@ -104,7 +104,7 @@ def class_weights_with_loss_weight() -> Case:
     return case(loss)
 
 
-@idiom(source="weights of classes counted in the step: of this rank's nodes", refused="loss|numbers")
+@idiom(source="weights of classes counted in the step: of this rank's nodes")
 def class_weights_counted_in_the_step() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         y = batch.y[batch.train_mask]
@@ -136,7 +136,7 @@ def log_loss() -> Case:
     return case(over_mask(loss))
 
 
-@idiom(source="the sum over training nodes, without loss_reduction", refused="loss")
+@idiom(source="the sum over training nodes, without loss_reduction")
 def sum_over_nodes() -> Case:
     return case(over_mask(F.cross_entropy, reduction="sum"))
 
@@ -176,19 +176,18 @@ def auxiliary_loss() -> Case:
 
 @idiom(
     source="a loss clamped from below: flooding",
-    refused="loss|numbers",
     xfail="parts of small graphs may all be on one side of the level",
 )
 def flooding() -> Case:
     return case(lambda out, b: (F.cross_entropy(out[b.train_mask], b.y[b.train_mask]) - 1.7).abs() + 1.7)
 
 
-@idiom(source="the root of a mean", refused="loss|numbers")
+@idiom(source="the root of a mean")
 def square_root_of_the_loss() -> Case:
     return case(lambda out, b: F.cross_entropy(out[b.train_mask], b.y[b.train_mask]).sqrt())
 
 
-@idiom(source="an entropy over all nodes beside the loss", refused="loss|numbers")
+@idiom(source="an entropy over all nodes beside the loss")
 def entropy_of_all_nodes() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         p = out.softmax(-1)
@@ -198,7 +197,7 @@ def entropy_of_all_nodes() -> Case:
     return case(loss)
 
 
-@idiom(source="a contrastive loss of pairs in the batch", refused="loss|numbers")
+@idiom(source="a contrastive loss of pairs in the batch")
 def contrastive() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         z = F.normalize(out[batch.train_mask], dim=-1)
@@ -207,7 +206,7 @@ def contrastive() -> Case:
     return case(loss)
 
 
-@idiom(source="the hardest tenth of the training nodes", refused="loss|numbers")
+@idiom(source="the hardest tenth of the training nodes")
 def hard_examples() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         each = F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask], reduction="none")
@@ -219,7 +218,7 @@ def hard_examples() -> Case:
 # Over other rows ##############################################################
 
 
-@idiom(source="a class left out", refused=OTHER_ROWS)
+@idiom(source="a class left out")
 def class_left_out() -> Case:
     return case(plain(lambda b: b.train_mask & (b.y != 2)))
 
@@ -229,7 +228,7 @@ def class_left_out_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.train_mask & (b.y != 2)))
 
 
-@idiom(source="a twentieth of the nodes left out", refused=OTHER_ROWS)
+@idiom(source="a twentieth of the nodes left out")
 def few_nodes_left_out() -> Case:
     return case(plain(lambda b: b.train_mask & (b.n_id % 20 != 3)))
 
@@ -239,7 +238,7 @@ def few_nodes_left_out_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.train_mask & (b.n_id % 20 != 3)))
 
 
-@idiom(source="training on all nodes", refused=OTHER_ROWS)
+@idiom(source="training on all nodes")
 def all_nodes() -> Case:
     return case(lambda out, b: F.cross_entropy(out, b.y))
 
@@ -249,12 +248,12 @@ def all_nodes_with_loss_weight() -> Case:
     return case(lambda out, b: {"loss": F.cross_entropy(out, b.y), "loss_weight": len(b.y)})
 
 
-@idiom(source="training on training and validation nodes", refused=OTHER_ROWS)
+@idiom(source="training on training and validation nodes")
 def train_and_val() -> Case:
     return case(plain(lambda b: b.train_mask | b.val_mask))
 
 
-@idiom(source="a mask of another name", refused=OTHER_ROWS)
+@idiom(source="a mask of another name")
 def other_mask() -> Case:
     data = graph()
     data.my_mask = torch.rand(80, generator=torch.Generator().manual_seed(3)) < 0.5
@@ -268,7 +267,7 @@ def other_mask_with_loss_weight() -> Case:
     return case(mean_over(lambda b: b.my_mask), data)
 
 
-@idiom(source="pseudo-labels: nodes of which the model is sure", refused=OTHER_ROWS, late=True)
+@idiom(source="pseudo-labels: nodes of which the model is sure")
 def pseudo_labels() -> Case:
     def loss(out: Tensor, batch: Any) -> Tensor:
         sure = (out.softmax(-1).max(-1).values > 0.3) & ~batch.train_mask
@@ -286,20 +285,20 @@ def ignore_index() -> Case:
     return case(over_mask(F.cross_entropy, ignore_index=-1), data)
 
 
-@idiom(source="a mean over validation nodes with and without a label", refused="val_norm")
+@idiom(source="a mean over validation nodes with and without a label")
 def logged_mean_over_unlabelled_nodes() -> Case:
     data = graph()
     data.y[data.val_mask & (data.y == 1)] = -1
     return case(over_mask(F.cross_entropy), data)
 
 
-@idiom(source="index splits of a dict in the module", refused="ids|rows")
+@idiom(source="index splits of a dict in the module")
 def rows_by_ids_of_the_module() -> Case:
     ids = graph().train_mask.nonzero().view(-1)
     return case(lambda out, b: F.cross_entropy(out[ids], b.y[ids]))
 
 
-@idiom(source="a weight of each node", refused=OTHER_ROWS)
+@idiom(source="a weight of each node")
 def weight_of_each_node() -> Case:
     data = graph()
     data.w = torch.linspace(0.2, 2, 80).double()
@@ -412,7 +411,7 @@ def a_label_and_a_number() -> Case:
     return case(loss, data, CLASSES + 1)
 
 
-@idiom(source="self-supervised: reconstruct the features, as GraphMAE", refused=OTHER_ROWS, stages=("fit",))
+@idiom(source="self-supervised: reconstruct the features, as GraphMAE", stages=("fit",))
 def masked_features() -> Case:
     return case(lambda out, b: F.mse_loss(out, b.x), None, FEATURES)
 

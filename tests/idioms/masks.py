@@ -173,7 +173,6 @@ def class_left_out_with_loss_weight() -> Case:
 
 @idiom(
     source="a class left out, without loss_weight",
-    refused="loss_weight",
     stages=("fit",),
 )
 def class_left_out() -> Case:
@@ -186,9 +185,7 @@ def class_left_out() -> Case:
 
 @idiom(
     source="a class left out from an epoch on",
-    refused="loss_weight",
     stages=("fit",),
-    late=True,
 )
 def class_left_out_later() -> Case:
     class Module(Net):
@@ -200,7 +197,7 @@ def class_left_out_later() -> Case:
     return Case(Module(), graph(), {"max_epochs": 6})
 
 
-@idiom(source="online hard example mining: the half with the largest losses", refused="differs", stages=("fit",))
+@idiom(source="online hard example mining: the half with the largest losses", stages=("fit",))
 def hardest_half() -> Case:
     def loss(module: Any, out: Tensor, batch: Any, mask: Tensor) -> Tensor:
         losses = F.cross_entropy(out[mask], batch.y[mask], reduction="none")
@@ -209,7 +206,7 @@ def hardest_half() -> Case:
     return _losing(loss)
 
 
-@idiom(source="training and validation nodes together, for a last fit", refused="loss_weight", stages=("fit",))
+@idiom(source="training and validation nodes together, for a last fit", stages=("fit",))
 def trained_on_validation_nodes_too() -> Case:
     def loss(module: Any, out: Tensor, batch: Any, mask: Tensor) -> Tensor:
         rows = mask | batch.val_mask if module.training else mask
@@ -220,7 +217,6 @@ def trained_on_validation_nodes_too() -> Case:
 
 @idiom(
     source="a mean over all nodes beside the one over the mask: entropy of all outputs",
-    refused="differs",
     stages=("fit",),
 )
 def entropy_of_all_nodes() -> Case:
@@ -231,7 +227,7 @@ def entropy_of_all_nodes() -> Case:
     return _losing(loss)
 
 
-@idiom(source="the same step's loss by a square root", refused="differs", stages=("fit",))
+@idiom(source="the same step's loss by a square root", stages=("fit",))
 def root_of_the_loss() -> Case:
     return _losing(lambda module, out, batch, mask: F.cross_entropy(out[mask], batch.y[mask]).sqrt())
 
@@ -241,7 +237,6 @@ def root_of_the_loss() -> Case:
 
 @idiom(
     source="PyG examples: test() gives the accuracy of all three masks",
-    refused="train_acc|val_acc",
     stages=("test",),
 )
 def accuracy_of_all_masks() -> Case:
@@ -282,7 +277,6 @@ def batch_size_of_one_graph() -> Case:
 
 @idiom(
     source="Lightning with PyG: batch_size=batch.num_nodes beside a loss over a mask",
-    refused="train_loss",
     stages=FIT,
 )
 def batch_size_of_all_nodes_beside_a_mask() -> Case:
@@ -295,7 +289,7 @@ def batch_size_of_all_nodes_beside_a_mask() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="the size of the batch logged", refused="nodes", stages=FIT)
+@idiom(source="the size of the batch logged", stages=FIT)
 def number_of_nodes_logged() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -312,7 +306,6 @@ class _TwoLoaders(GraphDataModule):
 
 @idiom(
     source="Lightning docs: several validation loaders, dataloader_idx",
-    refused="other",
     stages=("fit",),
 )
 def two_validation_loaders() -> Case:

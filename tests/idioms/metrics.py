@@ -527,7 +527,6 @@ def functional_accuracy() -> Case:
 
 @idiom(
     source="functional F1 in self.log of the training step",
-    refused="train_f1",
     stages=FIT,
 )
 def functional_f1_in_training() -> Case:
@@ -541,7 +540,6 @@ def functional_f1_in_training() -> Case:
 
 @idiom(
     source="functional AUROC in self.log of the validation step",
-    refused="val_auroc",
     stages=FIT,
 )
 def functional_auroc_in_validation() -> Case:
@@ -555,7 +553,6 @@ def functional_auroc_in_validation() -> Case:
 
 @idiom(
     source="a count logged as it is, without reduce_fx='sum'",
-    refused="right",
     stages=FIT,
 )
 def count_logged_as_a_mean() -> Case:
@@ -587,7 +584,6 @@ def accuracy_by_hand() -> Case:
 
 @idiom(
     source="root mean square error by hand, not a mean over rows",
-    refused="rmse",
     stages=FIT,
 )
 def root_of_a_mean() -> Case:
@@ -600,7 +596,6 @@ def root_of_a_mean() -> Case:
 
 @idiom(
     source="accuracy of each class by hand, a mean over the rows of a class",
-    refused="class",
     stages=FIT,
 )
 def accuracy_of_each_class_by_hand() -> Case:
@@ -663,7 +658,7 @@ def metric_in_a_callback() -> Case:
 
 @idiom(
     source="sklearn-style: numpy arrays of all batches in a list, macro F1 of them at the end",
-    refused="val_f1",
+    refused="gather_global",
     stages=FIT,
 )
 def f1_of_collected_arrays() -> Case:

@@ -74,7 +74,7 @@ class DeeperGCN(torch.nn.Module):
         return self.lin(self.layers[0].act(self.layers[0].norm(x)))
 
 
-@idiom(source="PyG examples/ogbn_proteins_deepgcn.py")
+@idiom(source="PyG examples/ogbn_proteins_deepgcn.py", refused="CheckpointFunction")
 def deepergcn() -> Case:
     return Case(Classifier(DeeperGCN(), "edge_attr"), directed())
 
@@ -109,7 +109,7 @@ class RevGNN(torch.nn.Module):
         return self.lin2(self.norm(x).relu())
 
 
-@idiom(source="PyG examples/rev_gnn.py")
+@idiom(source="PyG examples/rev_gnn.py", refused="of unknown origin")
 def rev_gnn() -> Case:
     return Case(Classifier(RevGNN()), graph())
 
@@ -225,7 +225,7 @@ def unimp() -> Case:
     return Case(LabelsAsInput(UniMP()), data)
 
 
-@idiom(source="PyG examples/unimp_arxiv.py", refused="does not give the numbers of one device")
+@idiom(source="PyG examples/unimp_arxiv.py")
 def unimp_drawn() -> Case:
     class Drawn(LabelsAsInput):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -270,7 +270,7 @@ def glnn_over_training_nodes() -> Case:
     return Case(Distilled(), _with_teacher())
 
 
-@idiom(source="PyG examples/glnn.py", refused="loss", stages=("fit",))
+@idiom(source="PyG examples/glnn.py", stages=("fit",))
 def glnn() -> Case:
     class OfAll(Distilled):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -289,7 +289,7 @@ class Smoothed(Classifier):
         return post.smooth(y_soft, batch.y[batch.train_mask], batch.train_mask, batch.edge_index)
 
 
-@idiom(source="PyG examples/correct_and_smooth.py", refused="CorrectAndSmooth|LabelPropagation", stages=("predict",))
+@idiom(source="PyG examples/correct_and_smooth.py", stages=("predict",))
 def correct_and_smooth() -> Case:
     return Case(Smoothed(nn.MLP([FEATURES, CLASSES])), graph())
 
@@ -317,17 +317,17 @@ class GlobalAttention(torch.nn.Module):
         return self.out(x + (q @ k.t() / HIDDEN**0.5).softmax(-1) @ v)
 
 
-@idiom(source="a graph transformer of one's own", refused="'model.qkv' .* gives to 'model.out'|gives to 'model.out'")
+@idiom(source="a graph transformer of one's own")
 def attention_over_all_nodes() -> Case:
     return Case(Classifier(GlobalAttention()), graph())
 
 
-@idiom(source="PyG examples/graph_gps.py with torch.nn.MultiheadAttention", refused="what 'model")
+@idiom(source="PyG examples/graph_gps.py with torch.nn.MultiheadAttention")
 def multihead_attention() -> Case:
     class Attends(GlobalAttention):
         def __init__(self) -> None:
             super().__init__()
-            self.att = torch.nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+            self.att = torch.nn.MultiheadAttention(HIDDEN, 2, bias=False, batch_first=True)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             x = self.lin(x)[None]
@@ -351,7 +351,7 @@ class VirtualNode(torch.nn.Module):
         return self.lin(x)
 
 
-@idiom(source="OGB's virtual node", refused="gives to 'model.mlp'|what 'model.mlp")
+@idiom(source="OGB's virtual node")
 def virtual_node() -> Case:
     return Case(Classifier(VirtualNode()), graph())
 
@@ -364,9 +364,7 @@ def virtual_node_as_transform() -> Case:
     return Case(Classifier(two(lambda i, o: nn.RGCNConv(i, o, 3)), "edge_type"), data)
 
 
-@idiom(
-    source="PyG examples/infomax_transductive.py", refused="does not give the numbers of one device", stages=("fit",)
-)
+@idiom(source="PyG examples/infomax_transductive.py", stages=("fit",))
 def infomax() -> Case:
     class Infomax(L.LightningModule):
         def __init__(self) -> None:
@@ -490,7 +488,7 @@ class Embeds(Classifier):
         return self.model(self.emb(batch.n_id) if self.exact else self.emb.weight, batch.edge_index)
 
 
-@idiom(source="a row per node, as Node2Vec's and LightGCN's", refused="was given 80 (node )?rows|31 node rows")
+@idiom(source="a row per node, as Node2Vec's and LightGCN's")
 def embedding_of_all_nodes() -> Case:
     return Case(Embeds(False), graph())
 

@@ -70,7 +70,6 @@ def features_normalised_before_transfer() -> Case:
 
 @idiom(
     source="Lightning docs: on_after_batch_transfer, features of the whole batch standardised",
-    refused="gives to 'conv1'",
 )
 def features_standardised_over_the_batch() -> Case:
     class Module(Net):
@@ -286,7 +285,6 @@ def accuracy_of_collected_predictions() -> Case:
 
 @idiom(
     source="Lightning docs: on_validation_epoch_end, F1 of all predictions by torchmetrics.functional",
-    refused="val_f1",
 )
 def f1_of_collected_predictions() -> Case:
     class Module(Net):
@@ -445,7 +443,6 @@ def prepare_data_in_the_module() -> Case:
 
 @idiom(
     source="PyTorch docs: CrossEntropyLoss(weight=...) for unbalanced classes, a mean over weights and not over nodes",
-    refused="loss_weight",
 )
 def class_weights_in_cross_entropy() -> Case:
     class Module(Net):
@@ -513,7 +510,6 @@ def predictions_gathered_from_all_ranks() -> Case:
 
 @idiom(
     source="Lightning forum: loss averaged over ranks by self.all_gather(loss).mean()",
-    refused="all_gather|mean_loss",
 )
 def mean_over_ranks_by_all_gather() -> Case:
     class Module(Net):

@@ -398,7 +398,7 @@ def parameters_reset_in_an_epoch_hook() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="WGAN-GP: gradient penalty by torch.autograd.grad(create_graph=True)", refused="differentiate twice")
+@idiom(source="WGAN-GP: gradient penalty by torch.autograd.grad(create_graph=True)", refused="create_graph=True")
 def gradient_penalty() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -649,7 +649,10 @@ def forward_hooks_on_layers() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="gradients clamped between layers: full backward hooks of modules, hooks on tensors")
+@idiom(
+    source="gradients clamped between layers: full backward hooks of modules, hooks on tensors",
+    refused="BackwardHookFunction",
+)
 def gradients_clamped_between_layers() -> Case:
     class Module(Net):
         def __init__(self) -> None:

@@ -74,9 +74,9 @@ MIXES = "does not give the numbers of one device"
 # Rows of all nodes ############################################################
 
 
-@idiom(source="centring", refused=f"{MIXES}.*'model.first' .* gives to|{MIXES}.*to 'model.second'")
+@idiom(source="centring")
 def centred() -> Case:
-    return case(between(lambda x: x - x.mean(0)))
+    return case(between(lambda x: x - x.mean(0)), partial(nn.GCNConv, bias=False))
 
 
 @idiom(source="centring, by the number of rows")
@@ -84,12 +84,12 @@ def centred_by_sum_and_length() -> Case:
     return case(between(lambda x: x - x.sum(0) / x.new_tensor(float(len(x)))), partial(nn.GCNConv, bias=False))
 
 
-@idiom(source="standardising", refused=f"{MIXES}.*to 'model.second'")
+@idiom(source="standardising")
 def standardised() -> Case:
-    return case(between(lambda x: (x - x.mean(0)) / (x.std(0) + 1e-5)))
+    return case(between(lambda x: (x - x.mean(0)) / (x.std(0) + 1e-5)), partial(nn.GCNConv, bias=False))
 
 
-@idiom(source="normalising columns", refused=f"{MIXES}.*to 'model.second'")
+@idiom(source="normalising columns")
 def normalised_columns() -> Case:
     return case(between(lambda x: F.normalize(x, dim=0)))
 
@@ -99,12 +99,12 @@ def normalised_rows() -> Case:
     return case(between(lambda x: F.normalize(x, dim=1)))
 
 
-@idiom(source="scaling by the largest entry", refused=f"{MIXES}.*to 'model.second'")
+@idiom(source="scaling by the largest entry")
 def scaled_by_the_largest() -> Case:
     return case(between(lambda x: x / x.abs().max()))
 
 
-@idiom(source="softmax over nodes, as attention pooling has it", refused=MIXES)
+@idiom(source="softmax over nodes, as attention pooling has it")
 def softmax_over_nodes() -> Case:
     return case(between(lambda x: x * x.sum(-1, keepdim=True).softmax(0)))
 
@@ -114,12 +114,12 @@ def softmax_over_columns() -> Case:
     return case(between(lambda x: x * x.softmax(-1)))
 
 
-@idiom(source="ranking nodes", refused=MIXES)
+@idiom(source="ranking nodes")
 def ranks_of_nodes() -> Case:
     return case(between(lambda x: x * x.sum(-1).argsort().argsort().view(-1, 1).to(x.dtype)))
 
 
-@idiom(source="cumulative sums", refused=MIXES)
+@idiom(source="cumulative sums")
 def cumulative_sum() -> Case:
     return case(between(lambda x: x.cumsum(0)))
 
@@ -134,12 +134,16 @@ def distances_to_centres() -> Case:
     return Case(Classifier(Centres()), graph())
 
 
-@idiom(source="distances between all nodes", refused=MIXES)
+@idiom(source="distances between all nodes")
 def distances_between_nodes() -> Case:
-    return case(between(lambda x: torch.cdist(x, x).softmax(-1) @ x))
+    # Products would give the distance of a row to itself the size of an error of rounding.
+    exactly = "donot_use_mm_for_euclid_dist"
+    return case(
+        between(lambda x: torch.cdist(x, x, compute_mode=exactly).softmax(-1) @ x), partial(nn.GCNConv, bias=False)
+    )
 
 
-@idiom(source="shuffled rows, as contrastive methods have them", refused=MIXES)
+@idiom(source="shuffled rows, as contrastive methods have them")
 def shuffled_rows() -> Case:
     return case(between(lambda x: x + x[torch.randperm(len(x))]))
 
@@ -158,7 +162,7 @@ def noise_in_training_only() -> Case:
 BY_HAND = f"{MIXES}|on a part of the graph"
 
 
-@idiom(source="message passing by hand: scatter", refused=BY_HAND)
+@idiom(source="message passing by hand: scatter")
 def scatter_by_hand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
@@ -178,7 +182,7 @@ def scatter_by_expand() -> Case:
     return case(forward, Linear)
 
 
-@idiom(source="attention by hand: index_add_ and utils.softmax, by expand")
+@idiom(source="attention by hand: index_add_ and utils.softmax, by expand", refused="by edge_index is exact for")
 def attention_by_hand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
@@ -191,7 +195,7 @@ def attention_by_hand() -> Case:
     return case(forward, Linear)
 
 
-@idiom(source="a dense adjacency made of edges", refused=BY_HAND)
+@idiom(source="a dense adjacency made of edges")
 def dense_adjacency() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         adjacency = torch.zeros(len(x), len(x), dtype=x.dtype)
@@ -201,7 +205,7 @@ def dense_adjacency() -> Case:
     return case(forward, Linear)
 
 
-@idiom(source="torch.sparse adjacency made of edges", refused=BY_HAND)
+@idiom(source="torch.sparse adjacency made of edges")
 def sparse_adjacency() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         ones = torch.ones(edge_index.size(1), dtype=x.dtype)
@@ -220,7 +224,7 @@ def in_degrees() -> Case:
     return case(forward)
 
 
-@idiom(source="out-degrees as input", refused=BY_HAND)
+@idiom(source="out-degrees as input")
 def out_degrees() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         count = degree(edge_index[0], len(x), x.dtype).view(-1, 1)
@@ -238,7 +242,7 @@ def out_degrees_by_reduce() -> Case:
     return case(forward, data=directed())
 
 
-@idiom(source="PyG's gcn_norm called in forward", refused=BY_HAND)
+@idiom(source="PyG's gcn_norm called in forward")
 def gcn_norm_by_hand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         edges, weight = gcn_norm(edge_index, None, len(x), dtype=x.dtype)
@@ -252,7 +256,7 @@ def self_loops_added() -> Case:
     return case(on_edges(lambda edges, count: add_self_loops(edges, num_nodes=count)[0]), nn.GATConv)
 
 
-@idiom(source="utils.add_self_loops without num_nodes", refused=BY_HAND)
+@idiom(source="utils.add_self_loops without num_nodes")
 def self_loops_added_without_num_nodes() -> Case:
     return case(on_edges(lambda edges, count: add_self_loops(edges)[0]), nn.SAGEConv, _connected())
 
@@ -268,12 +272,12 @@ def self_loops_removed() -> Case:
     return case(on_edges(lambda edges, count: remove_self_loops(edges)[0]), nn.SAGEConv, data)
 
 
-@idiom(source="utils.to_undirected in forward", refused=BY_HAND)
+@idiom(source="utils.to_undirected in forward", refused="Put them into the graph before the run")
 def made_undirected() -> Case:
     return case(on_edges(lambda edges, count: to_undirected(edges)), nn.SAGEConv, directed())
 
 
-@idiom(source="edge_index.flip(0) in forward", refused=BY_HAND)
+@idiom(source="edge_index.flip(0) in forward", refused="Put them into the graph before the run")
 def transposed_edges() -> Case:
     return case(on_edges(lambda edges, count: edges.flip(0)), nn.SAGEConv, directed())
 
@@ -291,7 +295,7 @@ def sorted_edges() -> Case:
     return case(on_edges(lambda edges, count: sort_edge_index(edges, sort_by_row=False)), nn.GATConv)
 
 
-@idiom(source="utils.subgraph of the training nodes", refused=BY_HAND)
+@idiom(source="utils.subgraph of the training nodes")
 def induced_subgraph() -> Case:
     class OnSubgraph(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -332,7 +336,7 @@ def edges_by_weight() -> Case:
     return Case(Heavy(two(nn.GraphConv)), directed())
 
 
-@idiom(source="edge weights that learn, one of each edge", refused="was given 353 weights", warns="could not run")
+@idiom(source="edge weights that learn, one of each edge", warns="could not run")
 def weight_of_each_edge() -> Case:
     class Weighted(Classifier):
         def __init__(self, count: int) -> None:
@@ -373,7 +377,7 @@ def weights_of_edge_features() -> Case:
     return Case(Weighted(), directed())
 
 
-@idiom(source="edge weights of the ends' rows", refused=BY_HAND)
+@idiom(source="edge weights of the ends' rows")
 def weights_of_ends() -> Case:
     class Weighted(Classifier):
         def forward(self, batch: Any) -> Tensor:
@@ -504,7 +508,7 @@ def transform_of_the_batch() -> Case:
     return Case(module, graph())
 
 
-@idiom(source="T.NormalizeFeatures in on_after_batch_transfer: it takes the least entry of all rows", refused=MIXES)
+@idiom(source="T.NormalizeFeatures in on_after_batch_transfer: it takes the least entry of all rows")
 def features_normalised_in_a_hook() -> Case:
     module = Transformed(two(nn.SAGEConv))
     module.transform = T.NormalizeFeatures()
@@ -586,9 +590,9 @@ def torch_instance_norm() -> Case:
     return Case(Classifier(Normed(Turned())), graph())
 
 
-@idiom(source="F.batch_norm called as a function", refused=MIXES)
+@idiom(source="F.batch_norm called as a function")
 def functional_batch_norm() -> Case:
-    return case(between(lambda x: F.batch_norm(x, None, None, training=True)))
+    return case(between(lambda x: F.batch_norm(x, None, None, training=True)), partial(nn.GCNConv, bias=False))
 
 
 @idiom(source="F.layer_norm called as a function")
@@ -596,7 +600,7 @@ def functional_layer_norm() -> Case:
     return case(between(lambda x: F.layer_norm(x, (HIDDEN,))))
 
 
-@idiom(source="statistics kept by hand in a buffer", refused=MIXES, stages=("fit",))
+@idiom(source="statistics kept by hand in a buffer", stages=("fit",))
 def running_mean_by_hand() -> Case:
     class Running(Coded):
         def __init__(self) -> None:
@@ -614,7 +618,7 @@ def running_mean_by_hand() -> Case:
 # Readouts #####################################################################
 
 
-@idiom(source="global_mean_pool", refused="global_mean_pool|does not give", stages=("fit",))
+@idiom(source="global_mean_pool", stages=("fit",))
 def pooled_by_a_function() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         x = model.first(x, edge_index).relu()
@@ -681,7 +685,7 @@ def top_k_pooling() -> Case:
     return Case(Classifier(Pools()), graph())
 
 
-@idiom(source="nn.AttentionalAggregation as a readout", refused="AttentionalAggregation|does not give", stages=("fit",))
+@idiom(source="nn.AttentionalAggregation as a readout", stages=("fit",))
 def attentional_readout() -> Case:
     class Pools(Coded):
         def __init__(self) -> None:

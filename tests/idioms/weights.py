@@ -180,7 +180,7 @@ def hooks_on_containers() -> Case:
     return Case(Classifier(model), graph())
 
 
-@idiom(source="full backward hooks: gradients halved")
+@idiom(source="full backward hooks: gradients halved", refused="of unknown origin")
 def backward_hooks() -> Case:
     def hook(module: Any, grad_input: Any, grad_output: Any) -> Any:
         return tuple(None if grad is None else grad / 2 for grad in grad_input)
@@ -246,7 +246,7 @@ def functional_call() -> Case:
 
 @idiom(
     source="the gradient penalty of double backward",
-    refused="double|twice|once_differentiable|does not give",
+    refused="create_graph=True",
     stages=("fit",),
 )
 def double_backward() -> Case:
@@ -306,7 +306,7 @@ class Heads(torch.nn.BatchNorm1d):
         return super().forward(x.view(-1, HIDDEN // 2)).view(len(x), -1)
 
 
-@idiom(source="a subclass of BatchNorm1d with a forward of its own", refused="Heads")
+@idiom(source="a subclass of BatchNorm1d with a forward of its own")
 def subclass_of_batch_norm() -> Case:
     class Normed(torch.nn.Module):
         def __init__(self) -> None:
@@ -360,7 +360,7 @@ def odd_containers() -> Case:
     return Case(Classifier(Odd()), graph())
 
 
-@idiom(source="a conv made in forward", refused="SimpleConv")
+@idiom(source="a conv made in forward")
 def conv_made_in_forward() -> Case:
     class Made(torch.nn.Module):
         def __init__(self) -> None:
