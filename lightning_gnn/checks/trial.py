@@ -199,7 +199,7 @@ class Trial:
             if failure is None:
                 return self._outcome(ran, models[0])
         rank, error = failure
-        text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
+        text = f"{recorders[rank].inside or self.step} raises {type(error).__name__}"
         if isinstance(error, CommunicationError):
             text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
         raise Parted(text) from error

@@ -202,7 +202,8 @@ def user_line() -> str:
 
 
 _OWN = str(Path(__file__).parent.parent)
-_SKIPPED = ("site-packages", _OWN, "<frozen", "/contextlib.py", "/threading.py")
+# torch.fx numbers the code that it makes, on each rank in its own way.
+_SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py", "/threading.py")
 
 
 class RowsMode(TorchFunctionMode):
@@ -336,7 +337,8 @@ class RowsMode(TorchFunctionMode):
 
     def refuse(self, what: str) -> NotExactError:
         """Returns the error for an operation at the user's line."""
-        return NotExactError(f"{user_line()}: {what}")
+        line = user_line()  # none where a step is a library's
+        return NotExactError(f"{line}: {what}" if line else what)
 
     def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, Placement]]:
         """Returns the row tensors in arguments.
