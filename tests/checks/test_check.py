@@ -37,6 +37,7 @@ from torch_geometric.utils import dropout_edge
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
 from lightning_gnn.cli import main
 from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.parity import explain_steps
 from lightning_gnn.parity.check import ball, some_of
 
 EXACT = ("dgcl", "cover", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
@@ -317,6 +318,44 @@ def test_what_cannot_be_compared_is_said():
             check_parity(UserModule(build("gcn")), data, **options)  # type: ignore[arg-type]
 
 
+# What ranks send ##############################################################
+
+
+class ReadsOutPerClass(UserModule):
+    """Operations over all nodes, each on a line of its own."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.model(batch.x, batch.edge_index)
+        centre = rows.mean(0)
+        return (rows - centre).square().sum()
+
+
+def line_of(code: str) -> str:
+    [number] = [
+        number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == code
+    ]
+    return f"test_check.py:{number}"
+
+
+def test_messages_are_told_with_line_operation_rows_and_bytes():
+    steps = explain_steps(ReadsOutPerClass(build("gcn")), uneven(torch.float32), DGCLStrategy())
+    assert [each.step for each in steps] == ["training_step", "validation_step", "test_step", "predict_step"]
+    found = {
+        (each.direction, Path(each.line).name, each.operation, each.rows): max(sent)
+        for each, sent in steps[0].bytes_sent.items()
+    }
+    model, mean = line_of("rows = self.model(batch.x, batch.edge_index)"), line_of("centre = rows.mean(0)")
+    loss = line_of("return (rows - centre).square().sum()")
+    nodes = "nodes along dimension 0"
+    assert found["forward", mean, "mean", nodes] == found["forward", loss, "sum", nodes] == 256
+    assert found["backward", loss, "gradient of sub", nodes] == 256
+    layer = "Halo exchange of layer 'model.convs.1'", "halo rows along dimension 0"
+    assert found[("forward", model, *layer)] == found[("backward", model, *layer)] > 0
+    parameters = sum(each.numel() for each in build("gcn").parameters())
+    assert parameters * 4 <= found["backward", "", "Sum of gradients", ""] < parameters * 5
+    json.dumps([each.as_dict() for each in steps])
+
+
 # Samples ######################################################################
 
 
@@ -371,3 +410,16 @@ def test_command(monkeypatch, tmp_path: Path, capsys, wrong, status):
     assert "2 ranks against one device: 300 nodes" in shown
     assert [each["verdict"] for each in found["schemes"]] == ["differs" if status else "same"] * 2
     assert ("test_check.py" in shown and "register_row_rule(Swapped)" in shown) == bool(status)
+
+
+def test_command_explains(monkeypatch, tmp_path: Path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG.format(model="test_check.Wrong"))
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--model.wrong", "false", "--json", str(tmp_path / "all.json")]
+    monkeypatch.setattr("sys.argv", ["lightning-gnn", "check", *arguments, "--explain"])
+    main()
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert "dgcl: what 2 ranks send each other" in shown
+    line = line_of("return out + Swapped.apply(out) if self.wrong else out - out.mean(0)")
+    assert re.search(rf"training_step *│ *forward *│ *{line} *│ *mean *│ *nodes along dimension 0", shown), shown
+    assert [each["step"] for each in found][:2] == ["training_step", "validation_step"]
+    assert all(len(each["bytes_sent"]) == 2 for step in found for each in step["operations"])
