@@ -216,6 +216,51 @@ def test_what_callbacks_and_the_module_keep_comes_back(ran, strategy):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+THIEF = """
+import socket, sys, lightning as L
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+main_port, taken = LightningEnvironment.main_port.fget, []
+
+
+def take(environment):
+    port, thief = main_port(environment), socket.socket()
+    try:
+        thief.bind(("127.0.0.1", port))
+        thief.listen()
+        taken.append(thief)
+    except OSError:
+        print("is held", flush=True)
+    return port
+
+
+if __name__ == "__main__":
+    LightningEnvironment.main_port = property(take)
+    data, model = GraphDataModule(planted_partition(200)), NodeClassifier(GCN(32, 16, 2, 8))
+    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy=sys.argv[1], devices=2, **options)
+    trainer.fit(model, datamodule=data)
+    trainer.validate(model, datamodule=data, verbose=False)  # of spawned ranks, at another port
+    if trainer.is_global_zero:
+        print("met", not taken)
+"""
+
+
+def robbed(folder: Path, strategy: str) -> Finished:
+    (folder / "thief.py").write_text(THIEF)
+    return run(folder / "thief.py", strategy, cwd=folder)
+
+
+@pytest.mark.program(runs=robbed)
+@pytest.mark.parametrize("strategy", ["dgcl_notebook", "dgcl", "dgcl_spawn"])
+def test_no_other_process_can_take_the_port_where_ranks_meet(ran, strategy):
+    """It is taken as soon as it is known, unless somebody listens there."""
+    output = ran[1].succeeded().output
+    assert output.count("met True") == 1 and "is held" in output
+
+
 def command_line(folder: Path, config: str, options: tuple[str, ...]) -> Finished:
     """Fits on the small graph by the command line, with one of the configs of this repository."""
     return run(
