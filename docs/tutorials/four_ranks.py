@@ -101,8 +101,11 @@ four, logits_of_four = train("dgcl_notebook", 4)
 #
 # - *Partitioning*: METIS decides who owns which nodes, so that few edges run between ranks. This is done once and kept
 #   for later runs.
-# - *Self-check*: your steps run on small graphs, whole and cut in two. Code that would give other numbers on several
+# - *Self-check*: your steps run on a small graph, whole and cut in two. Code that would give other numbers on several
 #   ranks is an error now, not a wrong result later.
+#
+# In a step, `batch.x` has a rank's own rows, and stands for those of the whole graph: a mean over it is over the nodes
+# of all ranks ([row semantics](../rows.md)).
 #
 # ## Is it the same?
 

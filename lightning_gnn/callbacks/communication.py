@@ -44,10 +44,11 @@ class CommunicationMetrics(pl.Callback):
 
     ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the last training
     epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
-    ``comm/seconds``: the longest time that a rank spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: how often the
-    steps' own operations, such as a mean loss, communicated, and the bytes that all ranks sent for them. ``comm/waited_share``: the largest share of the time of training
-    steps that a rank waited for others; not of CUDA ranks, whose devices wait. With a codec ``codec/error``: the error of all
-    that was encoded, sqrt(sum of squared errors / sum of squares).
+    ``comm/seconds``: the longest time that a rank spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: how often
+    the steps' own operations, such as a mean loss, communicated, and the bytes that all ranks sent for them.
+    ``comm/waited_share``: the largest share of the time of training steps that a rank waited for others; not of CUDA ranks,
+    whose devices wait. With a codec ``codec/error``: the error of all that was encoded, sqrt(sum of squared errors / sum of
+    squares).
 
     ``throughput/nodes_per_s``, ``throughput/edges_per_s``: nodes and edges of all batches, of all ranks, over the time of the
     slowest rank, without validation.

@@ -284,7 +284,7 @@ class Trial:
                 without_optimizers(model, run_backward)
             output = run_step(model, self.step, batch)
             if rows is not None:
-                check_loss(output if self.training else None)
+                check_loss(output if self.training else None, rows.mode)
             logged.leave()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             model._current_fx_name = None

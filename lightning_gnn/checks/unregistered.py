@@ -14,9 +14,17 @@ _DEEPEST = 4
 """Containers in containers in which a parameter is looked for, to name it."""
 
 
-def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer]) -> ValueError | None:
-    """Returns an error that names the first parameter of an optimizer that learns and is none of the module's; None without."""
-    registered = {id(parameter) for parameter in module.parameters()}
+def unregistered(
+    module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()
+) -> ValueError | None:
+    """Returns an error that names the first parameter of an optimizer that learns and is none of the module's; None without.
+
+    Args:
+        module: of the run.
+        optimizers: of the Trainer.
+        before: parameters that the module had when the run began; pruning and weight norm replace them, and they learn no more.
+    """
+    registered = {id(parameter) for parameter in (*module.parameters(), *before)}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             found = [each for each in group["params"] if each.requires_grad and id(each) not in registered]

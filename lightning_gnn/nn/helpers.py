@@ -1,4 +1,4 @@
-"""For code that looks across nodes outside message passing: what one device would see, under any number of ranks.
+"""For code that looks across nodes outside message passing: rows of other ranks, with fewer messages than row semantics take.
 
 Each function is the identity where no strategy of this package is at work, so that a model that uses them runs on one
 device as before. They communicate: all ranks must call them alike. N owned rows, H halo rows.
@@ -61,8 +61,8 @@ def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
 def expand(x: Tensor) -> Tensor:
     """Returns the rows that ``batch.edge_index`` indexes: the owned ones, and behind them copies of the halo rows.
 
-    ``expand(x)[batch.edge_index[0]]`` has the source row of every edge. Differentiable: gradients of copies are summed
-    at the owner.
+    ``expand(x)[batch.edge_index[0]]`` has the source row of every edge, and so has ``x[batch.edge_index[0]]`` in a step; expanded
+    rows may be indexed several times. Differentiable: gradients of copies are summed at the owner.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -122,7 +122,7 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
     all ranks are summed at the owner.
 
     All ranks call it, each for the nodes that it likes, which may be none and may differ from step to step; a row travels once,
-    however often it is asked for. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
+    however often it is asked for; ``x[ids]`` gathers all rows. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -140,9 +140,12 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
         return x[ids]
     mode = active_mode()
     if mode is not None:
-        of = placement_of(ids)
+        of, of_x = placement_of(ids), placement_of(x)
+        if of_x is None or of_x.rows is None:
+            return x[ids]  # whole already
         with mode.pause():
-            return placed(fetch_rows(x, ids), None if of is None else of.rows, 0 if of is None else of.dim)
+            found = fetch_rows(mode.own(x, of_x), ids)
+            return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
     graph.check_rows(x.size(0), "fetch_rows")
     assert graph.rows is not None
     return graph.rows.fetch(x, ids, "fetch_rows")

@@ -174,7 +174,9 @@ NORMS: dict[type[torch.nn.Module], Forward] = {
 
 
 def global_forward(module: torch.nn.Module) -> Forward | None:
-    """Returns the forward with statistics over all ranks; None for a module that looks at one row at a time."""
+    """Returns the forward with statistics over all ranks; None for a module that looks at one row at a time, and for one with
+    a forward of its own, which row semantics follow."""
     if isinstance(module, pyg_nn.norm.LayerNorm) and module.mode == "node":
         return None
-    return next((NORMS[kind] for kind in type(module).__mro__ if kind in NORMS), None)
+    kind = next((kind for kind in type(module).__mro__ if kind in NORMS), None)
+    return NORMS[kind] if kind is not None and type(module).forward is kind.forward else None

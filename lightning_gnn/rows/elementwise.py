@@ -137,12 +137,10 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Functions whose result has the placement of their first argument."""
     x = args[0]
     placement = placement_of(x) if isinstance(x, Tensor) else None
+    if placement is None:
+        return mode.plain(func, args, kwargs)
     out = func(*args, **kwargs)
-    return (
-        out
-        if placement is None or out is x or not isinstance(out, Tensor)
-        else mode.tagged(out, placement.with_view(None))
-    )
+    return out if out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -154,7 +152,7 @@ def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement.rows is None:
         with mode.common_draws() if func in RANDOM else _nothing:
             return mode.tagged(func(*args, **kwargs), REPLICATED)
-    if func in RANDOM and mode.exact_draws:
+    if func in RANDOM and mode.draws_for_all(kwargs):
         return _drawn(mode, func, args, kwargs)
     return mode.tagged(func(*args, **kwargs), placement.rows.at(placement.dim))
 
@@ -179,7 +177,7 @@ def random(rule: Rule) -> Rule:
         if not mode.row_tensors(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        return _drawn(mode, func, args, kwargs) if mode.exact_draws else rule(mode, func, args, kwargs)
+        return _drawn(mode, func, args, kwargs) if mode.draws_for_all(kwargs) else rule(mode, func, args, kwargs)
 
     return draw
 

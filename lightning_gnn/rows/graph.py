@@ -25,7 +25,7 @@ from lightning_gnn.rows.mode import (
     unknown_origin,
 )
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
-from lightning_gnn.rows.ranks import Ranks
+from lightning_gnn.rows.ranks import Ranks, digest_of
 
 
 class GraphRows:
@@ -49,7 +49,8 @@ class GraphRows:
         # Tensors that the user keeps from an earlier run on the same batch have the row sets of then.
         self.ranks = ranks = _ranks_of(shard.batch, world)
         self._common_draws, self._expand, self._reduce = common_draws, expand, reduce
-        batch, rank = shard.batch, world.rank
+        self._batch = batch = shard.batch
+        rank = world.rank
         self.nodes: dict[Any, RowSet] = {}
         self.edges: dict[Any, RowSet] = {}
 
@@ -127,13 +128,20 @@ class GraphRows:
         return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
 
     def place_state(self, module: torch.nn.Module, world: World) -> None:
-        """Sets the placement of a module's buffers and other tensors: replicated, where all ranks have the same."""
+        """Sets the placement of a module's buffers and tensors among attributes: replicated, where all ranks have the same. Other
+        tensors that there are now are compared where they meet rows."""
         found = dict(_state(module))
-        digests = [(name, tuple(x.shape), _digest(x)) for name, x in found.items()]
-        by_rank = [dict((name, rest) for name, *rest in each) for each in world.all_gather_object(digests)]
+        self.mode.note_constants(tensors_in([store.to_dict() for store in self._batch.stores]))
+        by_rank = world.all_gather_object({name: digest_of(x) for name, x in found.items()})
         for name, x in found.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
                 place(x, REPLICATED)
+
+    @staticmethod
+    def release(module: torch.nn.Module) -> None:
+        """Takes the placements of a module's buffers and other tensors away."""
+        for _, x in _state(module):
+            x.__dict__.pop(ATTRIBUTE, None)
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
@@ -147,19 +155,8 @@ def _ranks_of(batch: Any, world: World) -> Ranks:
     return known
 
 
-def _digest(x: Tensor) -> int:
-    import zlib
-
-    if x.numel() > _MOST or x.layout != torch.strided:
-        return x.numel()
-    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()) if x.numel() else 0
-
-
-_MOST = 1 << 22
-
-
 def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers, tensors among attributes, and those that functions of the module's classes name as globals, by name."""
+    """Yields buffers and tensors among attributes, by name."""
     for prefix, part in module.named_modules():
         for name, value in {**vars(part), **part._buffers}.items():
             if name in ("_parameters", "_modules", "_buffers"):
@@ -167,21 +164,6 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             for number, x in enumerate(tensors_in((value,))):
                 if not isinstance(x, torch.nn.Parameter):
                     yield f"{prefix}.{name}.{number}", x
-        for kind in type(part).__mro__:
-            if kind.__module__.partition(".")[0] in (
-                "torch",
-                "torch_geometric",
-                "lightning",
-                "torchmetrics",
-                "builtins",
-            ):
-                continue
-            for function in vars(kind).values():
-                code = getattr(function, "__code__", None)
-                for name in code.co_names if code is not None else ():
-                    x = function.__globals__.get(name)
-                    if isinstance(x, Tensor):
-                        yield f"global {name}", x
 
 
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
@@ -211,12 +193,13 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
     return value
 
 
-def check_loss(output: Any) -> None:
-    """Raises :class:`NotExactError` unless a step returned a loss that is known to be the same on all ranks, or none."""
+def check_loss(output: Any, mode: RowsMode) -> None:
+    """Raises :class:`NotExactError` unless a step returned a loss that is known to be the same on all ranks, or none; on all
+    ranks."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         return
-    placement = placement_of(loss)
+    placement = placement_of(loss) or mode.placement_of_constant(loss)
     if placement is None:
         raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
     if placement.rows is not None and loss.numel() != 1:
@@ -276,6 +259,8 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
                 return mode.take(x, 0, edges, "layer")
         if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
             return mode.take(x, 0, targets, "layer")
+        if edges is not None and x.dim() and x.size(0) == edges.total:
+            return mode.take(x, 0, edges, "layer")
         return mode.enter(x, of, "layer")
 
     def each(value: Any) -> Any:

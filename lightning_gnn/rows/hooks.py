@@ -11,21 +11,45 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gnn.rows.mode import RowsMode, active_mode
 
-_LIBRARIES = ("lightning", "lightning_gnn", "pytorch_lightning")
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_WITHOUT_TENSORS = [
+    "Checkpoint",
+    "ModelCheckpoint",
+    "OnExceptionCheckpoint",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "DeviceStatsMonitor",
+    "Timer",
+    "GradientAccumulationScheduler",
+    "ModelSummary",
+    "RichModelSummary",
+    "ProgressBar",
+    "TQDMProgressBar",
+    "RichProgressBar",
+    "ThroughputMonitor",
+    "SpikeDetection",
+]
+"""Callbacks of Lightning that compute nothing from the module's tensors; others, such as ModelPruning, do."""
 _OTHERS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
 """Methods in which there are no rows, or which run others of their own."""
 
 
 @contextmanager
-def in_hooks(trainer: pl.Trainer, mode: RowsMode) -> Iterator[None]:
-    """While open, hooks of the module, its data and callbacks run under `mode`; not those of Lightning's own callbacks."""
+def in_hooks(trainer: pl.Trainer, mode: RowsMode, trains_on_batches: bool = False) -> Iterator[None]:
+    """While open, hooks of the module, its data and callbacks run under `mode`; not those of callbacks that have no tensors.
+
+    Args:
+        trainer: of the run.
+        mode: of the whole graph.
+        trains_on_batches: training steps run on a rank's own batch, and so do the hooks around them.
+    """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile, known = profiler.profile, dict[str, bool]()
 
     def profile_hook(action: str) -> AbstractContextManager[Any]:
         if action not in known:
             known[action] = _is_of_user(trainer, action)
-        if not known[action] or active_mode() is not None:
+        if not known[action] or active_mode() is not None or (trains_on_batches and trainer.training):
             return profile(action)
         stack = ExitStack()
         stack.enter_context(mode.opened())
@@ -48,4 +72,9 @@ def _is_of_user(trainer: Any, action: str) -> bool:
     if owner.startswith("[LightningDataModule]"):
         return is_overridden(hook, trainer.datamodule, pl.LightningDataModule)
     callbacks = [each for each in trainer.callbacks if owner == f"[Callback]{each.state_key}"]
-    return any(type(each).__module__.partition(".")[0] not in _LIBRARIES for each in callbacks)
+    return any(_has_tensors(type(each)) for each in callbacks)
+
+
+def _has_tensors(callback: type[pl.Callback]) -> bool:
+    library = callback.__module__.partition(".")[0]
+    return library != "lightning_gnn" and not (library in _LIGHTNING and callback.__name__ in _WITHOUT_TENSORS)

@@ -7,15 +7,18 @@ function. Rules save messages and memory where rows need not be gathered.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # of vmap and the like, which has no memory
 from torch.overrides import TorchFunctionMode
 
 from lightning_gnn.rows.placement import (
@@ -29,7 +32,7 @@ from lightning_gnn.rows.placement import (
     note_change,
     version_of,
 )
-from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, SumOverRanks, TakeRows
+from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, SumOverRanks, TakeRows, digest_of
 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
@@ -73,7 +76,11 @@ def placement_of(x: Tensor) -> Placement | None:
     """Returns the placement of a tensor; None if it is unknown."""
     found = x.__dict__.get(ATTRIBUTE)
     if found is None:
-        return REPLICATED if isinstance(x, torch.nn.Parameter) or _is_of_host(x) else None
+        if isinstance(x, torch.nn.Parameter):
+            return REPLICATED
+        modes = _open.modes or _everywhere
+        is_same = modes[-1].is_same(x) if modes else None
+        return REPLICATED if (_is_of_host(x) if is_same is None else is_same) else None
     if found.view is not None and found.view.is_stale:
         return None
     if x.requires_grad:
@@ -96,6 +103,7 @@ def _is_of_host(x: Tensor) -> bool:
         and x.is_leaf
         and x.device.type == "cpu"
         and x.layout == torch.strided
+        and not is_functorch_wrapped_tensor(x)
         and not x.untyped_storage().resizable()
     )
 
@@ -106,17 +114,26 @@ _trusted: dict[type, bool] = {}
 def _is_trusted(made_by: type) -> bool:
     """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
     function = getattr(made_by, "_forward_cls", None)
-    return function is None or function in _row_wise or function.__module__.partition(".")[0] == "lightning_gnn"
+    return (
+        function is None
+        or function in _row_wise
+        or function.__name__ in _backwards
+        or function.__module__.partition(".")[0] == "lightning_gnn"
+    )
 
 
 _row_wise: set[Any] = set()
+_GENERATED = "GeneratedBackwardFor_"
+_backwards: set[str] = set()
+"""Names of what ``torch.library`` generates for the backward of operators with a rule."""
 
 
 def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "row_wise") -> None:
     """Says what a function does to tensors with one row per node or edge, where row semantics do not know it.
 
     Args:
-        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``.
+        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``
+            or what ``torch.library.custom_op`` returns.
         rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward.
             ``"all_rows"``: it is given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
 
@@ -128,26 +145,45 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
         raise ValueError(
             f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function})."
         )
+    _trusted.clear()
     if is_class:
         _row_wise.add(function)
-        _trusted.clear()
-    else:
-        RULES[function] = (
+        return
+    for each in _called(function):
+        RULES[each] = (
             RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
         )
+        _backwards.add(f"{_GENERATED}{each}".replace(".", "_"))
+
+
+def _called(function: Any) -> list[Any]:
+    """Returns what torch may call for a function: of an operator, all overloads."""
+    function = getattr(function, "_opoverload", function)
+    packet = getattr(function, "overloadpacket", function)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return [packet, *(getattr(packet, name) for name in overloads)]
 
 
 def unknown_origin(x: Tensor) -> str:
     """Returns why the placement of a tensor is unknown, and what to do."""
     function = getattr(type(x.grad_fn), "_forward_cls", None)
-    made = "outside the run, or by a function that is not followed (vmap, a custom or compiled operator)"
-    cure = "Register a constant with register_buffer, or give the function a rule with lightning_gnn.register_row_rule"
+    made = (
+        "by a function that is not followed (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
+        "outside of steps and hooks"
+    )
+    cure = (
+        "Give the function a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
+    )
     placement = x.__dict__.get(ATTRIBUTE)
     if placement is not None and placement.view is not None and placement.view.is_stale:
         made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"
     elif function is not None:
-        made = f"by {function.__qualname__}, whose backward is not known"
-        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({function.__name__})"
+        name = function.__name__
+        if name.startswith(_GENERATED):
+            operator = name.removeprefix(_GENERATED).removesuffix("_default")
+            name = f"torch.ops.{operator.replace('_', '.', 1)}"
+        made = f"by {name}, whose backward is not known"
+        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({name})"
     return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."
 
 
@@ -202,8 +238,8 @@ def user_line() -> str:
 
 
 _OWN = str(Path(__file__).parent.parent)
-# torch.fx numbers the code that it makes, on each rank in its own way.
-_SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py", "/threading.py")
+_SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py", "/threading.py", "/torch_geometric.")
+"""Parts of the names of files; PyG and torch.fx write code to files with names of their own in each process."""
 
 
 class RowsMode(TorchFunctionMode):
@@ -236,6 +272,8 @@ class RowsMode(TorchFunctionMode):
         self.in_backward = False
         self.exact_draws = self.lets_rows_leave = False
         self.left: dict[int, tuple[Any, Tensor]] = {}
+        # By their number, tensors from before the run and whether they were found to be the same on all ranks.
+        self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         ranks._where = user_line
 
     def __enter__(self) -> RowsMode:
@@ -315,7 +353,7 @@ class RowsMode(TorchFunctionMode):
         if base is not None and not isinstance(base, torch.nn.Parameter):  # it has changed as the view has
             of = placement_of(base)
             if after is None:
-                base.__dict__.pop(ATTRIBUTE, None)
+                self.untagged(base)
             elif after.from_rows and of is not None and of.rows is None and of.view is None:
                 base.__dict__[ATTRIBUTE] = FROM_ROWS
         if found is not None:
@@ -340,6 +378,10 @@ class RowsMode(TorchFunctionMode):
         line = user_line()  # none where a step is a library's
         return NotExactError(f"{line}: {what}" if line else what)
 
+    def draws_for_all(self, kwargs: Any) -> bool:
+        """Returns whether each rank draws for the rows of all ranks, as with a generator, which is the same on all ranks."""
+        return self.exact_draws or kwargs.get("generator") is not None
+
     def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, Placement]]:
         """Returns the row tensors in arguments.
 
@@ -347,44 +389,96 @@ class RowsMode(TorchFunctionMode):
             NotExactError: there are rows, and tensors whose placement is unknown.
         """
         found: list[tuple[Tensor, Placement]] = []
-        unknown = None
-        for x in tensors_in(args):
-            placement = placement_of(x)
-            if placement is None:
-                unknown = x
-            elif placement.rows is not None:
-                found.append((x, placement))
-        if kwargs:
-            for x in tensors_in(kwargs):
+        unknown: list[Tensor] = []
+        for given in (args, kwargs) if kwargs else (args,):
+            for x in tensors_in(given):
                 placement = placement_of(x)
                 if placement is None:
-                    unknown = x
+                    unknown.append(x)
                 elif placement.rows is not None:
                     found.append((x, placement))
-        if found and unknown is not None:
-            rows = found[0][1].rows
-            assert rows is not None
-            raise self.refuse(f"{rows.name} are combined with {unknown_origin(unknown)}")
+        for x in unknown if found else ():
+            if self.placement_of_constant(x) is None:
+                rows = found[0][1].rows
+                assert rows is not None
+                raise self.refuse(f"{rows.name} are combined with {unknown_origin(x)}")
         return found
+
+    def note_constants(self, apart: Iterable[Tensor] = ()) -> None:
+        """Notes which tensors there are before the run: they are constants if all ranks have the same.
+
+        Args:
+            apart: tensors of this rank's part of the graph, which are none.
+        """
+        known = {id(x) for x in apart}
+        for x in gc.get_objects():
+            if type(x) is Tensor and id(x) not in known:
+                self.note_constant(x)
+
+    def note_constant(self, x: Tensor) -> None:
+        """Notes a tensor that is a constant if all ranks have the same."""
+        if ATTRIBUTE not in x.__dict__ and not self.is_same(x):
+            self._constants[id(x)] = weakref.ref(x), False
+
+    def is_same(self, x: Tensor) -> bool | None:
+        """Returns whether all ranks were found to have the same constant; None of what is none."""
+        known, is_same = self._constants.get(id(x), (None, False))
+        return is_same if known is not None and known() is x else None
+
+    def constants_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors from before the run that a tensor of unknown placement was made of, beside replicated ones; none
+        where it was made of others, too."""
+        if self.is_same(x) is not None:
+            return () if x.requires_grad else (x,)
+        found: tuple[Tensor, ...] = x.__dict__.get(_MADE_OF, (None, ()))[1]
+        return found
+
+    def placement_of_constant(self, x: Tensor) -> Placement | None:
+        """Returns the placement of a tensor that was made of those from before the run; None of any other. All ranks call it.
+
+        Raises:
+            NotExactError: ranks have different ones.
+        """
+        if self.is_same(x):
+            return REPLICATED
+        constants = self.constants_of(x)
+        if not constants:
+            return None
+        with self.pause():
+            digests = torch.tensor([digest_of(each) for each in (x, *constants)], device=x.device)
+            by_rank = self.ranks.gather(digests, "constant")
+        if bool((by_rank != by_rank[0]).any()):
+            raise self.refuse(
+                f"rows are combined with a tensor {tuple(x.shape)} from before the run that is not the same on all ranks. "
+                "Make it alike on all ranks: seed what is drawn, lightning.seed_everything(0)"
+            )
+        for each in constants:
+            self._constants[id(each)] = weakref.ref(each), True
+        placement, _ = x.__dict__.get(_MADE_OF, (REPLICATED, ()))
+        return placement if self.is_same(x) else placement_of(place(x, placement))
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function without row tensors; its result is replicated if all of its tensors are."""
-        from_rows = known = True
-        from_rows = False
-        for x in tensors_in(args):
-            placement = placement_of(x)
-            if placement is None:
-                known = False
-            elif placement.from_rows:
-                from_rows = True
-        for x in tensors_in(kwargs) if kwargs else ():
-            placement = placement_of(x)
-            if placement is None:
-                known = False
-            elif placement.from_rows:
-                from_rows = True
+        from_rows, unknown = False, list[Tensor]()
+        for given in (args, kwargs) if kwargs else (args,):
+            for x in tensors_in(given):
+                placement = placement_of(x)
+                if placement is None:
+                    unknown.append(x)
+                elif placement.from_rows:
+                    from_rows = True
+        constants = [self.constants_of(x) for x in unknown]
         out = func(*args, **kwargs)
-        return self.tagged(out, FROM_ROWS if from_rows else REPLICATED) if known else self.untagged(out)
+        if not unknown:
+            return self.tagged(out, FROM_ROWS if from_rows else REPLICATED)
+        if all(constants) and any(out is x for x in unknown):
+            return out
+        self.untagged(out)
+        if all(constants):
+            made_of = tuple({id(each): each for of in constants for each in of}.values())
+            for x in tensors_in((out,)):
+                x.__dict__[_MADE_OF] = FROM_ROWS if from_rows else REPLICATED, made_of
+        return out
 
     def tagged(self, out: Any, placement: Placement) -> Any:
         """Sets the placement of all tensors in a result; returns the result."""
@@ -397,8 +491,10 @@ class RowsMode(TorchFunctionMode):
         return out
 
     def untagged(self, out: Any) -> Any:
-        for x in tensors_in(out):
-            x.__dict__.pop(ATTRIBUTE, None)
+        for x in tensors_in((out,)):
+            self._constants.pop(id(x), None)
+            for name in (ATTRIBUTE, _MADE_OF):
+                x.__dict__.pop(name, None)
         return out
 
     def enter(self, x: Tensor, placement: Placement | None, operation: str) -> Tensor:
@@ -524,6 +620,7 @@ class RowsMode(TorchFunctionMode):
 _in_place: dict[Any, bool] = {}
 """Whether a function changes its first argument, as far as it was called."""
 _LARGE = 1 << 20
+_MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
 LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of "
     "sources with "

@@ -18,7 +18,7 @@ from lightning_gnn.rows.ranks import Ranks
 
 ATTRIBUTE = "_lightning_gnn_placement"
 """The attribute of a tensor that holds its placement."""
-_SELECTIONS = "_lightning_gnn_selections"
+SELECTIONS = "_lightning_gnn_selections"
 
 
 class RowSet:
@@ -170,13 +170,14 @@ class RowSet:
             where = here.nonzero().view(-1)
             found = RowSet(self.ranks, len(where), lambda: where, total=len(index_), name=f"chosen {self.name}")
             found._derived["local"] = order[place[where]] if len(in_order) else where  # type: ignore[assignment]
+            found.targets = self.targets
             return found
 
         found = self._selected(index, make)
         return found, found.places
 
     def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
-        kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
+        kept = by.__dict__.setdefault(SELECTIONS, _Selections())
         known, version = kept.get(self), version_of(by)
         if known is None or known[0] != version:
             known = kept[self] = (version, make())

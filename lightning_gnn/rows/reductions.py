@@ -49,7 +49,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place
         found = mode.row_tensors(args, kwargs)
         if not found:
             for x in (*args[:1], *kwargs.values()):
-                if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None:
+                if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None and not mode.constants_of(x):
                     raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
             return mode.plain(func, args, kwargs)
         call = _Call(args, kwargs, place)

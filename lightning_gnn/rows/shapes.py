@@ -22,7 +22,17 @@ from lightning_gnn.rows.mode import (
     placement_of,
     tensors_in,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, IN_ORDER, REPLICATED, Placement, RowCount, RowSet, View
+from lightning_gnn.rows.placement import (
+    ATTRIBUTE,
+    FROM_ROWS,
+    IN_ORDER,
+    REPLICATED,
+    SELECTIONS,
+    Placement,
+    RowCount,
+    RowSet,
+    View,
+)
 
 # Sizes ########################################################################
 
@@ -73,7 +83,7 @@ def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 _ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size
 get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj
 is_shared is_coalesced const_data_ptr dim_order record_stream
-__hash__ __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __setstate__ retains_grad_ is_nonzero_ _is_view
+__hash__ __repr__ __str__ __format__ __deepcopy__ __setstate__ retains_grad_ is_nonzero_ _is_view
 is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
 register(_untouched, _ABOUT, (torch, Tensor))
 properties(
@@ -86,6 +96,19 @@ properties(
 
 _properties: Any = vars(Tensor) | vars(torch._C.TensorBase)
 _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad", "requires_grad"))
+
+
+def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is saved in a run has no placement, nor row sets that it has selected."""
+    x = args[0]
+    kept = {name: x.__dict__.pop(name) for name in (ATTRIBUTE, SELECTIONS) if name in x.__dict__}
+    try:
+        return func(*args, **kwargs)
+    finally:
+        x.__dict__.update(kept)
+
+
+RULES[Tensor.__reduce_ex__] = _pickled
 
 
 def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -412,7 +435,7 @@ register(_cat, "cat concat concatenate", (torch,))
 register(_stack, "stack", (torch,))
 register(_split, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
 register(_narrow, "narrow", (torch, Tensor))
-register(_select, "select index_select", (torch, Tensor))
+register(_select, "select", (torch, Tensor))
 
 # Products #####################################################################
 
@@ -516,7 +539,7 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     known = all(
         placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0]
     )
-    if not counts or (func in RANDOM and mode.exact_draws):
+    if not counts or (func in RANDOM and mode.draws_for_all(kwargs)):
         with mode.common_draws() if func in RANDOM else _nothing:
             out = func(*mapped(args, _int), **mapped(kwargs, _int))
         return mode.tagged(out, REPLICATED) if known else mode.untagged(out)
@@ -580,7 +603,7 @@ register(_create, "zeros ones empty full rand randn new_zeros new_ones new_empty
 def _draw_integers(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``randint(high, size)``: only the size may be one of rows."""
     size = kwargs.get("size", args[-1] if isinstance(args[-1], (tuple, list, torch.Size)) else ())
-    if not has_counts(tuple(size)) or mode.exact_draws:
+    if not has_counts(tuple(size)) or mode.draws_for_all(kwargs):
         return _identity(mode, func, args, kwargs)
     bounds = [_int(each) for each in args if not isinstance(each, (tuple, list))]
     rows = next(each for each in size if isinstance(each, RowCount)).rows
@@ -933,7 +956,7 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         func(x, mapped(index, _int), value)
         values = placement_of(value) if isinstance(value, Tensor) else REPLICATED
         if placement is not None and (values is None or values.from_rows):
-            x.__dict__.pop(ATTRIBUTE, None)
+            mode.untagged(x)
             if values is not None:
                 mode.tagged(x, FROM_ROWS)
         return None
@@ -1013,7 +1036,10 @@ RULES[Tensor.__setitem__] = _setitem
 def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
     every = (slice(None),) * dim_of(names["dim"], args[0].dim())
-    return _index(mode, args[0], (*every, names["index"]))
+    index = names["index"]
+    if not index.dim():
+        index = place(index.view(1), placement_of(index) or REPLICATED)
+    return _index(mode, args[0], (*every, index))
 
 
 def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1104,6 +1130,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
     return mode.tagged(out, nodes.at(0))
 
 
+register(_index_select, "index_select", (torch, Tensor))
 register(_masked_select, "masked_select", (torch, Tensor))
 register(
     _along_dim,

@@ -230,7 +230,7 @@ class GlobalLogs:
                 )
             mean = of_ranks.mean()
             call.value = mean.to(call.value) if isinstance(call.value, Tensor) else mean.item()
-        return [1.0] * len(calls)
+        return [self._own_size(call) for call in calls]
 
     def _flush(self, calls: Sequence[_Call]) -> None:
         of_ranks = [call for call in calls if call.is_of_rank]
@@ -249,7 +249,11 @@ class GlobalLogs:
 
     def _own_size(self, call: _Call) -> float:
         given = call.options.get("batch_size")
-        return sum(self.weights.counts) if given is None else given
+        if given is not None:
+            return given
+        if self._is_whole and self._rows is not None:  # what Lightning finds in the batch of one device
+            return next(iter(self._rows.nodes.values())).total
+        return sum(self.weights.counts)
 
     def _reduce(self, calls: Sequence[_Call]) -> list[float]:
         """Makes the values of all ranks one each; returns what they weigh."""

@@ -16,7 +16,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.store_check import read_array
-from lightning_gnn.rows.mode import NotExactError, RowsMode, placement_of, unknown_origin
+from lightning_gnn.rows.mode import NotExactError, RowsMode, place, placement_of, unknown_origin
+from lightning_gnn.rows.placement import FROM_ROWS
 
 Predictions = Literal["all", "rank0", "shards", "file"]
 
@@ -57,7 +58,7 @@ class PredictedRows:
         x = leaf if isinstance(leaf, Tensor) else self._rows.left.get(id(leaf), (None, None))[1]
         if not isinstance(x, Tensor):
             return leaf
-        placement = placement_of(x)
+        placement = placement_of(x) or self._rows.placement_of_constant(x)
         if placement is None:
             raise NotExactError(f"predict_step returned{f' at {path}' if path else ''} {unknown_origin(x)}")
         rows = placement.rows
@@ -71,7 +72,7 @@ class PredictedRows:
         elif self._mode == "shards":
             x = self._rows.own(x.detach(), placement)
         else:
-            x = self._rows.gathered(x.detach(), placement, "predictions")
+            x = place(self._rows.gathered(x.detach(), placement, "predictions"), FROM_ROWS)
         if isinstance(leaf, np.ndarray):
             return x.cpu().numpy()
         return x.tolist() if isinstance(leaf, list) else x

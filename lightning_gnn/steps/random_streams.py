@@ -25,7 +25,7 @@ class RandomStreams:
     """
 
     def __init__(self, world: World) -> None:
-        self._device = world.device
+        self._device, self._rank = world.device, world.rank
         self._inside = False
         self._other: list[Tensor] | None = None
         self.seed = torch.initial_seed()
@@ -54,14 +54,22 @@ class RandomStreams:
 
     @contextmanager
     def repeated(self, number: int) -> Iterator[None]:
-        """As :meth:`inside`, but draws what follows from the seed and `number` alone; the rank's stream stays where it was."""
+        """As :meth:`inside`, but draws what follows from the seed and `number` alone; both streams stay where they were."""
         with self.inside():
-            before = random_states(self._device)
-            torch.manual_seed(int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0]))
+            before, other = random_states(self._device), self._other
+            if other is not None:
+                self._seed_from(self.seed - self._rank, number, 1)
+                self._other = random_states(self._device)
+            self._seed_from(self.seed, number)
             try:
                 yield
             finally:
                 set_random_states(self._device, before)
+                self._other = other
+
+    @staticmethod
+    def _seed_from(*numbers: int) -> None:
+        torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
 
     def _change(self, inside: bool) -> None:
         if inside != self._inside and self._other is not None:

@@ -73,6 +73,8 @@ class StepValues:
             self._rows.mode.lets_rows_leave = mask is None
             self._rows.mode.left.clear()
             self._rows.place(batch)
+            for x in self._module.buffers():  # some are made in the run, such as masks of pruned weights
+                self._rows.mode.note_constant(x)
             self.logs.enter_rows()
             self.scale = 1 / self._world.size
             with self._rows.mode.opened():
@@ -98,9 +100,9 @@ class StepValues:
             NotExactError: its loss is not known to be that of all ranks.
             ValueError: a step on the rank's own batch has returned no loss.
         """
-        if self._is_whole:
+        if self._is_whole and self._rows is not None:
             if trains:
-                check_loss(output)
+                check_loss(output, self._rows.mode)
             self.logs.leave_rows()
             return
         if trains and output is None and self._module.automatic_optimization:

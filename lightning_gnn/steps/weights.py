@@ -167,8 +167,8 @@ def _weights_of(
         elif standing_in and not (alike or is_of_all):
             raise ValueError(
                 f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether it "
-                f"is among those that loss_weight={weight:g} counts cannot be told. Take the mask without it: "
-                'lightning_gnn.labelled(batch, "train_mask"); or give each rank a node of each mask, GraphDataModule(partition='
+                f"is among those that loss_weight={weight:g} counts cannot be told. Return loss_weight=0 where "
+                "batch.seed_counts[self.global_rank] is 0; or give each rank a node of each mask, GraphDataModule(partition="
                 '"metis_masks").'
             )
         weights.append(weight)

@@ -1,4 +1,4 @@
-"""GNNStrategy: launching, groups, loss weighting, gradient sums; the communication scheme is a replaceable part."""
+"""GNNStrategy: launching, groups, row semantics, gradient sums; the communication scheme is a replaceable part."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from lightning_gnn.strategies.steps import StepStrategy
 class GNNStrategy(StepStrategy):
     """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
 
-    Every node has one owner. A rank's batch holds the rows that it owns; its loss is weighted by its share of the
-    stage's labelled nodes, and gradients are summed over ranks, so that a mean over ``batch.train_mask`` is the mean over
-    all training nodes.
+    Every node has one owner. A rank's batch holds the rows that it owns. Inside a step on the whole graph, every tensor stands
+    for that of the whole graph (docs/rows.md), and gradients are summed over ranks.
 
     Args:
         scheme: how rows travel between ranks.
         start_method: how ranks are started: ``"popen"`` runs the script once per rank, ``"spawn"`` and ``"fork"`` start
             processes that run the Trainer's call only. Raise it to ``"fork"`` in notebooks. Under ``torchrun`` and SLURM
             ranks are there already.
-        loss_reduction: ``"mean"`` if the step's loss is a mean over the labelled nodes of the stage's mask, ``"sum"`` if it
-            is a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
+        loss_reduction: of training on batches, under ``"sampling"``: ``"mean"`` if the step's loss is a mean over the seeds of
+            the rank's batch, ``"sum"`` if it is a sum. A step that takes a mean over something else returns
+            ``{"loss": loss, "loss_weight": count}``. A loss of the whole graph is taken as it is.
         predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
             (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a
@@ -206,7 +206,7 @@ class GNNStrategy(StepStrategy):
             draws = partial(self.random.inside, False)
             self._rows = GraphRows(shard, self.world, draws, expand, reduce)
             self._rows.place_state(module, self.world)
-            self._in_use.enter_context(in_hooks(trainer, self._rows.mode))
+            self._in_use.enter_context(in_hooks(trainer, self._rows.mode, self.trains_on_batches))
         self._steps = 0
         self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
         self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
@@ -276,6 +276,8 @@ class GNNStrategy(StepStrategy):
         for part in (self._values, self._shared, self._binding):
             if part is not None:
                 part.release()
+        if self._rows is not None:
+            self._rows.release(self._module)
         self._callbacks = []
         self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self._rows = self._codec = None

@@ -36,7 +36,12 @@ class RunChecks(pl.Callback):
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
+        self._before: list[Tensor] = []
         self._steps = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = list(pl_module.parameters())
 
     @override
     def on_train_batch_start(
@@ -45,7 +50,7 @@ class RunChecks(pl.Callback):
         sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
             self._sizes = sizes
-            failure = unregistered(pl_module, trainer.optimizers)
+            failure = unregistered(pl_module, trainer.optimizers, self._before)
             if failure is not None:
                 raise failure
         if batch_idx == 0:
@@ -120,8 +125,11 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
 def check_optimizers(strategy: GNNStrategy, trainer: pl.Trainer) -> None:
     """Refuses, on all ranks, what a module's ``configure_optimizers`` has returned, if ranks could not train it together."""
     failure: ValueError | None = None
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in strategy.optimizers):
-        failure = ValueError("LBFGS decides by the loss of one rank how far to step. Use Adam, AdamW or SGD.")
+    if strategy.trains_on_batches and any(isinstance(each, torch.optim.LBFGS) for each in strategy.optimizers):
+        failure = ValueError(
+            "LBFGS decides by the loss of a rank's own batch how far to step. Use Adam, AdamW or SGD, or a strategy whose "
+            "steps are of the whole graph."
+        )
     elif strategy.world_size > 1:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         failure = data.trained_by(strategy.optimizers) or unregistered(strategy._module, strategy.optimizers)

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -34,6 +33,7 @@ from lightning_gnn.arguments import (
     is_one_of,
     shown,
 )
+from lightning_gnn.callbacks.own import OwnCallback
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
@@ -439,7 +439,7 @@ class SamplingStrategy(GNNStrategy):
             self._compare_depth(depths[0])
         ours = [
             SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world),
-            LambdaCallback(on_train_epoch_end=lambda *_: self._end_training()),
+            OwnCallback(on_train_epoch_end=lambda *_: self._end_training()),
         ]
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]

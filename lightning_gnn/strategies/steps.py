@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
-from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED
+from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.loop import Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -32,8 +33,8 @@ from lightning_gnn.strategies.self_checks import SelfChecks
 
 
 class StepStrategy(RankStrategy):
-    """Runs the module's steps, weighs their losses, and sums gradients over ranks; a subclass binds the module. Between set-up
-    and teardown, `random` are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
+    """Runs the module's steps, and sums gradients over ranks; a subclass binds the module. Between set-up and teardown, `random`
+    are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
 
     scheme: Scheme
     keep_memory: bool
@@ -81,6 +82,9 @@ class StepStrategy(RankStrategy):
         ):
             output = super().training_step(batch, *args, **kwargs)
         values.leave(output, trains=True)
+        if output is None and self.world_size > 1 and self._module.automatic_optimization:
+            # Lightning refuses None of several ranks. This loss gives no parameter a gradient, and is compared with the others'.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
         return output
 
     @override
@@ -206,7 +210,8 @@ class StepStrategy(RankStrategy):
         if group not in (None, self.world.everyone):
             return super().all_gather(tensor, group, sync_grads)
         mode = active_mode()
-        if mode is not None and tensor.requires_grad and placement_of(tensor) in (REPLICATED, FROM_ROWS):
+        of = placement_of(tensor)
+        if mode is not None and tensor.requires_grad and of is not None and of.rows is None:
             return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
         weights = None if self._values is None or mode is not None else self._values.logs.weights
         with local_rows():

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.nn import ChebConv
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, UnsupportedModelError
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.swap import SwapExchange
@@ -282,7 +282,9 @@ class AllRows(NodeClassifier):
     """Its loss counts every row of the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.model(batch.x, batch.edge_index), batch.y.clamp(min=0))
+        loss = F.cross_entropy(self.model(batch.x, batch.edge_index), batch.y.clamp(min=0))
+        self.log("loss_of_all", loss)
+        return loss
 
 
 @pytest.mark.parametrize(
@@ -299,14 +301,24 @@ def test_refused_at_once(options, message):
         DGCLStrategy(**options)
 
 
+def losses_of_all_rows(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(1)
+    module = AllRows(build("gcn"), num_classes=CLASSES).double()
+    strategy = DGCLStrategy(timeout=60, plan="replicate", hops=2)
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2, limit_val_batches=0)
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return [float(trainer.callback_metrics["loss_of_all"])]
+
+
 def fit_from_here(module: Any, **options: Any) -> None:
     trainer = quiet_trainer(DGCLStrategy(timeout=30, **options), 2, self_check=True)
     trainer.fit(module.double(), datamodule=GraphDataModule(awkward_graph()))
 
 
-def test_losses_over_replicas_are_refused():
-    with pytest.raises(UnsupportedModelError, match="the loss differs"):
-        fit_from_here(AllRows(build("gcn"), num_classes=CLASSES), plan="replicate", hops=2)
+def test_losses_of_all_rows_count_each_node_once(ranks):
+    [expected], *_ = ranks.run(1, losses_of_all_rows)
+    for [found] in ranks.run(3, losses_of_all_rows):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_too_little_memory_is_told(monkeypatch):

@@ -16,7 +16,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import add_self_loops, coalesce, degree, to_undirected
 
-from lightning_gnn import GraphDataModule, NodeClassifier
+from lightning_gnn import GraphDataModule, NodeClassifier, local_rows
 from lightning_gnn.data import lazy_ids
 from lightning_gnn.data.lazy_ids import LazyIds, kept_as, plain_ids, stored_ids
 from lightning_gnn.nn.edges import SplitEdges
@@ -170,9 +170,10 @@ class Matrices(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         made = [each for each in trainer.strategy._binding.context.kept.made_of_edges() if isinstance(each, SplitEdges)]
         (edges,) = {id(each): each for each in made}.values()
-        parts = [csr for half in (edges.owned, edges.halo) for csr in (half, half.transpose(in_list=False))]
-        listed = [csr.edge for csr in parts if csr.edge is not None]
-        self.bytes = sum(ids.nbytes for ids in [*(csr.indices for csr in parts), *listed]) / edges.in_degree.sum()
+        with local_rows():
+            parts = [csr for half in (edges.owned, edges.halo) for csr in (half, half.transpose(in_list=False))]
+            listed = [csr.edge for csr in parts if csr.edge is not None]
+            self.bytes = sum(ids.nbytes for ids in [*(csr.indices for csr in parts), *listed]) / edges.in_degree.sum()
 
 
 def matrices(rank: int, world_size: int, model: str, weighted: bool) -> float:

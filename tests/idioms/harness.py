@@ -311,7 +311,7 @@ def run(build: Build, strategy: Any, devices: int, partition: str, stages: Seque
             def make_trainer(**more: Any) -> L.Trainer:
                 options = {**_DEFAULTS, "logger": log, "default_root_dir": folder, **case.trainer, **more}
                 options["callbacks"] = [*options.get("callbacks", ()), seen]
-                made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 30, **case.strategy})
+                made = strategy if isinstance(strategy, str) else strategy(**{"timeout": 60, **case.strategy})
                 return L.Trainer(strategy=made, devices=devices, accelerator="cpu", **options)
 
             def call(stage: str) -> Any:

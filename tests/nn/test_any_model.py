@@ -65,16 +65,17 @@ def test_self_loops_on_one_rank_only(ranks, strategy):
 
 
 class Centred(torch.nn.Module):
-    """Wrong on ranks where it says so: the mean is over one rank's nodes."""
+    """Wrong on ranks, where it switches row semantics off: the mean is over one rank's nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = GCNConv(FEATURES, CLASSES)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
         with local_rows():
-            mean = x.mean(0)
-        return self.conv(x - mean, edge_index)
+            x -= x.mean(0)
+        return self.conv(x, edge_index)
 
 
 class TooSmall(UserModule):
@@ -107,7 +108,7 @@ def test_the_self_check_runs_refuses_on_all_ranks_and_can_be_turned_off(ranks):
         assert line.startswith(
             "UnsupportedModelError: UserModule.training_step does not give the numbers of one device"
         )
-        assert "what 'model' (Centred) gives to 'model.conv' (GCNConv) differs by" in line
+        assert "what 'model.conv' (GCNConv) returns differs by" in line
         assert "DGCLStrategy(self_check=False)" in line
     off, *_ = ranks.run(2, fit, UserModule, Centred(), self_check=False)
     assert not any("Self-check" in text for text in off)

@@ -1,4 +1,4 @@
-"""The modules of docs/recipes.md, as they stand there, give the numbers of one device (float64).
+"""The modules of docs/recipes.md and docs/rows.md, as they stand there, give the numbers of one device (float64).
 
 Test tiers: ranks of one process, under every exact scheme; gloo ranks in the pool.
 """
@@ -20,7 +20,7 @@ from torch_geometric.nn.models import SGFormer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, check_parity
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+PAGES = [(Path(__file__).parents[2] / "docs" / name).read_text() for name in ("recipes.md", "rows.md")]
 NODES = 60
 EXACT = ["dgcl", "cover", "spmm_1d", "spmm_15d", "vertex_cut"]
 
@@ -43,6 +43,8 @@ SIZES: dict[str, tuple[int, ...]] = {
     "MinCut": (FEATURES, 3),
     "PageRank": BOTH,
     "Encoded": BOTH,
+    "Hardest": BOTH,
+    "Binary": BOTH,
 }
 """Arguments of each module."""
 MADE_BEFORE = {"DirectedGAT": "both_directions", "Encoded": "encoded"}
@@ -55,9 +57,9 @@ OWN_DRAWS = {"Autoencoder"}
 
 @cache
 def names() -> dict[str, Any]:
-    """Returns what the page defines."""
+    """Returns what the pages define."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+    for block in re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.S):
         exec(block, found)
     return found
 
@@ -145,13 +147,13 @@ def test_trains_as_on_one_device(ranks, name):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=atol)
 
 
-def test_the_page_is_tested_whole_and_its_modules_are_short():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+def test_the_pages_are_tested_whole_and_their_modules_are_short():
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.S)
     modules = re.findall(r"^class (\w+)\(L.LightningModule\)", "\n".join(blocks), re.M)
     assert sorted(modules) == sorted(SIZES)
     for block in blocks:
         assert len([line for line in block.splitlines() if line.strip()]) <= 30, block
-    anchors = {
-        re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", PAGE, re.M)
-    }
-    assert set(re.findall(r"\]\(#([\w-]+)\)", PAGE)) <= anchors
+    for page in PAGES:
+        titles = re.findall(r"^##+ (.*)$", page, re.M)
+        anchors = {re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert set(re.findall(r"\]\(#([\w-]+)\)", page)) <= anchors

@@ -16,6 +16,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, UnsupportedModelError, check_parity, expand
 from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.steps.weights import loss_scale
 
 PART = (~awkward_graph().train_mask).long()
 """Rank 1 owns no training node."""
@@ -82,3 +83,17 @@ def test_helpers_work_on_the_graph_of_the_run_that_is_going_on(context):
         with pytest.raises(UnsupportedModelError, match="expand"):
             expand(torch.ones(7, 1))
     assert expand(torch.ones(7, 1)).shape == (7, 1)
+
+
+def test_a_weight_that_may_count_a_row_that_stands_in_is_refused_with_what_to_return():
+    """Rank 1 has no seed, and a row in its mask that stands in."""
+
+    def scale(weight: int) -> Any:
+        def gather(own: torch.Tensor) -> torch.Tensor:
+            return torch.stack([own.new_tensor([3, 0, 0]), own])
+
+        return loss_scale({"loss": None, "loss_weight": weight}, (2, 0), 1, "mean", gather, 1, (5, 7))
+
+    with pytest.raises(ValueError, match="Rank 1 .* loss_weight=2 .* Return loss_weight=0 where batch.seed_counts"):
+        scale(2)
+    assert scale(0) == (0.0, [3.0, 0.0])

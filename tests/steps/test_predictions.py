@@ -131,6 +131,8 @@ def assert_same(found: Any, expected: Any, kind: str) -> None:
     elif isinstance(expected, (torch.Tensor, np.ndarray)):
         assert type(found) is type(expected)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{kind}: {m}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-9), kind
     else:
         assert found == expected, kind
 

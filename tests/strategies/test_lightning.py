@@ -380,10 +380,6 @@ def refused(rank: int, world_size: int, kind: str) -> None:
     fit: dict[str, Any] = {"datamodule": GraphDataModule(awkward_graph())}
     if kind == "dataloader":
         fit = {"train_dataloaders": torch.utils.data.DataLoader([1, 2])}
-    if kind == "lbfgs":
-        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
-    if kind == "none":
-        module.training_step = lambda batch, batch_idx: None
     if kind == "sync_batchnorm":
         trainer["sync_batchnorm"] = True
     if kind == "batchnorm":
@@ -400,8 +396,6 @@ def refused(rank: int, world_size: int, kind: str) -> None:
     [
         ("dataloader", "Pass datamodule=GraphDataModule"),
         ("overridden_loader", "cannot use a DataLoader"),
-        ("lbfgs", "LBFGS"),
-        ("none", "training_step returned None"),
         ("types", "UserModule.training_step reads batch.x, and a HeteroData has its rows and edges by type"),
         ("sync_batchnorm", "sync_batchnorm=False"),
         ("batchnorm", "'norm' (BatchNorm2d) takes statistics over all nodes"),
@@ -412,6 +406,46 @@ def test_refused_with_a_way_out(ranks, kind, words):
         ranks.run(2, refused, kind)
     assert all(words in line for line in caught.value.errors.values())
     assert len(caught.value.errors) == 2
+
+
+class Lbfgs(UserModule):
+    """LBFGS asks for the loss several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class Skips(UserModule):
+    """Trains in every second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.trainer.current_epoch % 2 else super().training_step(batch, batch_idx)
+
+
+def stepped(rank: int, world_size: int, kind: Any) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    module = kind(build("gcn")).double()
+    strategy = DGCLStrategy(timeout=60) if world_size > 1 else "auto"
+    trainer = quiet_trainer(strategy, world_size, max_epochs=3)
+    trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return [each.detach() for each in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Lbfgs, Skips])
+def test_all_ranks_step_by_one_loss(ranks, kind):
+    expected = stepped(0, 1, kind)
+    for found in ranks.run(3, stepped, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def refused_when_sampling(rank: int, world_size: int) -> None:
+    module = Lbfgs(build("gcn")).double()
+    quiet_trainer("sampling", world_size).fit(module, datamodule=GraphDataModule(awkward_graph()))
+
+
+def test_lbfgs_of_sampled_batches_is_refused(ranks):
+    with pytest.raises(RankFailed, match="LBFGS decides by the loss of a rank's own batch"):
+        ranks.run(2, refused_when_sampling)
 
 
 def test_other_strategies_refuse_to_copy_the_graph(ranks):
