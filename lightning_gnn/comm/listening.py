@@ -111,7 +111,8 @@ def _wait_for_listener(address: str, port: int) -> None:
 def _listener(address: str, port: int, size: int) -> socket.socket | None:
     """Returns a socket that listens on an address; None if torch is to find its own way, on all addresses.
 
-    So it is if the port is in use, perhaps by a store of this process, which torch then takes; and, with a warning, if none of
+    So it is if the port is in use, perhaps by a store of this process, which torch then takes; else torch says what is wrong
+    with the port. So it is, with a warning, if none of
     this machine's interfaces has the address, as behind a gateway, or if its own name is 127.0.1.1 to it, where no other comes.
     """
     try:
@@ -129,15 +130,18 @@ def _listener(address: str, port: int, size: int) -> socket.socket | None:
 
 
 def _listen(address: str, port: int, size: int) -> socket.socket | None:
-    """Returns a socket that listens on an address; None if it is not one of this machine's interfaces. Raises OSError if the port
-    is in use."""
+    """Returns a socket that listens on an address; None if it is not one of this machine's interfaces.
+
+    Raises:
+        OSError: the port is in use, or not for this user.
+    """
     for family, *_, (host, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if is_loopback(str(host)) and not is_loopback(address):
             continue
         try:
             return socket.create_server((str(host), port), family=family, backlog=max(size, 128))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return None
 

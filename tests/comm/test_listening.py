@@ -38,9 +38,8 @@ def test_the_store_listens_where_it_is_told(monkeypatch):
         port = free.getsockname()[1]
     with listening._listener("127.0.0.1", port, 2) as found:
         assert found.getsockname() == ("127.0.0.1", port)
-        assert (
-            listening._listener("127.0.0.1", port, 2) is None
-        )  # in use: torch says so, or takes the store of this process
+        # In use: torch says so, or takes the store of this process.
+        assert listening._listener("127.0.0.1", port, 2) is None
     elsewhere = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (ip, port)) for ip in ("192.0.2.1", "127.0.1.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: elsewhere)
     with pytest.warns(UserWarning, match="MASTER_ADDR=gateway is no address of an interface of this machine"):
