@@ -29,12 +29,12 @@ class Recorder:
     """Records the floating tensors that every module of a model returns, in order of time. Its hooks stay.
 
     On a rank, rows are gathered from all ranks. What is inside layers that communicate themselves is left out, as is what has no
-    known placement.
+    known placement. One that is not `active` only follows which module is at work.
     """
 
-    def __init__(self, module: torch.nn.Module, on_rank: bool) -> None:
+    def __init__(self, module: torch.nn.Module, on_rank: bool, active: bool = True) -> None:
         self.events: list[Event] = []
-        self._on_rank = on_rank
+        self._on_rank, self._active = on_rank, active
         # Calls that are going on: of which module, in words; which one it is; how often it has called others by name.
         self._calls: list[tuple[str, tuple[Any, ...], Counter[str]]] = [("", (), Counter())]
         for name, child in module.named_modules():
@@ -62,7 +62,7 @@ class Recorder:
 
     def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:
         """Records the floating tensors in `values`, and with `whole_numbers` those of integers and truth values."""
-        if self._on_rank and active_mode() is None:
+        if not self._active or (self._on_rank and active_mode() is None):
             return
         for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_complex():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.draws import NoDropout, seed_all
+from lightning_gnn.checks.explanation import Explanation
 from lightning_gnn.checks.hooks import PHASES, Hooks
 from lightning_gnn.checks.logged_values import LoggedValues
 from lightning_gnn.checks.record import Event, Recorder
@@ -104,6 +105,7 @@ class Trial:
         dtype: of all floating tensors; None leaves them as they are.
         begins: whether the stage begins with the step, else it has begun.
         input_type: of a graph with types, the node type that is predicted.
+        explanation: is told what ranks send. Then they send what they send in training, and nothing is recorded.
 
     Attributes:
         graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
@@ -118,14 +120,16 @@ class Trial:
         dtype: torch.dtype | None = None,
         begins: bool = True,
         input_type: NodeType | None = None,
+        explanation: Explanation | None = None,
     ) -> None:
-        self._input_type = input_type
+        self._input_type, self._explanation = input_type, explanation
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
         self.stage, self.training = stage, stage == "fit"
         self.step = STAGES[stage][0]
         self._by_hand = self.training and not module.automatic_optimization
-        self._own_weights = self._by_hand or self._hooks.come_before(module) or self._hooks.see_gradients(module)
+        sees_gradients = self._hooks.come_before(module) or self._hooks.see_gradients(module)
+        self._own_weights = self._by_hand or sees_gradients or explanation is not None
         self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
         self._module: pl.LightningModule = copied(module).cpu()
         if dtype is not None:
@@ -178,6 +182,7 @@ class Trial:
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
         meeting = Meeting(len(shards))
+        meeting.observer = None if self._explanation is None else self._explanation.add
         recorders = [Recorder(torch.nn.Module(), True)] * len(shards)
 
         def on_rank(rank: int) -> OnRank:
@@ -187,7 +192,7 @@ class Trial:
             binding = bind(models[rank], shards[rank], world)
             if not shards[rank].types.is_hetero:
                 binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
-            recorders[rank] = Recorder(models[rank], True)
+            recorders[rank] = Recorder(models[rank], True, self._explanation is None)
             with graph_in_use(binding.context, this_thread_only=True):
                 seed_all(seed)
                 return self._run(models[rank], shards[rank], world, recorders[rank], binding, steps)
@@ -199,7 +204,7 @@ class Trial:
             if failure is None:
                 return self._outcome(ran, models[0])
         rank, error = failure
-        text = f"{recorders[rank].inside or self.step} raises {in_one_line(error)}"
+        text = f"{recorders[rank].inside or self.step} raises {type(error).__name__}"
         if isinstance(error, CommunicationError):
             text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
         raise Parted(text) from error
@@ -220,7 +225,7 @@ class Trial:
         rows = None
         if world is not None:
             rows = GraphRows(shard, world, expand=expand, reduce=reduce)
-            rows.mode.exact_draws, rows.mode.lets_rows_leave = True, self.stage == "predict"
+            rows.mode.exact_draws, rows.mode.lets_rows_leave = self._explanation is None, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):
             if step and optimizer is not None:
@@ -229,9 +234,14 @@ class Trial:
             if binding is not None:
                 epoch = 0 if self._trainer is None else self._trainer.current_epoch
                 binding.context.begin_step(Step(PHASES[self.stage], epoch, step))
-            with NoDropout(), nullcontext() if rows is None else rows.mode:
+            with NoDropout(), nullcontext() if rows is None else rows.mode, self._explaining(rows):
                 ran = self._run_once(model, shard, world, recorder, rows, optimizer, step)
         return ran
+
+    def _explaining(self, rows: GraphRows | None) -> AbstractContextManager[None]:
+        if rows is None or self._explanation is None:
+            return nullcontext()
+        return self._explanation.following(rows.ranks.world, rows.ranks)
 
     def _run_once(
         self,
@@ -266,6 +276,8 @@ class Trial:
                 with self._hooks.around_backward(model, loss, optimizer, alone), ExitStack() as stack:
                     if rows is not None:
                         stack.enter_context(rows.mode.opened(in_backward=True))
+                    if world is not None and self._explanation is not None:
+                        stack.enter_context(self._explanation.backward(world.rank))
                     backward(loss if world is None else loss / world.size, sums, *args, **kwargs)
 
             if self._by_hand:

@@ -66,17 +66,43 @@ def next_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], size)
     if key not in _stores:
+        began = time.monotonic()
         try:
             _stores[key] = meeting_store(rank, size, timeout)
         except Exception as error:
-            raise RuntimeError(
-                f"Rank {rank} of {size} could not meet the others at {key[0]}:{key[1]} within "
-                f"{timeout.total_seconds():.0f} s. Are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
-            ) from error
+            raise RuntimeError(_why_not_met(error, rank, size, key, time.monotonic() - began)) from error
     _groups_made[key] += 1
     # torchrun keeps its store when it starts the ranks again, and with it the addresses of the ranks that ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
+
+
+def _why_not_met(error: Exception, rank: int, size: int, key: tuple[str, str, int], waited_s: float) -> str:
+    """Returns why a rank has not met the others, in words."""
+    place = f"{key[0]}:{key[1]}"
+    if rank == 0 and "EADDRINUSE" in str(error):
+        return (
+            f"Rank 0 cannot listen at {place}, where ranks meet: another process does (address in use). Set MASTER_PORT to a "
+            "free port, or leave it out where this package starts the ranks."
+        )
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return (
+        f"Rank {rank} of {size} could not meet the others at {place} in {waited_s:.0f} s ({said}). Are all ranks started, with "
+        "the same MASTER_ADDR and MASTER_PORT, and does no other program listen there?"
+    )
+
+
+def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Waits for all ranks of a group that is being made; raises CommunicationError if some do not come in time."""
+    try:
+        meet(store, rank, size, machine_key())
+    except dist.DistStoreError:
+        absent = [str(peer) for peer in range(size) if not store.check([f"process/{peer}"])]
+        raise CommunicationError(
+            f"Rank {rank} has waited {timeout.total_seconds():.0f} s for rank(s) {', '.join(absent)}, which have not come to "
+            "this call. The deadline is the argument `timeout` of the strategy. Look at their output first: each may have "
+            "stopped, be slower than the deadline, or have taken another branch of the code."
+        ) from None
 
 
 def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
@@ -170,7 +196,7 @@ class World:
         if self._owns_default:
             store = self._store()
             if size > 1:
-                meet(store, rank, size, machine_key())
+                _meet(store, rank, size, timeout)
             with self._beside_others():
                 dist.init_process_group(
                     self.backend,

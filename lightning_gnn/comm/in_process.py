@@ -47,7 +47,12 @@ class Meeting:
 
     Args:
         size: number of ranks.
+
+    Attributes:
+        observer: called with each message and its sender, in the sender's thread.
     """
+
+    observer: Callable[[int, Any], None] | None = None
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -80,6 +85,8 @@ class Meeting:
 
     def post(self, sender: int, receiver: int, value: Any) -> None:
         """Leaves `value` for `receiver`."""
+        if self.observer is not None:
+            self.observer(sender, value)
         self._mail[sender, receiver].append(value)
         self._turn.notify_all()
 

@@ -20,6 +20,41 @@ import torch.distributed as dist
 _AGENT_S = 5.0  # for an answer of torchrun's store
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
+LISTENER_VARIABLE = "LIGHTNING_GNN_LISTENER"
+"""Environment of rank 0: the number of a socket, open in it, that listens where ranks meet."""
+
+_held: dict[int, socket.socket] = {}  # of this process, by port
+
+
+def listen_for_ranks(address: str, port: int, size: int) -> socket.socket | None:
+    """Returns a socket that listens where ranks will meet, for rank 0 to :func:`hold`: no other process can take the port then.
+
+    Args:
+        address: of this machine.
+        port: 0 for one that is free.
+        size: how many ranks may connect at once.
+
+    Returns:
+        None where nothing can listen: on a port that is in use, which rank 0 says, or at an address that is not this machine's.
+    """
+    try:
+        return _listen(address, port, size)
+    except OSError:
+        return None
+
+
+def hold(listener: socket.socket) -> None:
+    """Keeps a socket of :func:`listen_for_ranks` for the store of this process, which is rank 0."""
+    _held[listener.getsockname()[1]] = listener
+
+
+def _take(port: int) -> socket.socket | None:
+    """Returns the socket that listens on a port already, once."""
+    descriptor = os.environ.pop(LISTENER_VARIABLE, None)
+    if descriptor is not None:
+        hold(socket.socket(fileno=int(descriptor)))
+    return _held.pop(port, None)
+
 
 def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Returns the store at MASTER_ADDR and MASTER_PORT, by which ranks find each other; rank 0 keeps it.
@@ -28,7 +63,7 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listener = _listener(address, port, size)
+        listener = _take(port) or _listener(address, port, size)
         if listener is not None:
             return dist.TCPStore(
                 address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
@@ -76,8 +111,29 @@ def _wait_for_listener(address: str, port: int) -> None:
 def _listener(address: str, port: int, size: int) -> socket.socket | None:
     """Returns a socket that listens on an address; None if torch is to find its own way, on all addresses.
 
-    So it is if the port is in use, perhaps by a store of this process, which torch then takes; and, with a warning, if none of
+    So it is if the port is in use, perhaps by a store of this process, which torch then takes; else torch says what is wrong
+    with the port. So it is, with a warning, if none of
     this machine's interfaces has the address, as behind a gateway, or if its own name is 127.0.1.1 to it, where no other comes.
+    """
+    try:
+        listener = _listen(address, port, size)
+    except OSError:
+        return None
+    if listener is not None:
+        return listener
+    warnings.warn(
+        f"MASTER_ADDR={address} is no address of an interface of this machine, so rank 0 listens on all of them, port {port}. "
+        "Give an address of rank 0's machine, or see to it that only the other ranks reach that port.",
+        stacklevel=2,
+    )
+    return None
+
+
+def _listen(address: str, port: int, size: int) -> socket.socket | None:
+    """Returns a socket that listens on an address; None if it is not one of this machine's interfaces.
+
+    Raises:
+        OSError: the port is in use, or not for this user.
     """
     for family, *_, (host, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if is_loopback(str(host)) and not is_loopback(address):
@@ -85,13 +141,8 @@ def _listener(address: str, port: int, size: int) -> socket.socket | None:
         try:
             return socket.create_server((str(host), port), family=family, backlog=max(size, 128))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return None
-    warnings.warn(
-        f"MASTER_ADDR={address} is no address of an interface of this machine, so rank 0 listens on all of them, port {port}. "
-        "Give an address of rank 0's machine, or see to it that only the other ranks reach that port.",
-        stacklevel=2,
-    )
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
     return None
 
 

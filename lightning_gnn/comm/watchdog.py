@@ -234,6 +234,11 @@ class Watchdog:
         """Returns a number that messages of the current operation carry, 31 bits: of another one it is another."""
         return crc32(self._current()[0].encode()) >> 1
 
+    @property
+    def operation(self) -> str:
+        """The operation that :meth:`during` is open for in this thread; empty if there is none."""
+        return self._current()[0].removesuffix(f", {self.place}")
+
     def _current(self) -> tuple[str, float]:
         return self._running.get(threading.get_ident(), ("", 0.0))
 

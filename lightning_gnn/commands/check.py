@@ -9,8 +9,9 @@ from typing import ClassVar
 from typing_extensions import override
 
 from lightning_gnn.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
-from lightning_gnn.parity import check_parity
+from lightning_gnn.parity import check_parity, explain_steps
 from lightning_gnn.parity.check import make_strategies
+from lightning_gnn.parity.report import explanation_table
 from lightning_gnn.strategies.scheme import Scheme
 
 
@@ -18,7 +19,9 @@ class CheckCLI(GraphCLI):
     """The options of ``check``, looked at before anything is loaded."""
 
     name = "check"
-    usage = """lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--json FILE] [--KEY VALUE ...]"""
+    usage = (
+        "lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--explain] [--json FILE] [--KEY VALUE ...]"
+    )
     description = (
         "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and "
         "metrics, and say where they differ and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
@@ -28,6 +31,9 @@ class CheckCLI(GraphCLI):
         "nodes": Option(int, "Of a sample of the graph. (default: the whole graph, if it is not too large)"),
         "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
+        "explain": Option(
+            bool, "Compare nothing: list what ranks send under trainer.strategy. (default: false)", False
+        ),
         "json": JSON,
     }
     width = 130
@@ -44,6 +50,8 @@ class CheckCLI(GraphCLI):
 
 def check(arguments: Sequence[str]) -> None:
     cli = CheckCLI(arguments)
+    if cli.config.explain:
+        return explain(cli)
     with in_a_line():
         report = check_parity(
             cli.module,
@@ -59,3 +67,19 @@ def check(arguments: Sequence[str]) -> None:
         cli.console.print(line, soft_wrap=True)
     cli.write_json(report.as_dict())
     sys.exit(not report.ok)
+
+
+def explain(cli: CheckCLI) -> None:
+    """Prints what ranks send each other in each step, under the configured strategy."""
+    with in_a_line():
+        found = explain_steps(
+            cli.module,
+            cli.datamodule,
+            cli.strategy,
+            cli.ranks // cli.hosts,
+            cli.hosts,
+            cli.config.nodes,
+            cli.config.seed,
+        )
+    cli.console.print(explanation_table(found, f"{cli.strategy.strategy_name}: what {cli.ranks} ranks send each other"))
+    cli.write_json([each.as_dict() for each in found])

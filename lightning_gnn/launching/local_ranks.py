@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from lightning_gnn.comm.listening import LISTENER_VARIABLE
+
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
@@ -30,25 +32,28 @@ def run_ranks(
     Raises:
         RuntimeError: one has failed, or the deadline has passed; with the last error that they wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)  # rank 0's: no other process can take the port
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(num_ranks), NODE_RANK="0")
+    env.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), WORLD_SIZE=str(num_ranks), NODE_RANK="0"
+    )
     env.update(LOCAL_WORLD_SIZE=str(num_ranks), PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
     end = float("inf") if deadline is None else time.monotonic() + deadline
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
-            for rank in range(num_ranks):
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, *arguments],
-                        env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdout=output if rank == 0 else errors,
-                        stderr=None if rank == 0 and show_errors else errors,
+            with listener:
+                for rank in range(num_ranks):
+                    listens = {LISTENER_VARIABLE: str(listener.fileno())} if rank == 0 else {}
+                    ranks.append(
+                        subprocess.Popen(
+                            [sys.executable, *arguments],
+                            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), **listens},
+                            stdout=output if rank == 0 else errors,
+                            stderr=None if rank == 0 and show_errors else errors,
+                            pass_fds=[listener.fileno()] if rank == 0 else [],
+                        )
                     )
-                )
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
                 if time.monotonic() > end:
                     count = "two" if num_ranks == 2 else num_ranks

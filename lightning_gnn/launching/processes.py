@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,10 +26,12 @@ from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
+from lightning_gnn.comm.listening import hold
 from lightning_gnn.comm.peers import REJOIN_VARIABLE, store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
+from lightning_gnn.launching.ports import listener_of
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class ProcessLauncher(_Launcher):
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
         self._reporter: Reporter | None = None  # in a rank
+        self._listener: socket.socket | None = None  # where ranks will meet, until they are started
 
     @property
     @override
@@ -76,6 +80,7 @@ class ProcessLauncher(_Launcher):
                 self._start(supervisor, _enter)
             # Threads that the check starts do not come along in a fork, and waiting for them would hang.
             strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
+            self._listener = listener_of(environment, strategy.num_processes)
             os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
             if trainer is not None:
                 begin_runs(trainer)
@@ -88,6 +93,7 @@ class ProcessLauncher(_Launcher):
             else:
                 given = None, trainer, function, args, kwargs
                 self._start(supervisor, self._run, *given)
+            self._close_listener()  # rank 0 has it
             supervisor.start_again = partial(self._start_again, given=given)
             if server is not None:
                 server.start()
@@ -97,6 +103,7 @@ class ProcessLauncher(_Launcher):
             self._supervisor = None
             supervisor.end(grace=0.0)
             store.close()
+            self._close_listener()
             os.environ.pop("MASTER_PORT", None)
         if trainer is not None:
             assert shared is not None
@@ -153,6 +160,10 @@ class ProcessLauncher(_Launcher):
             else:
                 _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
             os.environ["LOCAL_RANK"] = str(local_rank)
+            if local_rank == 0 and self._listener is not None:
+                hold(self._listener)
+            else:
+                self._close_listener()
             if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
                 for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
                     for tensor in (*module.parameters(), *module.buffers()):
@@ -175,6 +186,11 @@ class ProcessLauncher(_Launcher):
             )  # Lightning's would raise while the process says why, and exits
             reporter.failed(error)
             sys.exit(1)
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def ranks_are_independent(self, place: str) -> None:
         """Reports, in a rank, that from now on none needs another, and where they meet."""

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
+from lightning_gnn.comm.listening import hold
 from lightning_gnn.comm.peers import REJOIN_VARIABLE
 from lightning_gnn.comm.processes import end_after, end_with_parent, here
 from lightning_gnn.launching import program
@@ -40,6 +41,7 @@ from lightning_gnn.launching.failures import (
     set_report,
     show_once,
 )
+from lightning_gnn.launching.ports import listener_of
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 
 if TYPE_CHECKING:
@@ -170,7 +172,9 @@ class ScriptLauncher(_Launcher):
                     supervisor.children.append(self._start_rank(local_rank, variables))
             check()
             supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
-            # No earlier: it is free until somebody takes it.
+            listener = listener_of(environment, size)
+            if listener is not None:
+                hold(listener)  # this process is rank 0
             variables["MASTER_PORT"] = port = str(environment.main_port)
             supervisor.start_all(None, max(IMPORT_S, strategy.timeout.total_seconds()), MASTER_PORT=port)
         except BaseException:

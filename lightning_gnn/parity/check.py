@@ -30,6 +30,7 @@ from lightning_gnn.checks.differences import (
     first_difference,
 )
 from lightning_gnn.checks.draws import draws_random_numbers
+from lightning_gnn.checks.explanation import Explanation
 from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
@@ -94,6 +95,7 @@ def check_parity(
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
     with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
         check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
+        check.run_references(module)
         for strategy in chosen:
             schemes.append(check.scheme(strategy))
             told(1)
@@ -101,6 +103,28 @@ def check_parity(
     sizes = len(graph.n_id), len(graph.e_id), check.of_nodes
     seconds = time.perf_counter() - began
     return ParityReport(schemes, devices * num_nodes, *sizes, dtype, check.tolerance, seconds, check.notes)
+
+
+def explain_steps(
+    module: pl.LightningModule,
+    datamodule: GraphDataModule,
+    strategy: GNNStrategy,
+    devices: int = 2,
+    num_nodes: int = 1,
+    nodes: int | None = None,
+    seed: int = 0,
+) -> list[Explanation]:
+    """Returns what ranks send each other in each step of a module under one scheme, in the dtypes of training.
+
+    See :func:`check_parity` for the arguments and for what runs.
+
+    Raises:
+        ValueError: a graph with node or edge types; no step; the scheme cannot run on so many ranks.
+        RuntimeError: a step does not run on parts of the graph; the cause is the error.
+    """
+    with aside(), uncompiled(), quietly():
+        check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
+        return [check.explain(module, stage, strategy) for stage in check.stages(module)]
 
 
 def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
@@ -165,13 +189,14 @@ class _Check:
                 "Dropout was off: each rank draws its own, so training is alike, but not to the same digits."
             )
         self.dtype: torch.dtype | None = torch.float64
-        self._references = self._run_references(module)
+        self._references: list[_Reference] = []
 
     @property
     def tolerance(self) -> float:
         return TOLERANCES[self.dtype]
 
-    def _run_references(self, module: pl.LightningModule) -> list[_Reference]:
+    def stages(self, module: pl.LightningModule) -> list[str]:
+        """Returns the stages whose steps a module has; raises ValueError if there is none."""
         stages: list[str] = []
         counts = whole_graph(self.graph).mask_counts
         for stage, (step, mask) in STAGES.items():
@@ -181,6 +206,13 @@ class _Check:
                 self.notes.append(f"{step} was left out: {counted_mask(mask, module)} is empty in what was looked at.")
             else:
                 stages.append(stage)
+        if not stages:
+            raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
+        return stages
+
+    def run_references(self, module: pl.LightningModule) -> None:
+        """Runs the steps on one device."""
+        stages = self.stages(module)
         tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
         given = self.graph
         for self.dtype in TOLERANCES:
@@ -199,8 +231,6 @@ class _Check:
                 break
         self.dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
         if not found:
-            if not errors:
-                raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
             stage, error = next(iter(errors.items()))
             raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
         if self.dtype is None:
@@ -212,19 +242,38 @@ class _Check:
             f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}."
             for stage, error in errors.items()
         ]
-        return found
+        self._references = found
 
-    def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
+    def _trial(self, module: pl.LightningModule, stage: str, explanation: Explanation | None = None) -> Trial:
         trainer = QuietTrainer(quiet_trainer(), stage, self._data)
         prepared = quiet(copied(module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
-        trial = Trial(prepared, self.graph, stage, trainer, self.dtype)
+        dtype = self.dtype if explanation is None else None
+        return Trial(prepared, self.graph, stage, trainer, dtype, explanation=explanation)
+
+    def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
+        trial = self._trial(module, stage)
         whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
         kept = first_difference(whole, again, self.tolerance)
         return _Reference(
             trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}.")
         )
+
+    def explain(self, module: pl.LightningModule, stage: str, strategy: GNNStrategy) -> Explanation:
+        """Returns what ranks send each other in a step under a scheme."""
+        explanation = Explanation(STAGES[stage][0])
+        trial = self._trial(module, stage, explanation)
+        try:
+            self._on_parts(strategy, self._shards(strategy), trial, 1)
+        except Parted as error:
+            raise RuntimeError(str(Finding.of_error(error, trial.step))) from error
+        return explanation
+
+    def _shards(self, strategy: GNNStrategy) -> list[Shard]:
+        layout = strategy.scheme.layout(self._ranks, self._hosts)
+        part, holders, _ = self._data.assigned(self.graph, layout)
+        return split_graph(self.graph, np.asarray(part), layout, holders)
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns how far a scheme is from one device."""
@@ -238,15 +287,13 @@ class _Check:
             approximation = ""
         references = [each for each in self._references if not (in_batches and each.trial.training)]
         try:
-            layout = strategy.scheme.layout(self._ranks, self._hosts)
-            part, holders, _ = self._data.assigned(self.graph, layout)
+            shards = self._shards(strategy)
         except ValueError as error:
             return SchemeParity(
                 label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}"
             )
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
-        shards = split_graph(self.graph, np.asarray(part), layout, holders)
         run = partial(self._on_parts, strategy, shards)
         for reference in references:
             trial = reference.trial

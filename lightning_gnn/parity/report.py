@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from lightning_gnn.checks.differences import Finding
-from lightning_gnn.console import text_of
+from lightning_gnn.checks.explanation import Explanation
+from lightning_gnn.console import text_of, text_table
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
 
@@ -120,3 +122,17 @@ class ParityReport:
 
     def __str__(self) -> str:
         return text_of(self.table(), *self.lines(), width=120).rstrip()
+
+
+def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
+    """Returns a row for each operation that communicates; messages and bytes are those of the rank that sends the most."""
+    heads = "step", "pass", "line", "operation", "rows", "messages", "bytes per rank"
+    made = text_table(*heads, title=title, left=5)
+    for each in explanations:
+        for sender, sent in each.bytes_sent.items():
+            numbers = (f"{max(counts):,}" for counts in (each.messages[sender], sent))
+            line = Path(sender.line).name or "-"
+            made.add_row(each.step, sender.direction, line, sender.operation, sender.rows or "-", *numbers)
+        total = [sum(of_rank) for of_rank in zip(*each.bytes_sent.values())]
+        made.add_row(each.step, "", "", "all", "", "", f"{max(total, default=0):,}", end_section=True)
+    return made

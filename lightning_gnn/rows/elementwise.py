@@ -150,7 +150,7 @@ def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         with mode.common_draws() if func in RANDOM else _nothing:
             return mode.tagged(func(*args, **kwargs), REPLICATED)
     if func in RANDOM and mode.draws_for_all(kwargs):
-        return mode.on_all_rows(func, args, kwargs)
+        return _drawn(mode, func, args, kwargs)
     return mode.tagged(func(*args, **kwargs), placement.rows.at(placement.dim))
 
 
@@ -174,9 +174,23 @@ def random(rule: Rule) -> Rule:
         if not mode.row_tensors(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        return mode.on_all_rows(func, args, kwargs) if mode.draws_for_all(kwargs) else rule(mode, func, args, kwargs)
+        return _drawn(mode, func, args, kwargs) if mode.draws_for_all(kwargs) else rule(mode, func, args, kwargs)
 
     return draw
+
+
+def _drawn(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Draws for the rows of all ranks, on every rank; what has the shape of the first argument stays rows."""
+    out = mode.on_all_rows(func, args, kwargs)
+    x = args[0] if args else kwargs.get("input")
+    of = placement_of(x) if isinstance(x, Tensor) else None
+    if of is None or of.rows is None or not isinstance(out, Tensor) or out is x:
+        return out
+    shape = list(x.shape)
+    shape[of.dim] = of.rows.total
+    if list(out.shape) != shape:
+        return out
+    return mode.tagged(mode.take(out, of.dim, of.rows, name_of(func)), of.rows.at(of.dim))
 
 
 def first_rows(own_dims: Callable[[Tensor, Any, Any], Iterable[int]] = lambda x, a, k: ()) -> Rule:

@@ -238,8 +238,8 @@ def user_line() -> str:
 
 
 _OWN = str(Path(__file__).parent.parent)
-_SKIPPED = ("site-packages", _OWN, "<frozen", "/contextlib.py", "/threading.py", "/torch_geometric.")
-"""Parts of the names of files; PyG writes code to files with names of their own in each process."""
+_SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py", "/threading.py", "/torch_geometric.")
+"""Parts of the names of files; PyG and torch.fx write code to files with names of their own in each process."""
 
 
 class RowsMode(TorchFunctionMode):
@@ -378,7 +378,8 @@ class RowsMode(TorchFunctionMode):
 
     def refuse(self, what: str) -> NotExactError:
         """Returns the error for an operation at the user's line."""
-        return NotExactError(f"{user_line()}: {what}")
+        line = user_line()  # none where a step is a library's
+        return NotExactError(f"{line}: {what}" if line else what)
 
     def draws_for_all(self, kwargs: Any) -> bool:
         """Returns whether each rank draws for the rows of all ranks, as with a generator, which is the same on all ranks."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,30 @@ class DivergedError(RuntimeError):
     """Ranks came to different operations."""
 
 
+class Operation(NamedTuple):
+    """What sends a message.
+
+    Attributes:
+        name: of the function, or of what follows from it.
+        line: the user's, ``file:number``; empty where none is known.
+        rows: of the function's arguments, in words; empty unless :attr:`Ranks.rows` tells.
+        in_backward: the message is one of a backward pass, and the line that of the forward pass.
+    """
+
+    name: str
+    line: str = ""
+    rows: str = ""
+    in_backward: bool = False
+
+    @property
+    def gradient(self) -> Operation:
+        """What sends the gradients of the operation."""
+        return self._replace(name=f"gradient of {self.name}", in_backward=True)
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.line}" if self.line else self.name
+
+
 class Ranks:
     """Sums and gathers over ranks; each message names its operation and the user's line, and ranks that differ in these are told.
 
@@ -39,6 +64,8 @@ class Ranks:
     Attributes:
         messages: how many each operation has sent, by its name.
         bytes_sent: by this rank, in messages of operations.
+        sends: the operation whose message is on its way; None between two.
+        rows: of the arguments of the function that runs now, in words, where someone follows this.
     """
 
     def __init__(self, world: World, where: Callable[[], str] = lambda: "") -> None:
@@ -46,56 +73,76 @@ class Ranks:
         self.messages: Counter[str] = Counter()
         self.bytes_sent = 0
         self.device = world.device
+        self.sends: Operation | None = None
+        self.rows = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self
 
-    def sum(self, x: Tensor, operation: str) -> Tensor:
+    def named(self, operation: str | Operation) -> Operation:
+        """Returns an operation with the user's line."""
+        return operation if isinstance(operation, Operation) else Operation(operation, self._where(), self.rows)
+
+    @contextmanager
+    def _sending(self, operation: Operation) -> Iterator[None]:
+        before, self.sends = self.sends, operation
+        try:
+            yield
+        finally:
+            self.sends = before
+
+    def sum(self, x: Tensor, operation: str | Operation) -> Tensor:
         """Returns the sum of `x` over ranks, rounded alike on all."""
         if self.size == 1:
             return x
+        operation = self.named(operation)
         if x.nbytes <= _SMALL:
             return self.gather(x, operation).sum(0, dtype=x.dtype)
         self.gather(x.new_empty(0), operation)
         wide = x.to(torch.int64) if x.dtype == torch.bool else x
         self.bytes_sent += 2 * wide.nbytes * (self.size - 1) // self.size
-        return self.world.all_reduce_(wide.contiguous().clone(), operation)
+        with self._sending(operation):
+            return self.world.all_reduce_(wide.contiguous().clone(), str(operation))
 
-    def gather(self, x: Tensor, operation: str) -> Tensor:
+    def gather(self, x: Tensor, operation: str | Operation) -> Tensor:
         """Returns the tensors of all ranks, ``[P, *shape]``.
 
         Raises:
             DivergedError: ranks came here from different operations.
         """
-        where = self._where()
-        self.messages[operation] += 1
-        code = zlib.crc32(f"{operation}\0{where}\0{tuple(x.shape)}\0{x.dtype}".encode())
+        operation = self.named(operation)
+        self.messages[operation.name] += 1
+        line = (
+            "" if operation.in_backward else operation.line
+        )  # ranks may have come to the same gradient by other lines
+        code = zlib.crc32(f"{operation.name}\0{line}\0{tuple(x.shape)}\0{x.dtype}".encode())
         flat = x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)  # one entry may have any stride
         header = torch.tensor([code], dtype=torch.int64, device=flat.device).view(torch.uint8)
         payload = torch.cat([header, flat, flat.new_zeros(-len(flat) % 8)])
-        found = self._exchanged(payload, operation, where)
+        with self._sending(operation):
+            found = self._exchanged(payload, operation)
         codes = found[:, :8].view(torch.int64)
         if found.device.type == "cpu" and bool((codes != code).any()):
-            self._raise_diverged(operation, where)
+            self._raise_diverged(operation)
         parts = found[:, 8 : 8 + len(flat)].contiguous().view(-1).view(x.dtype)
         return parts.view(self.size, *x.shape)
 
-    def _exchanged(self, payload: Tensor, operation: str, where: str) -> Tensor:
+    def _exchanged(self, payload: Tensor, operation: Operation) -> Tensor:
         # Ranks in different operations may bring different sizes: sizes go first where a message is large.
-        name = f"{operation} at {where}" if where else operation
+        name = str(operation)
         if len(payload) > _FIRST:
             size = torch.tensor([len(payload)], device=payload.device)
             self.bytes_sent += size.nbytes * (self.size - 1)
             sizes = self.world.all_gather(size, name)
             if payload.device.type == "cpu" and bool((sizes != sizes[0]).any()):
-                self._raise_diverged(operation, where)
+                self._raise_diverged(operation)
         else:
             payload = torch.cat([payload, payload.new_zeros(_FIRST - len(payload))])
         self.bytes_sent += payload.nbytes * (self.size - 1)
         return self.world.all_gather(payload, name)
 
-    def _raise_diverged(self, operation: str, where: str) -> None:
-        by_rank = self.world.all_gather_object(f"{operation} at {where}" if where else operation)
+    def _raise_diverged(self, operation: Operation) -> None:
+        by_rank = self.world.all_gather_object(str(operation))
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(by_rank))
         raise DivergedError(
             f"Ranks came to different operations over all nodes ({shown}). All ranks must run the same operations in "
@@ -103,15 +150,19 @@ class Ranks:
             "make conditions and loops depend on values that are the same on all ranks."
         )
 
-    def gather_rows(self, own: Tensor, counts: Sequence[int] | None, operation: str) -> tuple[Tensor, list[int]]:
+    def gather_rows(
+        self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation
+    ) -> tuple[Tensor, list[int]]:
         """Returns the rows of all ranks in rank order, and how many each has; None for `counts` asks."""
         if self.size == 1:
             return own, [len(own)]
+        operation = self.named(operation)
         of_ranks = self.gather(torch.tensor([len(own)], device=own.device), operation).view(-1).tolist()
         if counts is not None and list(counts) != of_ranks:
-            raise DivergedError(f"{operation}: ranks have {of_ranks} rows, and {list(counts)} were expected.")
+            raise DivergedError(f"{operation.name}: ranks have {of_ranks} rows, and {list(counts)} were expected.")
         self.bytes_sent += own.nbytes * (self.size - 1)
-        return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks
+        with self._sending(operation):
+            return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks
 
 
 _FIRST = 1 << 8
@@ -136,9 +187,9 @@ class SumOverRanks(torch.autograd.Function):
     """The sum over ranks of what each has; all ranks get it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, operation
-        return ranks.sum(x, operation)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
+        return ranks.sum(x, ctx.operation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,13 +200,13 @@ class EnterRows(torch.autograd.Function):
     """A replicated tensor where rows use it: the gradients that rows give back on all ranks are summed, and divided by P."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, operation
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total = SumOverRanks.apply(grad, ctx.ranks, f"gradient of {ctx.operation}")
+        total = SumOverRanks.apply(grad, ctx.ranks, ctx.operation.gradient)
         return total / ctx.ranks.size, None, None
 
 
@@ -163,9 +214,9 @@ class GatherParts(torch.autograd.Function):
     """What each rank has, ``[P, *shape]``, on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, operation
-        return ranks.gather(x, operation)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
+        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
+        return ranks.gather(x, ctx.operation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,9 +228,9 @@ class GatherRows(torch.autograd.Function):
     """The rows of all ranks along dimension 0, in the order of the graph, on all ranks; `x` has this rank's own and replicas."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str) -> Tensor:
-        ctx.rows, ctx.operation = rows, operation
-        found, _ = rows.ranks.gather_rows(x[: rows.owned], rows.counts, operation)
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
+        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
+        found, _ = rows.ranks.gather_rows(x[: rows.owned], rows.counts, ctx.operation)
         return found[rows.order]
 
     @staticmethod
@@ -195,13 +246,13 @@ class TakeRows(torch.autograd.Function):
     """This rank's rows of a replicated tensor that has those of all ranks along dimension 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str) -> Tensor:
-        ctx.rows, ctx.operation = rows, operation
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
+        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
         return x[rows.positions]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, operation = ctx.rows, f"gradient of {ctx.operation}"
+        rows, operation = ctx.rows, ctx.operation.gradient
         if not rows.replicas:
             whole = GatherRows.apply(grad, rows, operation)
         else:  # replicas give gradients back, too

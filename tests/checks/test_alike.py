@@ -17,6 +17,7 @@ from test_replicas import Module
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
+import lightning_gnn
 from lightning_gnn import GraphDataModule, SamplingStrategy
 
 
@@ -135,7 +136,8 @@ class KeepsItsOwn(Own):
 
     def training_step(self, batch: Data, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.last = float(self.loss(batch))
+        with lightning_gnn.local_rows():
+            self.last = float(batch.x.sum())
         return loss
 
 

@@ -1,4 +1,4 @@
-"""The parity check: right models pass under all schemes on Cora, wrong ones are caught with their layer and cause. No ranks."""
+"""The parity check: models pass under all schemes on Cora, also where they look across nodes; wrong ones are named. No ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from common import CLASSES, FEATURES, UserModule, awkward_graph, build, campaign, examples
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_gnn.checks.causes import ACROSS, COUNT, NOT_KNOWN, RANDOM, STATE, STATISTICS
 from test_self_check import (
     BranchesOnCounts,
     CentredInAModule,
@@ -24,8 +24,11 @@ from test_self_check import (
     CountsCalls,
     Float32Only,
     Model,
+    NotSaid,
     OutDegree,
+    SaidWrong,
     SourceRows,
+    Swapped,
 )
 from torch_geometric.datasets import Planetoid
 from torch_geometric.nn import GCNConv
@@ -34,6 +37,7 @@ from torch_geometric.utils import dropout_edge
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
 from lightning_gnn.cli import main
 from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.parity import explain_steps
 from lightning_gnn.parity.check import ball, some_of
 
 EXACT = ("dgcl", "cover", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
@@ -107,7 +111,7 @@ def test_every_scheme_is_told_of_and_nothing_is_left_behind():
     json.dumps(report.as_dict())
 
 
-# Wrong models #################################################################
+# Models that look across nodes ###############################################
 
 
 class ByHand(torch.nn.Module):
@@ -142,7 +146,7 @@ class AttendsToAll(Model):
         return x + x.sum(1).softmax(0) @ x
 
 
-class DividesByOwnCount(Model):
+class DividesByCount(Model):
     def between(self, x, edge_index):
         return x / x.size(0)
 
@@ -177,7 +181,7 @@ def module_of(kind: type[Model]) -> UserModule:
 
 
 class Step(UserModule):
-    """A loss that is a mean over something else than the mask's labelled nodes."""
+    """A loss over other rows than the labelled nodes of the mask."""
 
     def __init__(self, loss: str) -> None:
         super().__init__(build("gcn"))
@@ -198,7 +202,7 @@ class NoMean(UserModule):
         self.log("val_std", out.std(), sync_dist=True)
 
 
-class OwnSeen(UserModule):
+class Seen(UserModule):
     def __init__(self) -> None:
         super().__init__(build("gcn"))
         self.register_buffer("seen", torch.zeros(FEATURES))
@@ -208,87 +212,67 @@ class OwnSeen(UserModule):
         return super().training_step(batch, batch_idx)
 
 
-class Swapped(torch.autograd.Function):
-    """Gradients of rows in another order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.flip(0)
-
-
-class WrongBackward(Model):
-    def between(self, x, edge_index):
-        return Swapped.apply(x)
-
-
-SECOND = r"what 'model' \(\w+\) gives to 'model.second' \(GCNConv\) differs by \d"
-WRONG: dict[str, tuple[Any, str, str, str]] = {
-    "centred": (
-        lambda: module_of(CentredInAModule),
-        r"what 'model.norm' \(Centred\) returns differs by",
-        STATISTICS,
-        "a constant of that rank",
-    ),
-    "centred inline": (lambda: module_of(CentredInline), SECOND, STATISTICS, "a constant of that rank"),
-    "batch norm by hand": (
-        lambda: module_of(NormalisedByHand),
-        r"what 'model.norm' \(ByHand\) returns differs by",
-        STATISTICS,
-        "mean and variance of its own nodes",
-    ),
-    "norm not handled": (
-        lambda: module_of(NotHandled),
-        r"raises UnsupportedModelError: 'model.norm' \(InstanceNorm1d\)",
-        "a model that is refused",
-        "takes statistics over all nodes",
-    ),
-    "softmax over nodes": (lambda: module_of(SoftmaxOverNodes), SECOND, ACROSS, "softmax"),
-    "attention to all nodes": (lambda: module_of(AttendsToAll), SECOND, STATISTICS, "a constant of that rank"),
-    "divided by own count": (lambda: module_of(DividesByOwnCount), SECOND, COUNT, "x.size"),
-    "own mean": (
-        lambda: module_of(ReadsOut),
-        r"what 'model' \(ReadsOut\) gives to 'model.head' \(Linear\) differs",
-        COUNT,
-        "the mean over the rank's own nodes",
-    ),
-    "noise": (lambda: module_of(Noise), SECOND, RANDOM, r"rand_like \[\d+, 8\]"),
-    "one scale": (lambda: module_of(OneScale), SECOND, RANDOM, r"rand \[1\]"),
-    "shuffles": (lambda: module_of(Shuffles), SECOND, RANDOM, r"randperm \[\d+\]"),
-    "counts calls": (lambda: module_of(CountsCalls), SECOND, STATE, "a second time"),
-    "source rows": (lambda: module_of(SourceRows), r"'model' \(SourceRows\) raises IndexError", ACROSS, "neighbours"),
-    "out-degrees": (lambda: module_of(OutDegree), r"'model.conv' \(DegreeConv\)", ACROSS, "docs/models.md"),
-    "branches on counts": (lambda: module_of(BranchesOnCounts), SECOND, ACROSS, "docs/models.md"),
-    "wrong backward": (lambda: module_of(WrongBackward), "the gradient of 'model.first", ACROSS, "backward"),
-    "mean over all nodes": (lambda: Step("all nodes"), "the loss differs", COUNT, r"'loss_weight': batch.num_owned"),
-    "sum": (lambda: Step("sum"), "the loss differs", COUNT, "loss_reduction='sum'"),
-    "mean over some": (lambda: Step("some"), "the loss differs", COUNT, "how many rows it is over"),
-    "no mean": (lambda: NoMean(build("gcn")), "the logged 'val_std' differs", NOT_KNOWN, "No rank can know it"),
-    "buffer": (OwnSeen, "the buffer 'seen' differs", STATISTICS, "the rank's own nodes"),
-}
-
-
 def uneven(dtype: torch.dtype = torch.float64) -> GraphDataModule:
     """Parts of different sizes, so that no mean is right by luck."""
     return GraphDataModule(awkward_graph(dtype=dtype), partition=np.repeat([0, 1], [17, 43]))
 
 
+EXACT_STEPS: dict[str, Callable[[], Any]] = {
+    "centred": lambda: module_of(CentredInAModule),
+    "centred inline": lambda: module_of(CentredInline),
+    "batch norm by hand": lambda: module_of(NormalisedByHand),
+    "softmax over nodes": lambda: module_of(SoftmaxOverNodes),
+    "attention to all nodes": lambda: module_of(AttendsToAll),
+    "divided by the count": lambda: module_of(DividesByCount),
+    "readout": lambda: module_of(ReadsOut),
+    "noise": lambda: module_of(Noise),
+    "one scale": lambda: module_of(OneScale),
+    "shuffles": lambda: module_of(Shuffles),
+    "source rows": lambda: module_of(SourceRows),
+    "branches on counts": lambda: module_of(BranchesOnCounts),
+    "mean over all nodes": lambda: Step("all nodes"),
+    "sum": lambda: Step("sum"),
+    "mean over some": lambda: Step("some"),
+    "no mean": lambda: NoMean(build("gcn")),
+    "buffer": Seen,
+}
+
+
+@pytest.mark.parametrize("name", EXACT_STEPS)
+def test_what_looks_across_nodes_is_exact(name):
+    report = check_parity(EXACT_STEPS[name](), uneven(), ["dgcl", "cover"])
+    assert report.ok, str(report)
+    assert [each.verdict for each in report.schemes] == ["same", "same"]
+
+
+WRONG: dict[str, tuple[type[Model], str]] = {
+    "norm not handled": (
+        NotHandled,
+        r"training_step raises UnsupportedModelError\. 'model.norm' \(InstanceNorm1d\) takes statistics over all nodes",
+    ),
+    "counts calls": (
+        CountsCalls,
+        r"what 'model.second.lin' \(Linear\) returns differs by \d.* Run a second time on the same graph",
+    ),
+    "out-degrees": (OutDegree, r"what 'model.conv' \(DegreeConv\) returns differs by \d"),
+    "unknown backward": (
+        NotSaid,
+        r"'model.second' \(GCNConv\) raises NotExactError\. \S*test_self_check.py:\d+: .*by Swapped, whose backward is not "
+        r"known\. If it treats each row by itself, say so: lightning_gnn.register_row_rule\(Swapped\)\.$",
+    ),
+    "wrong backward": (
+        SaidWrong,
+        r"the gradient of 'model.first.lin.weight' differs by \d.*the backward of a torch.autograd.Function",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_models_are_caught_with_layer_and_cause(name):
-    make, where, kind, text = WRONG[name]
-    report = check_parity(make(), uneven(), ["dgcl"])
-    assert not report.ok
-    finding = report.schemes[0].finding
-    assert finding is not None and finding.cause.kind == kind, str(report)
-    assert re.search(where, str(finding)) and re.search(text, finding.cause.text), str(finding)
-
-
-def test_random_numbers_may_be_shared():
-    assert check_parity(module_of(Noise), uneven(), ["dgcl"], share_draws=True).ok
-    assert not check_parity(module_of(OneScale), uneven(), ["dgcl"], share_draws=True).ok
+    kind, text = WRONG[name]
+    report = check_parity(module_of(kind), uneven(), ["dgcl"])
+    [finding] = report.findings
+    assert not report.ok and finding.startswith("training_step: ") and re.search(text, finding), finding
 
 
 def test_a_module_for_float32_only_is_checked_as_it_is():
@@ -296,14 +280,14 @@ def test_a_module_for_float32_only_is_checked_as_it_is():
     assert report.ok and report.dtype != "float64" and "does not run in float64" in str(report)
 
 
-def test_a_sum_is_right_where_it_is_said():
+def test_a_sum_may_be_said_to_be_one():
     assert check_parity(Step("sum"), uneven(), [DGCLStrategy(loss_reduction="sum")]).ok
 
 
 def test_one_finding_for_all_schemes():
-    report = check_parity(module_of(CentredInline), GraphDataModule(awkward_graph()), ["dgcl", "spmm_1d"])
+    report = check_parity(module_of(OutDegree), GraphDataModule(awkward_graph()), ["dgcl", "cover"])
     [schemes] = report.findings.values()
-    assert schemes == ["dgcl", "spmm_1d"] and "dgcl, spmm_1d: training_step: what 'model'" in str(report)
+    assert schemes == ["dgcl", "cover"] and "dgcl, cover: training_step: what 'model.conv'" in str(report)
 
 
 class Broken(UserModule):
@@ -332,6 +316,44 @@ def test_what_cannot_be_compared_is_said():
     ):
         with pytest.raises(ValueError, match=message):
             check_parity(UserModule(build("gcn")), data, **options)  # type: ignore[arg-type]
+
+
+# What ranks send ##############################################################
+
+
+class ReadsOutPerClass(UserModule):
+    """Operations over all nodes, each on a line of its own."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.model(batch.x, batch.edge_index)
+        centre = rows.mean(0)
+        return (rows - centre).square().sum()
+
+
+def line_of(code: str) -> str:
+    [number] = [
+        number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == code
+    ]
+    return f"test_check.py:{number}"
+
+
+def test_messages_are_told_with_line_operation_rows_and_bytes():
+    steps = explain_steps(ReadsOutPerClass(build("gcn")), uneven(torch.float32), DGCLStrategy())
+    assert [each.step for each in steps] == ["training_step", "validation_step", "test_step", "predict_step"]
+    found = {
+        (each.direction, Path(each.line).name, each.operation, each.rows): max(sent)
+        for each, sent in steps[0].bytes_sent.items()
+    }
+    model, mean = line_of("rows = self.model(batch.x, batch.edge_index)"), line_of("centre = rows.mean(0)")
+    loss = line_of("return (rows - centre).square().sum()")
+    nodes = "nodes along dimension 0"
+    assert found["forward", mean, "mean", nodes] == found["forward", loss, "sum", nodes] == 256
+    assert found["backward", loss, "gradient of sub", nodes] == 256
+    layer = "Halo exchange of layer 'model.convs.1'", "halo rows along dimension 0"
+    assert found[("forward", model, *layer)] == found[("backward", model, *layer)] > 0
+    parameters = sum(each.numel() for each in build("gcn").parameters())
+    assert parameters * 4 <= found["backward", "", "Sum of gradients", ""] < parameters * 5
+    json.dumps([each.as_dict() for each in steps])
 
 
 # Samples ######################################################################
@@ -373,7 +395,7 @@ class Wrong(NodeClassifier):
 
     def forward(self, batch: Any) -> torch.Tensor:
         out = super().forward(batch)
-        return out - out.mean(0) if self.wrong else out
+        return out + Swapped.apply(out) if self.wrong else out - out.mean(0)
 
 
 @pytest.mark.parametrize(("wrong", "status"), [("true", 1), ("false", 0)])
@@ -387,4 +409,17 @@ def test_command(monkeypatch, tmp_path: Path, capsys, wrong, status):
     assert int(ended.value.code or 0) == status == int(not found["ok"]), shown
     assert "2 ranks against one device: 300 nodes" in shown
     assert [each["verdict"] for each in found["schemes"]] == ["differs" if status else "same"] * 2
-    assert ("batch statistics" in shown or "across nodes" in shown or "wrong count" in shown) == bool(status)
+    assert ("test_check.py" in shown and "register_row_rule(Swapped)" in shown) == bool(status)
+
+
+def test_command_explains(monkeypatch, tmp_path: Path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG.format(model="test_check.Wrong"))
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--model.wrong", "false", "--json", str(tmp_path / "all.json")]
+    monkeypatch.setattr("sys.argv", ["lightning-gnn", "check", *arguments, "--explain"])
+    main()
+    shown, found = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert "dgcl: what 2 ranks send each other" in shown
+    line = line_of("return out + Swapped.apply(out) if self.wrong else out - out.mean(0)")
+    assert re.search(rf"training_step *│ *forward *│ *{line} *│ *mean *│ *nodes along dimension 0", shown), shown
+    assert [each["step"] for each in found][:2] == ["training_step", "validation_step"]
+    assert all(len(each["bytes_sent"]) == 2 for step in found for each in step["operations"])

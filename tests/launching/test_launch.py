@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,81 @@ def test_what_callbacks_and_the_module_keep_comes_back(ran, strategy):
     [told], _ = found.pop("told"), expected.pop("told")
     assert "The ranks have changed Keep.file (cannot pickle" in told
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+THIEF = """
+import socket, sys, lightning as L
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+main_port, taken = LightningEnvironment.main_port.fget, []
+
+
+def take(environment):
+    port, thief = main_port(environment), socket.socket()
+    try:
+        thief.bind(("127.0.0.1", port))
+        thief.listen()
+        taken.append(thief)
+    except OSError:
+        print("is held", flush=True)
+    return port
+
+
+if __name__ == "__main__":
+    LightningEnvironment.main_port = property(take)
+    data, model = GraphDataModule(planted_partition(200)), NodeClassifier(GCN(32, 16, 2, 8))
+    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy=sys.argv[1], devices=2, **options)
+    trainer.fit(model, datamodule=data)
+    trainer.validate(model, datamodule=data, verbose=False)  # of spawned ranks, at another port
+    if trainer.is_global_zero:
+        print("met", not taken)
+"""
+
+
+def robbed(folder: Path, strategy: str) -> Finished:
+    (folder / "thief.py").write_text(THIEF)
+    return run(folder / "thief.py", strategy, cwd=folder)
+
+
+@pytest.mark.program(runs=robbed)
+@pytest.mark.parametrize("strategy", ["dgcl_notebook", "dgcl", "dgcl_spawn"])
+def test_no_other_process_can_take_the_port_where_ranks_meet(ran, strategy):
+    """It is taken as soon as it is known, unless somebody listens there."""
+    output = ran[1].succeeded().output
+    assert output.count("met True") == 1 and "is held" in output
+
+
+FIT = """
+import sys, lightning as L
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+
+if __name__ == "__main__":
+    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy=sys.argv[1], devices=2, **options)
+    trainer.fit(NodeClassifier(GCN(32, 16, 2, 8)), datamodule=GraphDataModule(planted_partition(200)))
+"""
+
+
+def fit_at_a_port_in_use(folder: Path, strategy: str) -> Finished:
+    (folder / "fit.py").write_text(FIT)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return run(
+            folder / "fit.py", strategy, cwd=folder, variables={"MASTER_PORT": str(other.getsockname()[1])}, timeout=100
+        )
+
+
+@pytest.mark.program(runs=fit_at_a_port_in_use)
+@pytest.mark.parametrize("strategy", ["dgcl_notebook", "dgcl", "dgcl_spawn"])
+def test_a_given_port_that_is_in_use_is_named_at_once(ran, strategy):
+    finished = ran[1]
+    assert finished.code == 1 and not finished.left_over
+    said = r"Rank 0 cannot listen at 127.0.0.1:\d+, where ranks meet: another process does \(address in use\)"
+    assert re.search(said, finished.output), finished.output[-3000:]
+    assert "1800 s" not in finished.output
 
 
 def command_line(folder: Path, config: str, options: tuple[str, ...]) -> Finished:

@@ -1,0 +1,120 @@
+"""What ranks send each other in a step: each operation that communicates, with the user's line."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.rows.mode import placement_of, tensors_in, user_line
+from lightning_gnn.rows.ranks import Operation, Ranks
+
+_LAYERS = "Halo exchange"
+"""Begin of the names of operations by which bound layers read other ranks' rows."""
+
+
+class Sender(NamedTuple):
+    """What sends messages.
+
+    Attributes:
+        direction: ``"forward"`` or ``"backward"``.
+        line: the user's, of the forward pass where it is known; empty for what no line of theirs asks for.
+        operation: the function, the layer, or what else ranks do.
+        rows: whose they are and along which dimension; empty where no rows are involved.
+    """
+
+    direction: str
+    line: str
+    operation: str
+    rows: str
+
+
+@dataclass
+class Explanation:
+    """The messages of one step. One object follows the ranks of a :class:`~lightning_gnn.checks.trial.Trial`.
+
+    Attributes:
+        step: the module's method.
+        messages, bytes_sent: of each sender, in order of time: how many each rank has sent to others, by rank.
+    """
+
+    step: str
+    messages: dict[Sender, list[int]] = field(default_factory=dict)
+    bytes_sent: dict[Sender, list[int]] = field(default_factory=dict)
+    _followed: dict[int, tuple[World, Ranks]] = field(default_factory=dict)
+    _in_backward: set[int] = field(default_factory=set)
+    _lines: dict[str, str] = field(default_factory=dict)  # of layers, in their forward
+
+    @contextmanager
+    def following(self, world: World, ranks: Ranks) -> Iterator[None]:
+        """While it is open, messages that a rank sends are those of the step."""
+        self._followed[world.rank] = world, ranks
+        try:
+            with _RowsOfArguments(ranks):
+                yield
+        finally:
+            del self._followed[world.rank]
+
+    @contextmanager
+    def backward(self, rank: int) -> Iterator[None]:
+        """While it is open, messages that a rank sends are those of a backward pass."""
+        self._in_backward.add(rank)
+        try:
+            yield
+        finally:
+            self._in_backward.discard(rank)
+
+    def add(self, rank: int, message: Any) -> None:
+        """Counts a message; called by the rank that sends it."""
+        if rank not in self._followed:
+            return
+        world, ranks = self._followed[rank]
+        sender = self._sender(world, ranks.sends, rank in self._in_backward)
+        num_bytes = message.nbytes if isinstance(message, Tensor) else len(pickle.dumps(message))
+        for counts, number in ((self.messages, 1), (self.bytes_sent, num_bytes)):
+            counts.setdefault(sender, [0] * world.size)[rank] += number
+
+    def _sender(self, world: World, operation: Operation | None, in_backward: bool) -> Sender:
+        direction = "backward" if in_backward else "forward"
+        if operation is not None:
+            return Sender(direction, operation.line, operation.name, operation.rows)
+        name = world.watch.operation
+        if not name.startswith(_LAYERS):
+            return Sender(direction, "" if in_backward else user_line(), name or "Values of all ranks", "")
+        layer = name.partition(" of ")[2]
+        line = self._lines.get(layer, "") if in_backward else self._lines.setdefault(layer, user_line())
+        return Sender(direction, line, f"{_LAYERS} of {layer}", "halo rows along dimension 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        found = [
+            {**each._asdict(), "messages": self.messages[each], "bytes_sent": self.bytes_sent[each]}
+            for each in self.bytes_sent
+        ]
+        return {"step": self.step, "operations": found}
+
+
+class _RowsOfArguments(TorchFunctionMode):
+    """Tells ranks which rows the arguments of the function have that runs."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = [placement_of(x) for x in tensors_in((args, kwargs))]
+        rows = dict.fromkeys(str(each) for each in found if each is not None and each.rows is not None)
+        before, self._ranks.rows = self._ranks.rows, ", ".join(rows)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._ranks.rows = before
