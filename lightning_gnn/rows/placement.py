@@ -18,7 +18,7 @@ from lightning_gnn.rows.ranks import Ranks
 
 ATTRIBUTE = "_lightning_gnn_placement"
 """The attribute of a tensor that holds its placement."""
-SELECTIONS = "_lightning_gnn_selections"
+_SELECTIONS = "_lightning_gnn_selections"
 
 
 class RowSet:
@@ -177,7 +177,7 @@ class RowSet:
         return found, found.places
 
     def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
-        kept = by.__dict__.setdefault(SELECTIONS, _Selections())
+        kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
         known, version = kept.get(self), version_of(by)
         if known is None or known[0] != version:
             known = kept[self] = (version, make())

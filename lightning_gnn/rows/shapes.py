@@ -28,7 +28,6 @@ from lightning_gnn.rows.placement import (
     FROM_ROWS,
     IN_ORDER,
     REPLICATED,
-    SELECTIONS,
     Placement,
     RowCount,
     RowSet,
@@ -102,7 +101,7 @@ _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad"
 def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What is saved in a run has no placement, nor row sets that it has selected."""
     x = args[0]
-    kept = {name: x.__dict__.pop(name) for name in (ATTRIBUTE, SELECTIONS) if name in x.__dict__}
+    kept = {name: x.__dict__.pop(name) for name in [*x.__dict__] if name.startswith("_lightning_gnn")}
     try:
         return func(*args, **kwargs)
     finally:
