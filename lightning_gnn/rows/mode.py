@@ -171,9 +171,7 @@ def unknown_origin(x: Tensor) -> str:
         "by a function that is not followed (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
         "outside of steps and hooks"
     )
-    cure = (
-        "Give the function a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
-    )
+    cure = "Give the function a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
     placement = x.__dict__.get(ATTRIBUTE)
     if placement is not None and placement.view is not None and placement.view.is_stale:
         made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"

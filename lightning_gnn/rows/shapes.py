@@ -24,7 +24,6 @@ from lightning_gnn.rows.mode import (
     user_line,
 )
 from lightning_gnn.rows.placement import (
-    ATTRIBUTE,
     FROM_ROWS,
     IN_ORDER,
     REPLICATED,
