@@ -19,7 +19,10 @@ class CheckCLI(GraphCLI):
     """The options of ``check``, looked at before anything is loaded."""
 
     name = "check"
-    usage = "lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--explain] [--json FILE] [--KEY VALUE ...]"
+    usage = (
+        "lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--explain] [--json FILE] "
+        "[--KEY VALUE ...]"
+    )
     description = (
         "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and "
         "metrics, and say where they differ and why. Nothing is trained. Files and keys are those of fit; used are model, data, "
