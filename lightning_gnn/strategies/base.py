@@ -51,9 +51,6 @@ class GNNStrategy(StepStrategy):
         start_method: how ranks are started: ``"popen"`` runs the script once per rank, ``"spawn"`` and ``"fork"`` start
             processes that run the Trainer's call only. Raise it to ``"fork"`` in notebooks. Under ``torchrun`` and SLURM
             ranks are there already.
-        loss_reduction: of training on batches, under ``"sampling"``: ``"mean"`` if the step's loss is a mean over the seeds of
-            the rank's batch, ``"sum"`` if it is a sum. A step that takes a mean over something else returns
-            ``{"loss": loss, "loss_weight": count}``. A loss of the whole graph is taken as it is.
         predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
             original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
             (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a
@@ -92,11 +89,13 @@ class GNNStrategy(StepStrategy):
         """
         return [{}]
 
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """What the losses of steps on a rank's own batch are over its rows; a loss of the whole graph is taken as it is."""
+
     def __init__(
         self,
         scheme: Scheme,
         start_method: StartMethod = "popen",
-        loss_reduction: Literal["mean", "sum"] = "mean",
         predictions: Predictions = "all",
         shared_memory: bool = True,
         timeout: float = 1800.0,
@@ -111,7 +110,6 @@ class GNNStrategy(StepStrategy):
         **plugins: Any,
     ) -> None:
         super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
-        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
         check_flags(stochastic_rounding=stochastic_rounding)
@@ -130,7 +128,7 @@ class GNNStrategy(StepStrategy):
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.recompute, self.offload = recompute, offload
-        self.loss_reduction, self.predictions = loss_reduction, predictions
+        self.predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
         self._codec: Codec | None = None

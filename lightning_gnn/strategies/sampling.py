@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import (
     Fanouts,
+    check_choice,
     check_flags,
     check_numbers,
     check_seed,
@@ -122,6 +123,8 @@ class SamplingStrategy(GNNStrategy):
         feature_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
             its ranks share: rows are chosen in the same way, and 4 bytes for each node, where its row is, are taken from it.
             Other rows are read from the store, whose pages the system may have in memory or not. By default, or with 0, all are.
+        loss_reduction: ``"mean"`` if the loss of a training step is a mean over the seeds of the rank's batch, ``"sum"`` if it is
+            a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
         seed: of sampling and of the order of seeds.
         weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
             types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
@@ -174,12 +177,14 @@ class SamplingStrategy(GNNStrategy):
         score: Score | None = None,
         evaluation: Literal["layers", "batches"] | None = None,
         feature_cache: int | str | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
         self._given = checked_batches(fanouts, batch_size), batch_size
         if method is None or not is_one_of(method, METHODS):
             raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
         check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
         check_seed(seed)
         check_numbers(cache_mb=cache_mb)
@@ -218,6 +223,7 @@ class SamplingStrategy(GNNStrategy):
                 "Leave one of them out."
             )
         super().__init__(SamplingScheme(keep_constant, _IN_BATCHES[evaluation]), **options)
+        self.loss_reduction = loss_reduction
         self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
         self.replace, self.directed, self.method = replace, directed, method

@@ -281,7 +281,7 @@ def test_a_module_for_float32_only_is_checked_as_it_is():
 
 
 def test_a_sum_may_be_said_to_be_one():
-    assert check_parity(Step("sum"), uneven(), [DGCLStrategy(loss_reduction="sum")]).ok
+    assert check_parity(Step("sum"), uneven(), [DGCLStrategy()]).ok
 
 
 def test_one_finding_for_all_schemes():

@@ -318,7 +318,7 @@ def sum_logged_by_a_hook() -> Case:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("again", outputs["loss"])
 
-    return Case(Module(), graph(), strategy={"loss_reduction": "sum"})
+    return Case(Module(), graph())
 
 
 @idiom(
@@ -333,7 +333,7 @@ def half_a_sum_logged_by_a_hook() -> Case:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("half", outputs["loss"] / 2)
 
-    return Case(Module(), graph(), strategy={"loss_reduction": "sum"})
+    return Case(Module(), graph())
 
 
 @idiom(

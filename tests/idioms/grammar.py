@@ -278,7 +278,7 @@ GRAMMAR: dict[str, list[str]] = {
         "init: self.register_buffer('weight', torch.arange(1.0, CLASSES + 1)) ;; "
         "loss = F.cross_entropy(out[mask], y[mask], self.weight) ;; "
         "return {'loss': loss, 'loss_weight': self.weight[y[mask]].sum()}",
-        "strategy: 'loss_reduction': 'sum' ;; loss = F.cross_entropy(out[mask], y[mask], reduction='sum')",
+        "loss = F.cross_entropy(out[mask], y[mask], reduction='sum')",
         "total = F.cross_entropy(out[mask], y[mask], reduction='sum') ;; "
         "loss = total / mask.sum().double() ;; return {'loss': loss, 'loss_weight': 1}",
         "loss = out.pow(2).mean() ;; return {'loss': loss, 'loss_weight': len(out)}",

@@ -136,18 +136,9 @@ def log_loss() -> Case:
     return case(over_mask(loss))
 
 
-@idiom(source="the sum over training nodes, without loss_reduction")
+@idiom(source="the sum over training nodes")
 def sum_over_nodes() -> Case:
     return case(over_mask(F.cross_entropy, reduction="sum"))
-
-
-@idiom(source="the sum over training nodes, loss_reduction='sum'", stages=("fit",))
-def sum_over_nodes_by_option() -> Case:
-    class Quiet(Trains):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(self.model(batch.x, batch.edge_index), batch)
-
-    return Case(Quiet(over_mask(F.cross_entropy, reduction="sum")), graph(), strategy={"loss_reduction": "sum"})
 
 
 @idiom(source="a penalty on weights beside the loss")
@@ -329,7 +320,7 @@ def graph_saint_norms() -> Case:
     data.node_norm = torch.linspace(0.5, 1.5, 80).double() / 30
     data.edge_weight = torch.ones(data.num_edges).double()
     data.edge_norm = torch.linspace(0.5, 1.5, data.num_edges).double()
-    return Case(Saint(), data, strategy={"loss_reduction": "sum"})
+    return Case(Saint(), data)
 
 
 # Targets ######################################################################

@@ -483,7 +483,7 @@ def summed(rank: int, world_size: int, parts: int, strategy: str) -> Any:
     module = Summed(()).double()
     chosen: Any = strategy
     if strategy != "auto":
-        chosen = DGCLStrategy(timeout=60, self_check=False, loss_reduction="sum")
+        chosen = DGCLStrategy(timeout=60, self_check=False)
     trainer = quiet_trainer(chosen, world_size)
     trainer.fit(module, datamodule=GraphDataModule(graph, partition=part if world_size > 1 else None))
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}

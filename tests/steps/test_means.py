@@ -51,12 +51,6 @@ def test_each_mean_is_over_the_rows_of_all_ranks(way):
     assert max(max(filter(None, each.differences.values())) for each in report.schemes) < 1e-13
 
 
-@pytest.mark.parametrize("partition", [PART, "metis"])
-def test_loss_reduction_does_not_scale_a_loss_of_the_whole_graph(partition):
-    data = GraphDataModule(awkward_graph(), partition=partition)
-    assert check_parity(SeveralMeans("means alone"), data, [DGCLStrategy(loss_reduction="sum")]).ok
-
-
 def fit(rank: int, world_size: int, strategy: Any) -> Any:
     module, recorder = SeveralMeans("own"), Recorder()
     trainer = quiet_trainer(strategy or DGCLStrategy(timeout=60), world_size, callbacks=[recorder])
