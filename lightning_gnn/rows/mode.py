@@ -307,10 +307,18 @@ class RowsMode(TorchFunctionMode):
         before, self.paused, self.in_backward = (self.paused, self.in_backward), 0, in_backward
         is_open = self in (_open.modes or _everywhere) and not in_rule
         try:
-            with nullcontext() if is_open else self:
+            with nullcontext() if is_open else self, self._left_eager():
                 yield
         finally:
             self.paused, self.in_backward = before
+
+    def _left_eager(self) -> AbstractContextManager[Any]:
+        """While open, what torch.compile has made runs as it was: compiled code would be one rank's."""
+        set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6; of all threads
+        if "torch._dynamo" not in sys.modules or self.ranks.world.stand_ins or set_stance is None:
+            return nullcontext()
+        found: AbstractContextManager[Any] = set_stance("force_eager")
+        return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
