@@ -228,7 +228,7 @@ def adamw() -> Case:
     return _with(partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, amsgrad=True, foreach=True))
 
 
-@idiom(source="PyTorch docs: LBFGS", refused="LBFGS", stages=("fit",))
+@idiom(source="PyTorch docs: LBFGS", stages=("fit",))
 def lbfgs() -> Case:
     return _with(partial(torch.optim.LBFGS, lr=0.1))
 
