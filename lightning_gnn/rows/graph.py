@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_gnn.rows.mode import (
     place,
     placement_of,
     tensors_in,
+    tensors_now,
     unknown_origin,
 )
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
@@ -127,11 +128,14 @@ class GraphRows:
         placement = x.__dict__.get(ATTRIBUTE)
         return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
 
-    def place_state(self, module: torch.nn.Module, world: World) -> None:
+    def place_state(self, module: torch.nn.Module, world: World, now: Iterable[Tensor] | None = None) -> None:
         """Sets the placement of a module's buffers and tensors among attributes: replicated, where all ranks have the same. Other
-        tensors that there are now are compared where they meet rows."""
+        tensors that there are `now`, by default all of the process, are compared where they meet rows."""
         found = dict(_state(module))
-        self.mode.note_constants(tensors_in([store.to_dict() for store in self._batch.stores]))
+        if now is None and world.stand_ins:  # ranks of one process have the same, and look once
+            now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
+        now = tensors_now() if now is None else now
+        self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._batch.stores]))
         by_rank = world.all_gather_object({name: digest_of(x) for name, x in found.items()})
         for name, x in found.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import tensors_now
 from lightning_gnn.strategies.dgcl import DGCLScheme
 from rows.programs import Net, Program, make_graph
 
@@ -29,6 +31,12 @@ def parts(num_nodes: int, ranks: int) -> np.ndarray:
     return part
 
 
+@cache
+def tensors_before() -> list[Tensor]:
+    """Returns the tensors of this process when first asked for: to look for them takes longer than most programs."""
+    return tensors_now()
+
+
 def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = None) -> list[Any]:
     """Returns by rank what a program gives, with gradients of one device, or what it raises."""
     graph = make_graph()
@@ -37,13 +45,13 @@ def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = N
     layout = LayoutSpec("edge_cut", ranks)
     shards = split_graph(data, parts(graph.num_nodes, ranks) if part is None else part, layout, None, None)
     nets = [copy.deepcopy(net) for _ in range(ranks)]
-    meeting = Meeting(ranks)
+    meeting, now = Meeting(ranks), tensors_before()
 
     def on_rank(rank: int) -> Any:
         world, shard, own = InProcessWorld(rank, meeting), shards[rank], nets[rank]
         binding = DGCLScheme().bind(own, shard, world, Meter())
         rows = GraphRows(shard, world, expand=expand, reduce=reduce)
-        rows.place_state(own, world)
+        rows.place_state(own, world, now)
         batch = copy.copy(shard.batch)
         with graph_in_use(binding.context, this_thread_only=True), rows.mode:
             value = program(own, batch)
