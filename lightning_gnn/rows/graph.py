@@ -22,6 +22,7 @@ from lightning_gnn.rows.mode import (
     place,
     placement_of,
     tensors_in,
+    tensors_now,
     unknown_origin,
 )
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
@@ -131,7 +132,10 @@ class GraphRows:
         """Sets the placement of a module's buffers and tensors among attributes: replicated, where all ranks have the same. Other
         tensors that there are now are compared where they meet rows."""
         found = dict(_state(module))
-        self.mode.note_constants(tensors_in([store.to_dict() for store in self._batch.stores]))
+        now = tensors_now() if world.rank == 0 or not world.stand_ins else []
+        if world.stand_ins:  # ranks of one process have the same, and look once
+            now = world.all_gather_object(now)[0]
+        self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._batch.stores]))
         by_rank = world.all_gather_object({name: digest_of(x) for name, x in found.items()})
         for name, x in found.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:

@@ -167,6 +167,11 @@ def place(x: Any, placement: Placement) -> Any:
     return x
 
 
+def tensors_now() -> list[Tensor]:
+    """Returns all tensors that there are in this process."""
+    return [x for x in gc.get_objects() if type(x) is Tensor]
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in arguments, which may be lists, tuples and dicts."""
     if isinstance(value, Tensor):
@@ -384,15 +389,11 @@ class RowsMode(TorchFunctionMode):
                 raise self.refuse(f"{rows.name} are combined with {unknown_origin(x)}")
         return found
 
-    def note_constants(self, apart: Iterable[Tensor] = ()) -> None:
-        """Notes which tensors there are before the run: they are constants if all ranks have the same.
-
-        Args:
-            apart: tensors of this rank's part of the graph, which are none.
-        """
+    def note_constants(self, found: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> None:
+        """Notes tensors from before the run, see :func:`tensors_now`; `apart` are those of this rank's part of the graph."""
         known = {id(x) for x in apart}
-        for x in gc.get_objects():
-            if type(x) is Tensor and id(x) not in known:
+        for x in found:
+            if id(x) not in known:
                 self.note_constant(x)
 
     def note_constant(self, x: Tensor) -> None:
