@@ -964,7 +964,11 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         mode.tagged(x, FROM_ROWS)
         return None
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
-    if items is None or placement.local_ids or any(each is None for each in items):
+    if (
+        items is None
+        or (placement.local_ids and not _keeps_ends(placement, items, value))
+        or any(each is None for each in items)
+    ):
         return mode.on_all_rows(func, args, kwargs)
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
@@ -995,6 +999,13 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     region[place] = local
     func(x, tuple(mapped(region, _int)), value)
     return None
+
+
+def _keeps_ends(placement: Placement, items: Sequence[Any], value: Any) -> bool:
+    """Returns whether what is assigned to edges leaves them where they are: they end at this rank's own rows."""
+    of = _placement(value)
+    into_sources = placement.local_ids == "source" or (placement.local_ids == "both" and items[0] == 0)
+    return of is not None and (of.local_ids == "target" or (of.local_ids == "source" and into_sources))
 
 
 def _assigned(mode: RowsMode, rows: RowSet, item: Any, x: Tensor) -> tuple[RowSet, Any] | None:
