@@ -21,9 +21,9 @@ STATE = (
     "its parameters and buffers, such as a count or the last output"
 )
 UNKNOWN = (
-    "Its code computes something that is not followed, such as the backward of a torch.autograd.Function. Compare a "
-    "few epochs with "
-    "devices=1, or use functions of torch"
+    "Its code computes something that is not followed, such as the backward of a torch.autograd.Function, or uses the "
+    "number of ranks, as in loss / self.trainer.world_size: leave that out, a loss is that of all ranks. Compare a few "
+    "epochs with devices=1, or use functions of torch"
 )
 
 

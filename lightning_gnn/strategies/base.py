@@ -265,8 +265,8 @@ class GNNStrategy(StepStrategy):
     def teardown(self) -> None:
         trainer = self._trainer
         if trainer is not None:
-            for callback in self._callbacks:
-                trainer.callbacks.remove(callback)
+            # A LearningRateFinder that fails leaves others in their place.
+            trainer.callbacks[:] = [each for each in trainer.callbacks if each not in self._callbacks]
             data = getattr(trainer, "datamodule", None)
             if self._start_method != "popen" and isinstance(data, GraphDataModule):
                 data.tell_of_changes("its process ends with this call")

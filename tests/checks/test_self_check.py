@@ -262,6 +262,18 @@ class MeanOfTheBatch(UserModule):
         return super().training_step(batch, batch_idx)
 
 
+class DividesByRanks(UserModule):
+    """As some do under DistributedDataParallel."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.world_size
+
+
+def test_a_loss_divided_by_the_number_of_ranks_is_named():
+    found = check(DividesByRanks(build("gcn")), trainer=any_trainer())
+    assert re.search(r"the loss differs by 5.0e-01 .*leave that out, a loss is that of all ranks", found.problem or "")
+
+
 @pytest.mark.parametrize("kind", [SumLoss, OwnMean, MeanOfTheBatch])
 def test_losses_and_buffers_of_any_rows_are_exact(kind):
     assert verdict(check(kind(build("gcn")))) == (None, None, None)

@@ -303,6 +303,20 @@ def draws(rank: int, world_size: int) -> tuple[float, list[float]]:
     return float(trainer.callback_metrics["train_loss"]), seen
 
 
+class LeavesOwnCallbacks(L.Callback):
+    """As Lightning's LearningRateFinder, whose trial has callbacks of its own, where that fails."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.callbacks = []
+        raise KeyError("the cause")
+
+
+def test_an_error_stays_the_last_where_callbacks_are_others():
+    trainer = quiet_trainer("dgcl", 1, max_epochs=1, callbacks=[LeavesOwnCallbacks()])
+    with pytest.raises(KeyError, match="the cause"):
+        trainer.fit(UserModule(build("gcn")).double(), datamodule=GraphDataModule(awkward_graph()))
+
+
 def test_hooks_draw_alike_and_runs_repeat(ranks):
     first = ranks.run(2, draws)
     assert first[0][1] == first[1][1]
