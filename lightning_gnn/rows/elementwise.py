@@ -81,9 +81,6 @@ def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     rows, right, _ = target_of(found)
     if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
         return mode.on_all_rows(func, args, kwargs)
-    if kwargs.get("out") is not None:
-        out = kwargs["out"]
-        return mode.written(out, rowwise(mode, func, args, {k: v for k, v in kwargs.items() if k != "out"}))
     name = name_of(func)
 
     def change(value: Any) -> Any:
@@ -166,9 +163,8 @@ RANDOM: set[Any] = set()
 
 
 def random(rule: Rule) -> Rule:
-    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those
-    of one
-    device."""
+    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those of
+    one device."""
 
     def draw(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if not mode.row_tensors(args, kwargs):
@@ -202,13 +198,7 @@ def first_rows(own_dims: Callable[[Tensor, Any, Any], Iterable[int]] = lambda x,
             return mode.plain(func, args, kwargs)
         x = args[0] if args else kwargs.get("input")
         placement = placement_of(x) if isinstance(x, Tensor) else None
-        if (
-            placement is None
-            or placement.rows is None
-            or len(found) > 1
-            or placement.local_ids
-            or kwargs.get("out") is not None
-        ):
+        if placement is None or placement.rows is None or len(found) > 1 or placement.local_ids:
             return mode.on_all_rows(func, args, kwargs)
         if any(dim % max(1, x.dim()) == placement.dim for dim in own_dims(x, args, kwargs)):
             return mode.on_all_rows(func, args, kwargs)
@@ -235,10 +225,6 @@ def dim_argument(place: int, default: int | None) -> Callable[[Tensor, Any, Any]
         return dim if isinstance(dim, (tuple, list)) else (dim,)
 
     return find
-
-
-def _flat_ints(given: Any) -> list[int]:
-    return [each for one in given for each in (one if isinstance(one, (tuple, list)) else (one,))] if given else []
 
 
 def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:

@@ -54,9 +54,7 @@ def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place
             return mode.plain(func, args, kwargs)
         call = _Call(args, kwargs, place)
         placement = placement_of(call.x)
-        if placement is None or placement.rows is None or len(found) > 1 or kwargs.get("out") is not None:
-            return mode.on_all_rows(func, args, kwargs)
-        if placement.local_ids:
+        if placement is None or placement.rows is None or len(found) > 1 or placement.local_ids:
             return mode.on_all_rows(func, args, kwargs)
         if call.over(placement):
             return over_rows(mode, func, call, placement)
@@ -166,7 +164,7 @@ def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
         and order is not None
         and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
     )
-    typed = kwargs.get("dtype") is not None or kwargs.get("out") is not None or len(args) > 4
+    typed = kwargs.get("dtype") is not None or len(args) > 4
     if typed or of_matrix or (isinstance(order, str) and order != "fro"):
         return mode.on_all_rows(func, args, kwargs)
     if not call.over(placement):

@@ -351,7 +351,7 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     rows, right, _ = target_of(found)
     most = max(each.dim() for each in given)
-    if kwargs.get("out") is not None or any(of.local_ids for _, of in found):
+    if any(of.local_ids for _, of in found):
         return mode.on_all_rows(func, args, kwargs)
     if dim % most != most - right:
         given = [converted(mode, each, rows, right, "cat") for each in given]
@@ -371,7 +371,7 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found = mode.row_tensors(args, kwargs)
-    if not found or kwargs.get("out") is not None or any(of.local_ids for _, of in found):
+    if not found or any(of.local_ids for _, of in found):
         return mode.other(func, args, kwargs)
     given = kwargs.get("tensors", args[0] if args else ())
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)

@@ -20,7 +20,7 @@ from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import tensors_now
 from lightning_gnn.strategies.dgcl import DGCLScheme
-from rows.programs import Net, Program, make_graph
+from rows.programs import Net, Program, Result, assert_same, make_graph
 
 
 def parts(num_nodes: int, ranks: int) -> np.ndarray:
@@ -67,6 +67,16 @@ def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = N
         return whole, grads
 
     return meeting.run(on_rank)
+
+
+def assert_of_one_device(found: list[Any], expected: Result, name: str) -> None:
+    """Compares what :func:`on_ranks` returns with what a program gives on one device, where None stands for gradients of zero."""
+    for rank in found:
+        assert not isinstance(rank, BaseException), (name, rank)
+        value, gradients = rank
+        assert_same(value, expected.value, name)
+        wanted = {key: torch.zeros_like(gradients[key]) if g is None else g for key, g in expected.gradients.items()}
+        assert_same(gradients, wanted, name)
 
 
 def global_of(value: Any) -> Any:

@@ -19,8 +19,8 @@ from lightning_gnn import NotExactError, fetch_rows
 from lightning_gnn.kernels import sums
 from lightning_gnn.rows import local_rows
 from lightning_gnn.rows.mode import active_mode
-from rows.programs import CLASSES, Net, Program, assert_same, make_graph, make_net, reference
-from rows.ranks import on_ranks
+from rows.programs import CLASSES, Net, Program, make_graph, make_net, reference
+from rows.ranks import assert_of_one_device, on_ranks
 
 DRAWN = torch.Generator().manual_seed(7)
 
@@ -62,13 +62,7 @@ PROGRAMS: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_constants_are_those_of_one_device(name):
-    expected = reference(PROGRAMS[name])
-    for rank in on_ranks(PROGRAMS[name], make_net(), 3):
-        assert not isinstance(rank, BaseException), rank
-        value, gradients = rank
-        assert_same(value, expected.value, name)
-        wanted = {key: torch.zeros_like(gradients[key]) if g is None else g for key, g in expected.gradients.items()}
-        assert_same(gradients, wanted, name)
+    assert_of_one_device(on_ranks(PROGRAMS[name], make_net(), 3), reference(PROGRAMS[name]), name)
 
 
 def refused(program: Callable[[Net, Any], Any]) -> str:
