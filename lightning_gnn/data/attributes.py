@@ -20,13 +20,10 @@ from typing_extensions import override
 
 Kind = Literal["node", "edge", "graph"]
 
-STAND_INS = "stand_ins"
-"""The attribute of a batch that says, by mask, which row is in it only because this rank has no labelled one."""
-
 SPLITS = {"train": "train_mask", "val": "val_mask", "valid": "val_mask", "validation": "val_mask", "test": "test_mask"}
 """By the name of a part of a split, the mask."""
 
-OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size", STAND_INS)
+OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size")
 """What a batch has of its own under these names."""
 
 _NO_SEEDS = (

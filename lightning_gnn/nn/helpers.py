@@ -10,13 +10,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.lazy_ids import lazy_ids, stored_ids
-from lightning_gnn.data.sources import MASKS, is_labelled
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
@@ -27,7 +24,6 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.graphs: list[list[GraphContext | None]] = []
-        self.left_out = False
 
 
 _here = _Here()
@@ -186,31 +182,3 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
             for each in others:
                 place(each, rows.at(0))
     return edges, *others
-
-
-def labelled(batch: Data, mask: str) -> Tensor:
-    """Returns which nodes of a mask count in means: those with a label, bool ``[N]``.
-
-    A rank without any has one other node in its mask, so that a mean over it is a number; the rank weighs nothing then. What is
-    counted or summed otherwise must leave that node out, and labels of it are none of the mask's: take the mask from here.
-
-    Args:
-        batch: of the step.
-        mask: ``"train_mask"``, ``"val_mask"`` or ``"test_mask"``.
-    """
-    if mask not in MASKS:
-        raise ValueError(f"labelled takes the name of a mask of nodes, one of {', '.join(MASKS)} (got {mask!r}).")
-    chosen, y = batch[mask], batch.get("y")
-    if y is not None:
-        chosen = chosen & is_labelled(y)
-    row = batch.get(STAND_INS, {}).get(mask)
-    if row is not None and chosen[row] and chosen.sum() == 1:
-        chosen = torch.zeros_like(chosen)
-        _here.left_out = True
-    return chosen
-
-
-def left_stand_in_out() -> bool:
-    """Returns whether this thread's code has left a row that stands in out since the last call, by :func:`labelled`."""
-    left_out, _here.left_out = _here.left_out, False
-    return left_out

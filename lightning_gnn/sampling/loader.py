@@ -19,7 +19,6 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.data.ahead import BatchThread, Copies, Sent
-from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.sampling.draws import OtherNodes, draw_others
@@ -449,14 +448,9 @@ class SampledBatches:
     def _made(self, epoch: int, step: int, of_ranks: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
         counts = self.batches.counts(step)
         random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
-        seeds = of_ranks[self._rank]
         given = {rank: each if len(each) else self._stand_in for rank, each in of_ranks.items()}
         own = given.pop(self._rank)
         batch = maker.make(own, random_seeds, None if self._others is None else given)
-        if not len(seeds):
-            nodes = part_of(batch, maker.store.types.input_type)
-            chosen = {name: nodes[name].nonzero() for name in MASKS if name in nodes}
-            nodes[STAND_INS] = {name: int(rows) for name, rows in chosen.items() if len(rows) == 1}
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
         return batch

@@ -18,7 +18,6 @@ from torch_geometric.data import Data
 from torch_geometric.sampler import HeteroSamplerOutput
 from typing_extensions import override
 
-from lightning_gnn.data.attributes import STAND_INS
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.adjacency import Adjacency
@@ -105,8 +104,6 @@ class SubgraphBatchMaker(BatchMaker):
         batch = self._batch(found, self.store)
         batch.train_mask = self._training[nodes]
         batch.num_seeds = 0 if idle else int(batch.train_mask.sum())
-        if idle:
-            batch[STAND_INS] = {"train_mask": len(nodes) - 1}
         return batch
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.nn.helpers import left_stand_in_out
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
@@ -104,7 +103,6 @@ class GlobalLogs:
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
         """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
-        left_stand_in_out()  # what has been left out before counts for nothing
         self._is_whole = False
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()

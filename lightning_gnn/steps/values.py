@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.data.sources import MASKS, counted_mask
-from lightning_gnn.nn.helpers import labelled
+from lightning_gnn.data.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import NotExactError
 from lightning_gnn.steps.logs import GlobalLogs
@@ -133,7 +132,7 @@ class StepValues:
             for name in (mask, *labels)
         ):
             return self._shard.mask_counts[mask]
-        own = int(labelled(batch, mask).sum() if mask in MASKS else batch[mask].sum())
+        own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])
         return tuple(self._world.all_gather_object(own))
 
     def predicted(self, output: Any, mode: Predictions, folder: Path) -> Any:

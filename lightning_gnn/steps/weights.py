@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.nn.helpers import left_stand_in_out
 
 
 @dataclass
@@ -128,13 +127,12 @@ def loss_scale(
         counts: labelled nodes of the stage's mask on each rank: what it is over otherwise.
         reduction: ``"mean"`` or ``"sum"``.
         gather: returns the tensors of all ranks, ``[P, ...]``.
-        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing, unless the step has left them out.
+        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing.
         sizes: nodes and edges of this rank. A weight of all of them, or of several columns of each, is none of the mask.
 
     Raises:
         ValueError: on all ranks: a weight may count rows that stand in, and others.
     """
-    stand_ins = 0 if left_stand_in_out() else stand_ins
     said = _weights_of(output, counts, gather, stand_ins, sizes)
     return scale_by(said, counts, rank, reduction, stand_ins), said
 
