@@ -54,15 +54,7 @@ def check(arguments: Sequence[str]) -> None:
     if cli.config.explain:
         return explain(cli)
     with in_a_line():
-        report = check_parity(
-            cli.module,
-            cli.datamodule,
-            cli.strategies,
-            cli.ranks // cli.hosts,
-            cli.hosts,
-            cli.config.nodes,
-            cli.config.seed,
-        )
+        report = check_parity(cli.module, cli.datamodule, cli.strategies, *_size(cli))
     cli.console.print(report.table())
     for line in report.lines():
         cli.console.print(line, soft_wrap=True)
@@ -70,17 +62,14 @@ def check(arguments: Sequence[str]) -> None:
     sys.exit(not report.ok)
 
 
+def _size(cli: CheckCLI) -> tuple[int, int, int | None, int]:
+    """Returns ranks of a machine, machines, nodes to look at, and the seed."""
+    return cli.ranks // cli.hosts, cli.hosts, cli.config.nodes, cli.config.seed
+
+
 def explain(cli: CheckCLI) -> None:
     """Prints what ranks send each other in each step, under the configured strategy."""
     with in_a_line():
-        found = explain_steps(
-            cli.module,
-            cli.datamodule,
-            cli.strategy,
-            cli.ranks // cli.hosts,
-            cli.hosts,
-            cli.config.nodes,
-            cli.config.seed,
-        )
+        found = explain_steps(cli.module, cli.datamodule, cli.strategy, *_size(cli))
     cli.console.print(explanation_table(found, f"{cli.strategy.strategy_name}: what {cli.ranks} ranks send each other"))
     cli.write_json([each.as_dict() for each in found])

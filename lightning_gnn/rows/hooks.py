@@ -72,7 +72,12 @@ def _is_of_user(trainer: Any, action: str) -> bool:
     if owner.startswith("[LightningDataModule]"):
         return is_overridden(hook, trainer.datamodule, pl.LightningDataModule)
     callbacks = [each for each in trainer.callbacks if owner == f"[Callback]{each.state_key}"]
-    return any(_has_tensors(type(each)) for each in callbacks)
+    return any(_has_tensors(type(each)) and _overrides(each, hook) for each in callbacks)
+
+
+def _overrides(callback: pl.Callback, hook: str) -> bool:
+    """As Lightning's ``is_overridden``, which takes no partial functions and other objects that a callback has as a hook."""
+    return getattr(getattr(callback, hook, None), "__func__", None) is not getattr(pl.Callback, hook, None)
 
 
 def _has_tensors(callback: type[pl.Callback]) -> bool:
