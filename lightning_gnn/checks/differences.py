@@ -17,8 +17,7 @@ LOGGED_TOLERANCE = 1e-5
 """Of logged values: torchmetrics computes in float32."""
 STATE = (
     "Run a second time on the same graph with the same seeds, one device gives something else: the module keeps "
-    "something outside of "
-    "its parameters and buffers, such as a count or the last output"
+    "something outside of its parameters and buffers, such as a count or the last output"
 )
 UNKNOWN = (
     "Its code computes something that is not followed, such as the backward of a torch.autograd.Function, or uses the "

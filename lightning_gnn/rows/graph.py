@@ -141,11 +141,10 @@ class GraphRows:
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
                 place(x, REPLICATED)
 
-    @staticmethod
-    def release(module: torch.nn.Module) -> None:
+    def release(self, module: torch.nn.Module) -> None:
         """Takes the placements of a module's buffers and other tensors away."""
         for _, x in _state(module):
-            x.__dict__.pop(ATTRIBUTE, None)
+            self.mode.untagged(x)
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
@@ -172,8 +171,7 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
     """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without
-    effect where
-    row semantics do not hold."""
+    effect where row semantics do not hold."""
     placement = placement_of(of)
     if placement is not None and placement.rows is not None:
         rows = placement.rows.select(mask)
@@ -191,8 +189,7 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
     if isinstance(value, Tensor) and str(reduce_op).lower() not in ("mean", "avg"):
         raise NotExactError(
             f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Leave it out: "
-            "x.sum(), x.mean() and "
-            "the like are over the rows of all ranks."
+            "x.sum(), x.mean() and the like are over the rows of all ranks."
         )
     return value
 

@@ -1,8 +1,7 @@
 """RowsMode: inside it, each function of torch does to row tensors what it does to the tensors of the whole graph on one device.
 
 Functions are looked up in :data:`RULES`. Those without a rule get the rows of all ranks, gathered, on every rank: that is
-exact for any
-function. Rules save messages and memory where rows need not be gathered.
+exact for any function. Rules save messages and memory where rows need not be gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -229,15 +230,15 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def user_line() -> str:
     """Returns file and line of the code that called a function, past torch and other libraries."""
-    frame = sys._getframe(1)
-    first = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not any(part in file for part in _SKIPPED):
-            first = frame
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if first is None else f"{first.f_code.co_filename}:{first.f_lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_of_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@lru_cache(4096)  # of the few files on a stack, which is walked for each message
+def _is_of_library(file: str) -> bool:
+    return any(part in file for part in _SKIPPED)
 
 
 _OWN = str(Path(__file__).parent.parent)
@@ -561,8 +562,7 @@ class RowsMode(TorchFunctionMode):
         if free is not None and needed > free:
             raise MemoryError(
                 f"{user_line()}: {operation} needs the rows of all ranks on each rank, {needed / 1e9:.3g} GB, and "
-                f"{free / 1e9:.3g} GB "
-                "are available."
+                f"{free / 1e9:.3g} GB are available."
             )
 
     def own(self, x: Tensor, placement: Placement) -> Tensor:
@@ -651,8 +651,7 @@ _LARGE = 1 << 20
 _MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
 LOCAL_IDS = (
     "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of "
-    "sources with "
-    "lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
+    "sources with lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
 )
 
 

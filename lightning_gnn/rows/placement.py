@@ -1,8 +1,7 @@
 """Placements: which dimension of a tensor has one row per node or edge, and which of the rows each rank holds.
 
 Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank holds some of
-its rows.
-A *replicated* tensor is whole and equal on every rank. The placement of any other tensor is unknown.
+its rows. A *replicated* tensor is whole and equal on every rank. The placement of any other tensor is unknown.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ class RowSet:
 
     def choose(self, index: Tensor) -> tuple[RowSet, Tensor]:
         """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and
-        where this
-        rank has them: each is on the rank that owns it. All ranks call it."""
+        where this rank has them: each is on the rank that owns it. All ranks call it."""
 
         def make() -> RowSet:
             index_ = torch.where(index < 0, index + self.total, index).to(self.keys.device)

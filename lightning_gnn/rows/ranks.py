@@ -1,9 +1,9 @@
 """Messages of row semantics, and the functions of autograd that send them.
 
 Gradients: a gradient of rows is whole, at the rank that has the row. A gradient of a replicated tensor that was reduced from
-rows is
-the same on all ranks, the true one divided by the number of ranks P; the loss begins with 1/P. Parameters get partial gradients,
-which are summed over ranks at the end of the backward. The functions below are transposes of each other in this sense.
+rows is the same on all ranks, the true one divided by the number of ranks P; the loss begins with 1/P. Parameters get partial
+gradients, which are summed over ranks at the end of the backward. The functions below are transposes of each other in this
+sense.
 """
 
 from __future__ import annotations
@@ -145,8 +145,7 @@ class Ranks:
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(by_rank))
         raise DivergedError(
             f"Ranks came to different operations over all nodes ({shown}). All ranks must run the same operations in "
-            "the same order: "
-            "make conditions and loops depend on values that are the same on all ranks."
+            "the same order: make conditions and loops depend on values that are the same on all ranks."
         )
 
     def gather_rows(

@@ -631,8 +631,7 @@ register(_from_values, "new_tensor", (Tensor,))
 
 _LEAVES = (
     "{0} would see this rank's rows only. Take lightning_gnn.gather_global(x), which has the rows of all ranks in the "
-    "order of the graph, "
-    "on every rank"
+    "order of the graph, on every rank"
 )
 
 
@@ -1122,8 +1121,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim
     if not at_targets or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
         raise mode.refuse(
             f"{name} by edge_index is exact for a result with one row per node, zeros(x.size(0), ...), and along "
-            "dimension 0. Use a "
-            "conv, or the helpers lightning_gnn.expand and lightning_gnn.reduce (docs/models.md)"
+            "dimension 0. Use a conv, or the helpers lightning_gnn.expand and lightning_gnn.reduce (docs/models.md)"
         )
     if isinstance(src, Tensor):
         src = given["src"] = converted(mode, src, of.rows, src.dim(), name)

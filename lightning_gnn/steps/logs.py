@@ -39,8 +39,7 @@ _FIRST = 16
 @dataclass
 class _Call:
     """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`. A tensor that
-    `is_tracked` is
-    known to be the same on all ranks."""
+    `is_tracked` is known to be the same on all ranks."""
 
     name: str
     value: Any

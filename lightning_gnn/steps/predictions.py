@@ -36,8 +36,8 @@ class PredictedRows:
 
     def __call__(self, output: Any) -> Any:
         """Returns what one device would: rows of nodes and edges, or of a selection of these, in the order of the graph, on
-        every rank
-        or as the mode says. Arrays of numpy and lists of numbers are as the tensors that they were made of. All ranks call it.
+        every rank or as the mode says. Arrays of numpy and lists of numbers are as the tensors that they were made of. All ranks
+        call it.
 
         Raises:
             NotExactError: it is not known which rows something has.

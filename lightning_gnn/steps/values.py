@@ -110,16 +110,15 @@ class StepValues:
 
     def check_loss(self, own: Tensor, mean: Tensor | None) -> None:
         """Raises :class:`NotExactError` on ranks whose loss of the whole graph is not the `mean` of those of all ranks; not
-        looked at
-        on devices, where the host would wait for it."""
+        looked at on devices, where the host would wait for it."""
         if not self._is_whole or mean is None or own.device.type != "cpu" or own.numel() != 1:
             return
         rtol = 1e-4 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
         if not torch.allclose(own.double(), mean.double().reshape(own.shape), rtol=rtol, atol=1e-12, equal_nan=True):
             raise NotExactError(
                 f"The loss of this rank is {own.item():.6g}, and the mean of all ranks' is {mean.item():.6g}: it was "
-                "computed from a value "
-                "that ranks do not share, such as self.global_rank, the time, or rows inside lightning_gnn.local_rows()."
+                "computed from a value that ranks do not share, such as self.global_rank, the time, or rows inside "
+                "lightning_gnn.local_rows()."
             )
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:

@@ -30,8 +30,7 @@ Outcomes = Mapping[str, SelfCheck]
 
 class SelfChecks(pl.Callback):
     """Checks the steps of a strategy's module before a stage. All ranks call it; one of them tries out a step, and tells the
-    others.
-    Logs ``check/seconds``: what checks have taken."""
+    others. Logs ``check/seconds``: what checks have taken."""
 
     def __init__(self, strategy: GNNStrategy) -> None:
         self._strategy = strategy
