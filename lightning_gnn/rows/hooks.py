@@ -30,8 +30,8 @@ _WITHOUT_TENSORS = [
     "SpikeDetection",
 ]
 """Callbacks of Lightning that compute nothing from the module's tensors; others, such as ModelPruning, do."""
-_OTHERS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
-"""Methods in which there are no rows, or which run others of their own."""
+_EXCLUDED = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
+"""Hooks that run without row semantics: before or after a run, or around steps, which open it themselves."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def in_hooks(trainer: pl.Trainer, mode: RowsMode, trains_on_batches: bool = Fals
 
 def _is_of_user(trainer: Any, action: str) -> bool:
     owner, _, hook = action.rpartition(".")
-    if hook in _OTHERS:
+    if hook in _EXCLUDED:
         return False
     if owner.startswith("[LightningModule]"):
         return is_overridden(hook, trainer.lightning_module, pl.LightningModule)

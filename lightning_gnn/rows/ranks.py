@@ -1,9 +1,9 @@
 """Messages of row semantics, and the functions of autograd that send them.
 
-Gradients: a gradient of rows is whole, at the rank that has the row. A gradient of a replicated tensor that was reduced from
-rows is the same on all ranks, the true one divided by the number of ranks P; the loss begins with 1/P. Parameters get partial
-gradients, which are summed over ranks at the end of the backward. The functions below are transposes of each other in this
-sense.
+Gradients: on each of P ranks, the backward starts from loss / P. The gradient of a row is complete, on the rank that has the row.
+The gradient of a replicated tensor that was reduced from rows is the same on all ranks, 1 / P of the true one. Parameters get
+partial gradients, which are summed over ranks at the end of the backward. The functions below are transposes of each other in
+this sense.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALL = 1 << 16
 
 
 class DivergedError(RuntimeError):
-    """Ranks came to different operations."""
+    """Ranks ran different operations."""
 
 
 class Operation(NamedTuple):
@@ -151,7 +151,7 @@ class Ranks:
     def gather_rows(
         self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation
     ) -> tuple[Tensor, list[int]]:
-        """Returns the rows of all ranks in rank order, and how many each has; None for `counts` asks."""
+        """Returns the rows of all ranks in rank order, and how many each has; with None for `counts`, ranks tell each other."""
         if self.size == 1:
             return own, [len(own)]
         operation = self.named(operation)

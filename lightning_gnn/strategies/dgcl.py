@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
-from lightning_gnn.callbacks.own import OwnCallback
+from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.comm.by_width import relayed_by, route_of
 from lightning_gnn.comm.detect import detect, hosts_of
 from lightning_gnn.comm.exchange import Exchange
@@ -174,7 +174,7 @@ class DGCLScheme(Scheme):
                 assert self._shard is not None
                 log_plan(self, trainer, self._shard)
 
-        return [OwnCallback(on_train_epoch_end=after_epoch)]
+        return [StrategyCallback(on_train_epoch_end=after_epoch)]
 
     @override
     def unbind(self) -> None:

@@ -34,7 +34,7 @@ from lightning_gnn.arguments import (
     is_one_of,
     shown,
 )
-from lightning_gnn.callbacks.own import OwnCallback
+from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.callbacks.sampling import SamplingMetrics
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
@@ -445,7 +445,7 @@ class SamplingStrategy(GNNStrategy):
             self._compare_depth(depths[0])
         ours = [
             SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world),
-            OwnCallback(on_train_epoch_end=lambda *_: self._end_training()),
+            StrategyCallback(on_train_epoch_end=lambda *_: self._end_training()),
         ]
         self._callbacks.extend(ours)
         trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.callbacks.own import OwnCallback
+from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies import registered, run_checks
@@ -142,7 +142,7 @@ class StagedStrategy(GNNStrategy):
                 {"first_epoch": epoch, "name": each.strategy_name, **arguments_of(each)} for epoch, each in stages
             ]
             log_config(trainer, {"stages": config})
-            self._switch = OwnCallback(on_train_epoch_start=lambda trainer, _: self._go_on(trainer))
+            self._switch = StrategyCallback(on_train_epoch_start=lambda trainer, _: self._go_on(trainer))
             trainer.callbacks.insert(0, self._switch)  # type: ignore[attr-defined]
 
     @override
