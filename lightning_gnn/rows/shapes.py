@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -128,36 +129,119 @@ RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = _untouched
 
 # Views ########################################################################
 
+_MANY = 1_000_003
+"""Rows of a selection of unknown size: a prime, which no other sizes multiply to."""
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
+_EXPANDS = {"expand", "broadcast_to"}
+
 
 def _int(value: Any) -> Any:
     return int(value) if isinstance(value, RowCount) else value
 
 
-def _shape_of(args: Sequence[Any], kwargs: Any) -> list[int] | None:
-    """Returns the shape that is given as numbers or as one sequence."""
-    given = kwargs.get(
-        "shape", kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
-    )
-    return list(given) if all(isinstance(each, int) for each in given) else None
+def _frozen(value: Any) -> Any:
+    """Returns arguments as a key."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return value
 
 
-def _reshape(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    shape = _shape_of(args[1:], kwargs)
-    if shape is None or not shape:
-        if func is Tensor.view and len(args) == 2 and isinstance(args[1], torch.dtype):
-            return same(mode, func, args, kwargs)
-        return mode.other(func, args, kwargs)
+@lru_cache(4096)
+def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[tuple[tuple[int, ...], int | None, int]]:
+    """Returns of each result of a function that returns views: its shape, the dimension of the rows, None if they lie along
+    none, and its first row; nothing where it fails or copies. It is given a tensor without memory, of which only the rows have a
+    stride."""
+    x = torch.empty_strided(shape, [int(each == dim) for each in range(len(shape))], device="meta")
+    try:
+        results = func(x, *args, **dict(kwargs))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return []  # torch's own error is raised where the function runs on all rows
+    found = []
+    for out in (results,) if isinstance(results, Tensor) else results:
+        if out.untyped_storage()._cdata != x.untyped_storage()._cdata:
+            return []
+        along = [at for at, size in enumerate(out.shape) if size != 1 and out.stride(at)]
+        found.append((tuple(out.shape), along[0] if len(along) == 1 else None, out.storage_offset()))
+    return found
+
+
+def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that return views of their first argument."""
+    x, placement, name = args[0], _placement(args[0]), name_of(func)
     if placement is None:
-        return mode.plain(
-            func, (x, *map(_int, shape)) if func is not torch.reshape else (x, tuple(map(_int, shape))), {}
-        )
-    found = _reshaped(x, placement, shape)
-    if found is None:
-        return mode.on_all_rows(Tensor.reshape, (x, *shape), {})  # gathered rows may lie otherwise in memory
-    local, new = found
-    out = x.reshape(local) if func is not Tensor.view else x.view(local)
-    return mode.tagged(out, _kept(new, placement))
+        return mode.plain(func, mapped(args, _int), mapped(kwargs, _int))
+    if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
+        return same(mode, func, args, kwargs)
+    func = Tensor.reshape if name == "view" else func  # gathered rows may lie otherwise in memory
+    if any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):
+        return mode.on_all_rows(func, args, kwargs)
+    rows, dim, key = placement.rows, placement.dim, (_frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    assert rows is not None
+    found: Any = []
+    for total in (_MANY, None):
+        if (
+            total is None or name != "squeeze"
+        ):  # which alone depends on how many rows there are, where no sizes are given
+            total = total or rows.total
+            whole = (*x.shape[:dim], total, *x.shape[dim + 1 :])
+            found = _seen(func, whole, dim, *key)
+            if found and all(at is not None and size[at] == total for size, at, _ in found):
+                break
+    else:
+        return _part_or_entries(mode, func, args, kwargs, whole, found)
+    if name in _RESHAPES | _EXPANDS:
+        [(shape, at, _)] = found
+        local = [*shape[:at], x.size(dim), *shape[at + 1 :]]
+        results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
+    elif name in _PARTS | {"narrow"} and found[0][0] == whole:
+        results = (x.view_as(x),)
+    else:
+        results = func(*mapped(args, _int), **kwargs)
+        results = (results,) if isinstance(results, Tensor) else results
+    for number, (out, (_, at, _)) in enumerate(zip(results, found)):
+        new = _kept(rows.at(at), placement)
+        if name in ("unbind", "select") and placement.local_ids == "both":
+            end = number if name == "unbind" else kwargs.get("index", args[-1])
+            new = Placement(rows, 0, local_ids=("source", "target")[end])
+        mode.tagged(out, new)
+    return tuple(results) if name in _PARTS else results[0]
+
+
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, whole: tuple[int, ...], seen: Any) -> Any:
+    """Views that do not keep all rows: parts along the rows, and reshaped rows. `whole` is the size of all rows, and results are
+    `seen` from there."""
+    x, placement, name = args[0], _placement(args[0]), name_of(func)
+    assert placement is not None and placement.rows is not None
+    dim, every = placement.dim, (slice(None),) * placement.dim
+    beside = (*whole[:dim], *whole[dim + 1 :])
+    if name == "unbind" and seen:
+        raise mode.refuse(_LEAVES.format("a loop over rows"))
+    if name == "select" and seen and seen[0][0] == beside:
+        return _index(mode, x, (*every, seen[0][2]))
+    if name in _PARTS | {"narrow"} and seen and all((*size[:dim], *size[dim + 1 :]) == beside for size, _, _ in seen):
+        parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in seen)
+        return parts if name in _PARTS else parts[0]
+    if name in _RESHAPES and whole[dim] > 1 and prod(whole):
+        shape = func(torch.empty(whole, device="meta"), *mapped(args[1:], _int), **mapped(kwargs, _int)).shape
+        found = _entries_of(placement.rows, prod(whole[:dim]), prod(whole[dim + 1 :]), shape)
+        if found is not None:
+            entries, at = found
+            return mode.tagged(x.reshape(*shape[:at], entries.count, *shape[at + 1 :]), entries.at(at))
+    return mode.on_all_rows(func, args, kwargs)
+
+
+def _entries_of(rows: RowSet, before: int, behind: int, shape: Sequence[int]) -> tuple[RowSet, int] | None:
+    """Returns what rows the entries of rows become in a new shape, or the rows that entries were, and along which dimension."""
+    at = next((place for place, size in enumerate(shape) if size != 1), None)
+    if before != 1 or at is None:
+        return None
+    last = prod(shape[at + 1 :])
+    if last and behind % last == 0 and behind != last:
+        return rows.repeated(behind // last), at
+    times: Any = rows._derived.get("times")
+    if times is not None and behind * times == last:
+        return rows._derived["parent"], at
+    return None
 
 
 def _kept(new: Placement, before: Placement) -> Placement:
@@ -168,177 +252,63 @@ def _kept(new: Placement, before: Placement) -> Placement:
     return Placement(new.rows, new.dim, local_ids=local_ids, in_order=before.in_order)
 
 
-def _reshaped(x: Tensor, placement: Placement, shape: list[int]) -> tuple[list[int], Placement] | None:
-    """Returns the shape of this rank's part, and where the rows are in it; None where rows would lie in another way."""
-    rows, dim = placement.rows, placement.dim
-    assert rows is not None
-    before, behind = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
-
-    def at(place: int) -> tuple[list[int], Placement] | None:
-        rest = [_int(each) for each in shape]
-        first, last = rest[:place], rest[place + 1 :]
-        if -1 in first + last:  # of the other dimensions
-            whole = first if -1 in first else last
-            known = prod(each for each in whole if each != -1)
-            of = before if whole is first else behind
-            if known == 0 or of % known:
-                return None
-            whole[whole.index(-1)] = of // known
-        if prod(first) != before or prod(last) != behind:
-            return None
-        return [*first, x.size(dim), *last], rows.at(place)
-
-    for each, size in enumerate(shape):
-        if isinstance(size, RowCount) and size.rows is rows:
-            return at(each)
-    if -1 in shape:
-        place = shape.index(-1)
-        first, last = prod(map(int, shape[:place])), prod(map(int, shape[place + 1 :]))
-        if (first, last) == (before, behind):
-            return at(place)
-        if before == 1 and first == 1 and last and behind % last == 0 and behind != last:  # entries become rows
-            entries = rows.repeated(behind // last)
-            return [*map(int, shape[:place]), entries.count, *map(int, shape[place + 1 :])], entries.at(place)
-        times: Any = rows._derived.get("times")
-        if times is not None and before == 1 and first == 1 and behind * times == last:  # rows again
-            parent = rows._derived["parent"]
-            return [*map(int, shape[:place]), parent.count, *map(int, shape[place + 1 :])], parent.at(place)
-    for place, size in enumerate(shape):
-        if size == rows.total:
-            found = at(place)
-            if found is not None:
-                return found
-    return None
-
-
-def _reshape_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     shape = _size(mode, Tensor.size, (args[1],), {})
-    to = {Tensor.expand_as: (_expand, Tensor.expand)}.get(func, (_reshape, Tensor.reshape))
-    return to[0](mode, to[1], (args[0], *shape), {})
-
-
-def _flatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    if placement is None or func in (Tensor.ravel, torch.ravel):
-        return _reshape(mode, Tensor.reshape, (x, -1), {}) if placement is not None else mode.plain(func, args, kwargs)
-    names = dict(zip(("start_dim", "end_dim"), args[1:])) | kwargs
-    start, end = dim_of(names.get("start_dim", 0), x.dim()), dim_of(names.get("end_dim", -1), x.dim())
-    if not start <= placement.dim <= end:
-        out = func(*args, **kwargs)
-        gone = end - start if end < placement.dim else 0
-        return mode.tagged(out, placement.rows.at(placement.dim - gone))  # type: ignore[union-attr]
-    shape = [*x.shape[:start], -1, *x.shape[end + 1 :]]
-    return _reshape(mode, Tensor.reshape, (x, *shape), {})
-
-
-def _unflatten(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    names = dict(zip(("dim", "sizes"), args[1:])) | kwargs
-    if placement is None or names["dim"] % x.dim() == placement.dim:
-        return mode.other(func, args, kwargs)
-    out, dim = func(*args, **kwargs), names["dim"] % x.dim()
-    return mode.tagged(out, placement.rows.at(placement.dim + (out.dim() - x.dim() if dim < placement.dim else 0)))  # type: ignore[union-attr]
-
-
-def _moved(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Permutations of dimensions, found out on a tensor without entries."""
-    x, placement = args[0], _placement(args[0])
-    if placement is None:
-        return mode.plain(func, args, kwargs)
-    probe = torch.empty([2 if dim == placement.dim else 1 for dim in range(x.dim())])
-    where = list(func(probe, *args[1:], **kwargs).shape).index(2)
-    return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(where), placement))  # type: ignore[union-attr]
-
-
-def _squeeze(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    if placement is None:
-        return mode.plain(func, args, kwargs)
-    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    dims = (
-        range(x.dim())
-        if given is None
-        else [dim_of(each, x.dim()) for each in (given if isinstance(given, tuple) else (given,))]
-    )
-    assert placement.rows is not None
-    if placement.dim in dims and placement.rows.total == 1:
-        return (_unsqueeze_ if func is Tensor.squeeze_ else RowsMode.on_all_rows)(mode, func, args, kwargs)
-    gone = tuple(dim for dim in dims if x.size(dim) == 1 and dim != placement.dim)
-    out = x.squeeze_(gone) if func is Tensor.squeeze_ else x.squeeze(gone)
-    return mode.tagged(
-        out, _kept(placement.rows.at(placement.dim - sum(dim < placement.dim for dim in gone)), placement)
-    )
+    if func is Tensor.expand_as:
+        return _expand(mode, Tensor.expand, (args[0], *shape), {})
+    return _view(mode, Tensor.reshape, (args[0], *shape), {})
 
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    shape = _shape_of(args[2:] if func is torch.broadcast_to and len(args) > 2 else args[1:], kwargs)
-    if shape is None:
-        return mode.other(func, args, kwargs)
-    more = len(shape) - x.dim()
-    counts = [place for place, size in enumerate(shape) if isinstance(size, RowCount)]
-    if placement is None:
-        if not counts:
-            return mode.plain(func, args, kwargs)
-        at = counts[0]
-        rows = shape[at].rows  # type: ignore[attr-defined]
-        x = converted(mode, x, rows, len(shape) - at, "expand")
-        local = [rows.count if place == at else int(size) for place, size in enumerate(shape)]
-        return mode.tagged(x.expand(local), rows.at(at))
-    assert placement.rows is not None
-    local = [int(size) for size in shape]
-    at = placement.dim + more
-    if shape[at] != -1 and shape[at] != placement.rows.total:
-        return mode.on_all_rows(func, args, kwargs)
-    local[at] = -1
-    return mode.tagged(x.expand(local), _kept(placement.rows.at(at), placement))
+    """A replicated tensor that is expanded to a number of rows has rows."""
+    x, shape = args[0], kwargs.get("size", args[1] if isinstance(args[1:2], (tuple, list)) else args[1:])
+    shape = shape if isinstance(shape, (tuple, list)) else args[1:]
+    at = next((place for place, size in enumerate(shape) if isinstance(size, RowCount)), None)
+    if at is None or _placement(x) is not None:
+        return _view(mode, func, args, kwargs)
+    rows = shape[at].rows
+    x = converted(mode, x, rows, len(shape) - at, "expand")
+    return mode.tagged(x.expand([*map(int, shape[:at]), rows.count, *map(int, shape[at + 1 :])]), rows.at(at))
 
 
 def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, placement = args[0], _placement(args[0])
-    times = _shape_of(args[1:], kwargs)
-    if placement is None or times is None or len(times) < x.dim():
+    times = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    at = 0 if placement is None else placement.dim + len(times) - x.dim()
+    if placement is None or kwargs or len(times) < x.dim() or times[at] != 1 or has_counts(times):
         return mode.other(func, args, kwargs)
-    at = placement.dim + len(times) - x.dim()
-    if times[at] != 1 or has_counts(times):
-        return mode.on_all_rows(func, args, kwargs)
-    return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(at), placement))  # type: ignore[union-attr]
+    return mode.tagged(func(*args), _kept(placement.rows.at(at), placement))  # type: ignore[union-attr]
 
 
-register(_reshape, "view reshape", (torch, Tensor))
-register(_reshape_as, "view_as reshape_as expand_as", (Tensor,))
-register(_flatten, "flatten ravel", (torch, Tensor))
-register(_unflatten, "unflatten", (torch, Tensor))
-register(_moved, "t transpose permute movedim moveaxis swapaxes swapdims adjoint unsqueeze atleast_2d", (torch, Tensor))
-properties(_moved, "T mT H mH")
-register(_squeeze, "squeeze", (torch, Tensor))
-register(_expand, "expand", (Tensor,))
-register(_expand, "broadcast_to", (torch, Tensor))
-register(_repeat, "repeat tile", (Tensor,))
-
-
-def _moved_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """The same in place."""
-    x, placement = args[0], _placement(args[0])
+    x, placement, name = args[0], _placement(args[0]), name_of(func)
     if placement is None:
         return mode.plain(func, args, kwargs)
-    if placement.view is not None:
-        return _unsqueeze_(mode, func, args, kwargs)
-    moved = mode.tagged(x.detach(), placement)
-    where = placement_of(_moved(mode, getattr(Tensor, name_of(func)[:-1]), (moved, *args[1:]), kwargs))
-    assert where is not None
-    return mode.tagged(func(*args, **kwargs), where)
+    if placement.view is None and name not in ("resize_", "resize_as_", "set_", "as_strided_"):
+        of = placement_of(
+            _view(mode, getattr(Tensor, name[:-1]), (mode.tagged(x.detach(), placement), *args[1:]), kwargs)
+        )
+        if of is not None and of.rows is placement.rows:
+            if name == "squeeze_":
+                given = _frozen(args[1:]) or range(x.dim())
+                args, kwargs = (
+                    (x, tuple(dim for dim in given if x.size(dim) == 1 and dim % x.dim() != placement.dim)),
+                    {},
+                )
+            return mode.tagged(func(*args, **kwargs), of)
+    raise mode.refuse(f"{name} changes where rows lie in place. Use the function without an underscore.")
 
 
-def _unsqueeze_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    if not mode.row_tensors(args, kwargs):
-        return mode.plain(func, args, kwargs)
-    raise mode.refuse(f"{name_of(func)} changes where rows lie in place. Use the function without an underscore.")
-
-
-register(_moved_, "t_ transpose_ unsqueeze_ swapaxes_ swapdims_", (Tensor,))
-RULES[Tensor.squeeze_] = _squeeze
-register(_unsqueeze_, "resize_ resize_as_ set_ as_strided_", (Tensor,))
+_PARTS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"}
+register(_view, "view reshape flatten ravel unflatten squeeze unsqueeze atleast_2d narrow select", (torch, Tensor))
+register(_view, "t transpose permute movedim moveaxis swapaxes swapdims adjoint", (torch, Tensor))
+register(_view, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
+properties(_view, "T mT H mH")
+register(_view_as, "view_as reshape_as expand_as", (Tensor,))
+register(_expand, "expand broadcast_to", (torch, Tensor))
+register(_repeat, "repeat tile", (Tensor,))
+register(_view_, "t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_", (Tensor,))
 
 # Joins ########################################################################
 
@@ -371,70 +341,15 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found = mode.row_tensors(args, kwargs)
-    if not found or any(of.local_ids for _, of in found):
+    if not found:
         return mode.other(func, args, kwargs)
     given = kwargs.get("tensors", args[0] if args else ())
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    rows, right, _ = target_of(found)
-    given = [converted(mode, each, rows, right, "stack") for each in given]
-    dim = dim_of(dim, given[0].dim() + 1)
-    at = given[0].dim() - right
-    return mode.tagged(torch.stack(given, dim), rows.at(at + (dim <= at)))
-
-
-def _split(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], _placement(args[0])
-    if placement is None:
-        return mode.plain(func, args, kwargs)
-    name = name_of(func)
-    dim = kwargs.get("dim", 0 if name == "unbind" else args[2] if len(args) > 2 else 0)
-    if name == "unbind" and len(args) > 1:
-        dim = args[1]
-    dim = dim_of(dim, x.dim())
-    if dim != placement.dim:
-        gone = name == "unbind" and dim < placement.dim
-        if gone and placement.local_ids == "both":
-            out = func(*args, **kwargs)
-            for x, end in zip(out, ("source", "target")):
-                mode.tagged(x, Placement(placement.rows, 0, local_ids=end))
-            return out
-        return mode.tagged(func(*args, **kwargs), _kept(placement.rows.at(placement.dim - gone), placement))  # type: ignore[union-attr]
-    if name == "unbind":
-        raise mode.refuse(_LEAVES.format("a loop over rows"))
-    # On one device's positions.
-    total = placement.rows.total  # type: ignore[union-attr]
-    parts = func(torch.arange(total), *args[1:2], **{k: v for k, v in kwargs.items() if k != "dim"})
-    every = (slice(None),) * dim
-    return tuple(
-        _index(mode, x, (*every, slice(int(p[0]) if len(p) else 0, int(p[-1]) + 1 if len(p) else 0))) for p in parts
-    )
-
-
-def _narrow(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    names = dict(zip(("dim", "start", "length"), args[1:])) | kwargs
-    placement, dim = _placement(args[0]), names["dim"]
-    if placement is None or dim_of(dim, args[0].dim()) != placement.dim:
-        out = mode.plain(func, args, kwargs) if placement is None else func(*args, **kwargs)
-        return out if placement is None else mode.tagged(out, _kept(placement, placement))
-    start, length, total = int(names["start"]), int(names["length"]), placement.rows.total  # type: ignore[union-attr]
-    start += total if start < 0 else 0
-    if not 0 <= start <= start + length <= total:
-        return mode.on_all_rows(func, args, kwargs)  # which raises
-    every = (slice(None),) * (dim % args[0].dim())
-    return _index(mode, args[0], (*every, slice(start, start + length)))
-
-
-def _select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
-    return _index(mode, args[0], (*every, names["index"]))
+    dim = dim_of(kwargs.get("dim", args[1] if len(args) > 1 else 0), found[0][0].dim() + 1)
+    return _cat(mode, torch.cat, ([_view(mode, torch.unsqueeze, (each, dim), {}) for each in given], dim), {})
 
 
 register(_cat, "cat concat concatenate", (torch,))
 register(_stack, "stack", (torch,))
-register(_split, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
-register(_narrow, "narrow", (torch, Tensor))
-register(_select, "select", (torch, Tensor))
 
 # Products #####################################################################
 
@@ -505,25 +420,6 @@ def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 register(_matmul, "matmul mm mv dot vdot __matmul__ __rmatmul__", (torch, Tensor))
 RULES[torch.einsum] = _einsum
 
-
-def _cdist(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    found = mode.row_tensors(args, kwargs)
-    names = dict(zip(("x1", "x2"), args)) | kwargs
-    x, y = names["x1"], names["x2"]
-    of_x, of_y = _placement(x), _placement(y)
-    if not found or x.dim() != 2 or y.dim() != 2 or of_x is None or of_x.dim or (of_y is not None and of_y.dim):
-        return mode.other(func, args, kwargs)
-    y = (
-        mode.enter(mode.gathered(y, of_y, "cdist"), FROM_ROWS, "cdist")
-        if of_y
-        else mode.enter(y, placement_of(y), "cdist")
-    )
-    assert of_x.rows is not None
-    out = func(x, y, *args[2:], **{k: v for k, v in kwargs.items() if k not in ("x1", "x2")})
-    return mode.tagged(out, of_x.rows.at(0))
-
-
-RULES[torch.cdist] = _cdist
 
 # Creation #####################################################################
 
@@ -664,7 +560,7 @@ RULES[Tensor.__contains__] = _contains
 
 def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     placement = _placement(args[0])
-    return func(*args) if placement is None else iter(_split(mode, Tensor.unbind, args, {}))
+    return func(*args) if placement is None else iter(_view(mode, Tensor.unbind, args, {}))
 
 
 RULES[Tensor.__iter__] = _iterate
