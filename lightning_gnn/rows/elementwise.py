@@ -351,20 +351,3 @@ def _isin(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 register(_isin, "isin bucketize", (torch,))
-
-
-def _searchsorted(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A sorted table, and rows of values."""
-    rows = [placement_of(each) if isinstance(each, Tensor) else None for each in args[:2]]
-    if (
-        len(rows) < 2
-        or rows[1] is None
-        or rows[1].rows is None
-        or (rows[0] and rows[0].rows is not None)
-        or args[0].dim() > 1
-    ):
-        return mode.other(func, args, kwargs)
-    return mode.tagged(func(*args, **kwargs), rows[1].rows.at(rows[1].dim))
-
-
-RULES[torch.searchsorted] = _searchsorted

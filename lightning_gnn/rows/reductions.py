@@ -31,7 +31,7 @@ class _Call:
 
     def __init__(self, args: Any, kwargs: Any, place: int = 1) -> None:
         self.args, self.kwargs = args, kwargs
-        self.x: Tensor = args[0] if args else kwargs["input"]
+        self.x: Tensor = args[0] if args else next(each for each in kwargs.values() if isinstance(each, Tensor))
         given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
         self.dims = _dims(self.x, given)
         self.keepdim = bool(
@@ -73,7 +73,7 @@ def along_others(mode: RowsMode, func: Any, call: _Call, placement: Placement) -
 
 
 def _replaced(call: _Call, own: Tensor) -> tuple[Any, Any]:
-    return ((own, *call.args[1:]), call.kwargs) if call.args else ((), {**call.kwargs, "input": own})
+    return (own, *call.args[1:]), {key: value for key, value in call.kwargs.items() if value is not call.x}
 
 
 def _sum(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
@@ -152,44 +152,17 @@ def _joined(combine: Callable[[Tensor, _Call], Tensor]) -> Callable[[RowsMode, A
 
 
 def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    """``x.norm(p, dim, keepdim)`` and ``vector_norm(x, ord, dim, keepdim)``: norms of vectors; those of matrices are of all
-    rows."""
-    args, kwargs = call.args, call.kwargs
-    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-    given = kwargs.get("dim", args[2] if len(args) > 2 else None)
-    call.dims = _dims(call.x, given)
-    call.keepdim = bool(kwargs.get("keepdim", args[3] if len(args) > 3 else False))
-    of_matrix = (
-        func is torch.linalg.norm
-        and order is not None
-        and (len(call.dims or ()) == 2 or (call.dims is None and call.x.dim() == 2))
-    )
-    typed = kwargs.get("dtype") is not None or len(args) > 4
-    if typed or of_matrix or (isinstance(order, str) and order != "fro"):
-        return mode.on_all_rows(func, args, kwargs)
-    if not call.over(placement):
-        return along_others(mode, func, call, placement)
-    order = 2.0 if order in (None, "fro") else float(order)
-    own = mode.own(call.x, placement)
-    if order < 0 or order == float("inf"):
-        return mode.on_all_rows(func, args, kwargs)
-    part = torch.linalg.vector_norm(own, order, call.dims, call.keepdim)
+    """``x.norm(p, dim)`` and ``vector_norm(x, ord, dim)`` over rows: norms of vectors; those of matrices are of all rows."""
+    given = call.kwargs.get("p", call.kwargs.get("ord", call.args[1] if len(call.args) > 1 else None))
+    dims = len(call.x.shape if call.dims is None else call.dims)
+    of_matrix = func is torch.linalg.norm and given is not None and dims == 2
+    order = 2.0 if given in (None, "fro") else given
+    if of_matrix or isinstance(order, str) or not 0 <= order < float("inf") or call.kwargs.get("dtype") is not None:
+        return mode.on_all_rows(func, call.args, call.kwargs)
+    part = torch.linalg.vector_norm(mode.own(call.x, placement), order, call.dims, call.keepdim)
     if order == 0:  # the number of entries that are not 0
         return mode.tagged(mode.sum(part, name_of(func)), FROM_ROWS)
     return mode.tagged(torch.linalg.vector_norm(mode.parts(part, name_of(func)), order, 0), FROM_ROWS)
-
-
-def _norm_rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    found = mode.row_tensors(args, kwargs)
-    x = args[0] if args else kwargs.get("input")
-    placement = placement_of(x) if isinstance(x, Tensor) else None
-    if not found or placement is None or placement.rows is None or len(found) > 1:
-        return _sum_rule(mode, func, args, kwargs) if not found else mode.on_all_rows(func, args, kwargs)
-    if placement.local_ids:
-        return mode.on_all_rows(func, args, kwargs)
-    call = _Call((x,), {})
-    call.args, call.kwargs = (x, *args[1:]), {k: v for k, v in kwargs.items() if k not in ("input", "A", "x")}
-    return _norm(mode, func, call, placement)
 
 
 def extreme(
@@ -256,20 +229,6 @@ def _all_rows(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> A
     return mode.on_all_rows(func, call.args, call.kwargs)
 
 
-def _unique(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    found = mode.row_tensors(args, kwargs)
-    simple = (
-        len(args) == 1
-        and not any(kwargs.get(key) for key in ("return_inverse", "return_counts"))
-        and kwargs.get("dim") is None
-    )
-    if len(found) != 1 or not simple or kwargs.get("sorted") is False or found[0][1].local_ids:
-        return mode.other(func, args, kwargs)
-    x, placement = found[0]
-    values, _ = mode.ranks.gather_rows(mode.own(x, placement).unique(), None, "unique")
-    return mode.tagged(values.unique(), FROM_ROWS)
-
-
 def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found = mode.row_tensors(args, kwargs)
     names = dict(zip(("input", "weights", "minlength"), args)) | kwargs
@@ -297,10 +256,8 @@ register(reduction(_joined(lambda parts, call: parts.logsumexp(0))), "logsumexp"
 register(reduction(_amax), "amax amin")
 register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
 register(reduction(_all_rows, 2), "kthvalue")
-for _function in (torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm):
-    RULES[_function] = _norm_rule
+register(reduction(_norm, 2), "norm vector_norm", (torch, Tensor, torch.linalg))
 register(_max, "max min", (torch, Tensor))
-register(_unique, "unique", (torch, Tensor))
 register(_bincount, "bincount", (torch, Tensor))
 
 

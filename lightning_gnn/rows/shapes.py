@@ -147,7 +147,7 @@ def _frozen(value: Any) -> Any:
 
 
 @lru_cache(4096)
-def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[tuple[tuple[int, ...], int | None, int]]:
+def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[tuple[Any, int | None, Any]]:
     """Returns of each result of a function that returns views: its shape, the dimension of the rows, None if they lie along
     none, and its first row; nothing where it fails or copies. It is given a tensor without memory, of which only the rows have a
     stride."""
@@ -207,7 +207,7 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, whole: tuple[int, ...], seen: Any) -> Any:
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, whole: Any, seen: Any) -> Any:
     """Views that do not keep all rows: parts along the rows, and reshaped rows. `whole` is the size of all rows, and results are
     `seen` from there."""
     x, placement, name = args[0], _placement(args[0]), name_of(func)
