@@ -118,6 +118,7 @@ def _is_trusted(made_by: type) -> bool:
     return (
         function is None
         or function in _row_wise
+        or function.__module__ == "torch.utils.checkpoint"  # which runs again what it was given
         or function.__name__ in _backwards
         or function.__module__.partition(".")[0] == "lightning_gnn"
     )
@@ -328,8 +329,13 @@ class RowsMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or (self.in_backward and not torch.is_grad_enabled()):
+        if self.paused:
             return func(*args, **kwargs)
+        if self.in_backward and not torch.is_grad_enabled():
+            out = func(*args, **kwargs)
+            if func is Tensor.detach and (placement := args[0].__dict__.get(ATTRIBUTE)) is not None:
+                place(out, placement)  # of what a checkpoint computes again
+            return out
         changes = _in_place.get(func)
         if changes is None:
             changes = _in_place[func] = changes_first(name_of(func))

@@ -74,7 +74,7 @@ class DeeperGCN(torch.nn.Module):
         return self.lin(self.layers[0].act(self.layers[0].norm(x)))
 
 
-@idiom(source="PyG examples/ogbn_proteins_deepgcn.py", refused="CheckpointFunction")
+@idiom(source="PyG examples/ogbn_proteins_deepgcn.py")
 def deepergcn() -> Case:
     return Case(Classifier(DeeperGCN(), "edge_attr"), directed())
 

@@ -1881,6 +1881,13 @@ FORMS["autograd"] |= {
     "checkpoint of a reduction": lambda r, g: of_rows(
         checkpoint(lambda x: (x - x.mean(0)) / x.std(0), r.s, use_reentrant=False), g
     ),
+    "checkpoint of a reduction, reentrant": lambda r, g: of_rows(
+        checkpoint(lambda x: (x - x.mean(0)) / x.std(0), r.s, use_reentrant=True), g
+    ),
+    "checkpoint of a loss, reentrant": lambda r, g: checkpoint(F.cross_entropy, r.z, g.y, use_reentrant=True),
+    "checkpoint of what was reduced, reentrant": lambda r, g: (
+        checkpoint(lambda x, mean: (x * mean).tanh(), r.s, r.s.mean(0), use_reentrant=True).pow(2).mean()
+    ),
     "checkpoint of a loss": lambda r, g: checkpoint(F.cross_entropy, r.z, g.y, use_reentrant=False),
     "gradient of one row": lambda r, g: torch.autograd.grad(r.z[7].sum(), [*r.net.b.parameters()]),
     "gradient of a row by rows": lambda r, g: (

@@ -27,7 +27,6 @@ REFUSED = {
     "autograd: kept_gradient_of_rows": "manual_backward",
     "autograd: backward_of_rows": "manual_backward",
     "autograd: two_backwards": "manual_backward",
-    "autograd: checkpoint, reentrant": "CheckpointFunction",
 }
 """What the error says, beside file and line."""
 DIFFERENTIATED_TWICE = {
