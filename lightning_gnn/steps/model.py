@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch_geometric.typing import NodeType
@@ -45,7 +46,8 @@ class SharedModel:
         world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         self.owners: dict[NodeType, EmbeddingRows] = {}
         self._embeddings = self._distribute(shard, num_optimizers, precision)
-        self.gradients = GradientSum(world, module.parameters)
+        self._known, self._known_buffers = set(module.parameters()), {name for name, _ in module.named_buffers()}
+        self.gradients = GradientSum(world, lambda: (parameter for _, parameter in self._parameters()))
         self.replicas = Replicas(world, self._tensors)
 
     def _distribute(
@@ -77,14 +79,33 @@ class SharedModel:
                 each.distribute(self.owners[name])
         return embeddings
 
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yields by name the parameters that were registered before the run, or are in an optimizer. Others are a rank's own,
+        such as the best model that rank 0 keeps on the module.
+
+        Raises:
+            RuntimeError: one of the others has learned.
+        """
+        trainer = self._module._trainer
+        optimizers = [] if trainer is None else trainer.optimizers
+        learned = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in self._module.named_parameters():
+            if parameter in self._known or parameter in learned:
+                yield name, parameter
+            elif parameter.grad is not None:
+                raise RuntimeError(
+                    f"The parameter {name!r} was registered during the run and is in no optimizer, so that its gradient is that "
+                    "of this rank. Register it in __init__ or configure_model, or call optimizer.add_param_group"
+                )
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what must be the same on all ranks, by name."""
         modules = self._module.modules()
         tables = [each for each in modules if isinstance(each, DistributedEmbedding)]
         own_rows = {id(each) for table in tables for each in table.parameters()}
-        yield from (named for named in self._module.named_parameters() if id(named[1]) not in own_rows)
+        yield from (named for named in self._parameters() if id(named[1]) not in own_rows)
         if self._equal_buffers:
-            yield from self._module.named_buffers()
+            yield from (named for named in self._module.named_buffers() if named[0] in self._known_buffers)
 
     def end_training(self) -> None:
         """Compares the copies, and gives each embedding all of its rows back."""

@@ -3,6 +3,7 @@ models part are told (gloo ranks)."""
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from typing import Any
@@ -171,7 +172,38 @@ class FollowsAMean(Module):
         return super().training_step(batch, batch_idx)
 
 
+class KeepsTheBest(Module):
+    """A copy that one rank alone has registered; what it has learned is that of one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(FEATURES).double()
+
+    def loss(self, batch: Data) -> Tensor:
+        batch.x = self.norm(batch.x)
+        return super().loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.best = copy.deepcopy(self.norm)
+
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:
+            del self.best
+
+
+class UsesALateLayer(Module):
+    """A layer that no optimizer has, and learns."""
+
+    def on_train_epoch_start(self) -> None:
+        self.late = torch.nn.Linear(CLASSES, CLASSES).double()
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.late(batch.x[:, :CLASSES]).pow(2).mean()
+
+
 EXACT = [
+    KeepsTheBest,
     ClipsAfterBackward,
     ClampsInHooks,
     StepsInHooks,
@@ -229,8 +261,15 @@ def test_ranks_that_part_are_told(ranks, kind, named, cause):
 
 
 def test_a_backward_of_its_own_is_refused_at_its_line(ranks):
-    with pytest.raises(RankFailed, match=r"test_replicas.py:\d+: loss.backward\(\) .* Call self.manual_backward\(loss\)"):
+    with pytest.raises(
+        RankFailed, match=r"test_replicas.py:\d+: loss.backward\(\) .* Call self.manual_backward\(loss\)"
+    ):
         ranks.run(2, fitted, OwnBackward, "dgcl")
+
+
+def test_a_layer_that_no_optimizer_has_is_refused(ranks):
+    with pytest.raises(RankFailed, match=r"'late.weight' was registered during the run and is in no optimizer"):
+        ranks.run(2, fitted, UsesALateLayer, "dgcl")
 
 
 def test_a_rank_that_stops_alone_is_told(ranks):
