@@ -2,6 +2,7 @@
 
     python tests/idioms/fuzz.py --programs 10000 --seed 0 --out fuzz.jsonl    # goes on where it was stopped
     python tests/idioms/fuzz.py --show 123 --shrink
+    python tests/idioms/fuzz.py --grammar rows --programs 300    # programs whose rows are mixed
 
 Two real gloo ranks, float64, lopsided partitions, the self-check on. The last line is JSON: how many programs had which outcome.
 """
@@ -16,7 +17,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -30,8 +31,9 @@ if __name__ == "__main__":
 import torch
 from conftest import RankFailed, RankPool
 
-from idioms.grammar import Program, draw
-from idioms.harness import RTOL, STRATEGIES, Case, Result, difference, run
+from idioms import grammar, row_grammar
+from idioms.grammar import Program
+from idioms.harness import EXACTLY, RTOL, STRATEGIES, Case, Result, difference, run
 
 OUTCOMES = {
     "exact": "one device's values, weights and predictions",
@@ -44,6 +46,7 @@ OUTCOMES = {
     "hang": "a rank did not answer, or died",
     "WRONG": "differs, and nobody says so",
 }
+GRAMMARS = {"modules": grammar.draw, "rows": row_grammar.draw}
 BAD = ("foreign", "hang", "WRONG")
 TIMEOUT = 60.0
 """Seconds that a rank waits for another."""
@@ -122,7 +125,8 @@ def on_ranks(
     found = []
     for place, (program, expected) in enumerate(todo):
         name, _ = STRATEGIES[program.scheme]
-        case, began = partial(build, program.source, **strategy), time.process_time()
+        options = {**EXACTLY.get(program.scheme, {}), **strategy}
+        case, began = partial(build, program.source, **options), time.process_time()
         result = run(case, getattr(lightning_gnn, name), world_size, program.partition, program.stages)
         seconds = time.process_time() - began
         if torch.distributed.is_initialized():
@@ -280,7 +284,9 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def campaign(programs: int, seed: int, out: Path, is_false: bool) -> dict[str, Any]:
+def campaign(
+    programs: int, seed: int, out: Path, is_false: bool, draw: Callable[[int], Program] = grammar.draw
+) -> dict[str, Any]:
     """Returns the summary of programs `seed` to `seed + programs - 1`; their verdicts are in `out`, which is gone on with."""
     known = [Verdict(**json.loads(line)) for line in out.read_text().splitlines()] if out.exists() else []
     wanted = range(seed, seed + programs)
@@ -303,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others count up from it")
+    parser.add_argument("--grammar", choices=GRAMMARS, default="modules", help="that programs are drawn from")
     parser.add_argument("--out", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument(
         "--false-refusals", action="store_true", help="run refused programs without the self-check, too"
@@ -312,8 +319,9 @@ def main() -> None:
         "--shrink", action="store_true", help="with --show: leave out what is not needed for its outcome"
     )
     options = parser.parse_args()
+    draw = GRAMMARS[options.grammar]
     if options.show is None:
-        print(json.dumps(campaign(options.programs, options.seed, options.out, options.false_refusals), indent=1))
+        print(json.dumps(campaign(options.programs, options.seed, options.out, options.false_refusals, draw), indent=1))
         return
     fuzzer = Fuzzer()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 HEADERS = {
@@ -620,7 +620,7 @@ METHODS = {
 }
 """By name of productions, where lines go that do not say so."""
 
-_NAME = re.compile("<(" + "|".join(GRAMMAR) + ")>")
+NAME = re.compile(r"<(\w+)>")
 _METHOD = re.compile("(" + "|".join([*HEADERS, "init", "data", "trainer", "strategy", "STEP", "END"]) + "): ")
 
 
@@ -646,6 +646,7 @@ class Program:
         scheme, partition, stages: see :mod:`idioms.harness`.
         graph: the call that makes it.
         statements: in order.
+        imports: what its file begins with.
     """
 
     seed: int
@@ -654,6 +655,7 @@ class Program:
     stages: tuple[str, ...]
     graph: str
     statements: tuple[Statement, ...] = field(repr=False)
+    imports: str = field(default=IMPORTS, repr=False)
 
     @property
     def source(self) -> str:
@@ -663,7 +665,7 @@ class Program:
             for method, line in statement.lines:
                 by_method.setdefault(method, []).append(line)
         data, trainer, strategy = (by_method.pop(name, []) for name in ("data", "trainer", "strategy"))
-        text = [IMPORTS, "", "class Net(L.LightningModule):"]
+        text = [self.imports, "", "class Net(L.LightningModule):"]
         for method in (name for name in HEADERS if name in by_method):
             # What a step returns comes behind all that it logs.
             lines = sorted(by_method[method], key=lambda line: line.startswith("return"))
@@ -711,19 +713,21 @@ def draw(seed: int) -> Program:
     other += some("trainer", 0.25) + some("data", 0.15) + ["predict"] * ("predict" in stages)
     g.shuffle(other)
     statements = tuple(
-        _statement(kind, _filled(g.choice(GRAMMAR[kind]), g).replace("#", str(number)), stages, g)
+        statement(kind, _filled(g.choice(GRAMMAR[kind]), g).replace("#", str(number)), stages, g)
         for number, kind in enumerate(layers + loss + other)
     )
     return Program(seed, g.choice(GRAMMAR["scheme"]), g.choice(GRAMMAR["partition"]), stages, graph, statements)
 
 
 def _filled(text: str, g: random.Random) -> str:
-    while found := _NAME.search(text):
+    while found := NAME.search(text):
         text = text[: found.start()] + g.choice(GRAMMAR[found[1]]) + text[found.end() :]
     return text
 
 
-def _statement(kind: str, text: str, stages: Sequence[str], g: random.Random) -> Statement:
+def statement(
+    kind: str, text: str, stages: Sequence[str], g: random.Random, methods: Mapping[str, str] = METHODS
+) -> Statement:
     """Returns a statement of a production, whose ``STEP`` is one of the steps that run; every seventh layer has a condition."""
     step = g.choice([name for name in ENDS if name != "test_step" or "test" in stages])
     place = {"init": "__init__", "STEP": step, "END": ENDS[step]}
@@ -731,7 +735,7 @@ def _statement(kind: str, text: str, stages: Sequence[str], g: random.Random) ->
     lines: list[tuple[str, str]] = []
     for line in text.split(" ;; "):
         named = _METHOD.match(line)
-        method, code = (named[1], line[named.end() :]) if named else (METHODS[kind], line)
+        method, code = (named[1], line[named.end() :]) if named else (methods[kind], line)
         if method == "forward" and condition:
             lines += [(method, f"if {condition}:"), (method, f"    {code}")]
         else:

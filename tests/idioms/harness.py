@@ -42,10 +42,16 @@ STRATEGIES: dict[str, tuple[str, int]] = {
     "spmm_1d": ("SpMM1DStrategy", 2),
     "spmm_15d": ("SpMM15DStrategy", 2),
     "vertex_cut": ("VertexCutStrategy", 2),
+    "vertex_cut_cached": ("CachedVertexCutStrategy", 2),
+    "cover": ("CoverStrategy", 2),
     "dgcl on 3": ("DGCLStrategy", 3),
     "spmm_2d": ("SpMM2DStrategy", 4),
 }
 """By name of a scheme, its strategy's class and the number of ranks."""
+EXACTLY: dict[str, dict[str, Any]] = {
+    "vertex_cut_cached": {"cache": 0.0, "codec": None, "cache_within_hosts": True},
+}
+"""By name of a scheme that is not exact by itself, arguments with which it is."""
 ALL = ("dgcl", "spmm_1d", "spmm_15d", "vertex_cut")
 TWO = ("dgcl", "another")
 """Beside `dgcl` one scheme more, turn by turn: for what depends little on the scheme."""

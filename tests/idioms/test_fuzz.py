@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from common import campaign
 
-from idioms.fuzz import BAD, BATCH, Fuzzer, Verdict, shrink
-from idioms.grammar import Program, Statement, draw
+from idioms.fuzz import BAD, BATCH, GRAMMARS, Fuzzer, Verdict, shrink
+from idioms.grammar import Program, Statement
 
 
 def program(*statements: tuple[str, str]) -> Program:
@@ -27,9 +27,16 @@ CONV = Statement("conv", (("__init__", "self.conv = nn.SAGEConv(8, 8)"), ("forwa
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 3), *campaign(*((first, BATCH) for first in range(0, 200, BATCH)))])
-def test_programs_are_exact_or_refused(ranks, first, count):
-    found = Fuzzer(ranks).judge([draw(seed) for seed in range(first, first + count)])
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_programs_are_exact_or_refused(ranks, grammar, first, count):
+    found = [*Fuzzer(ranks).judge([GRAMMARS[grammar](seed) for seed in range(first, first + count)])]
     assert [verdict for verdict in found if verdict.outcome in BAD] == []
+    assert sum(verdict.outcome == "discarded" for verdict in found) <= count // 3
+
+
+def test_the_grammar_of_rows_gives_python():
+    for seed in range(100):
+        compile(GRAMMARS["rows"](seed).source, "program.py", "exec")
 
 
 def test_the_fuzzer_sees_what_is_wrong(ranks):
