@@ -94,7 +94,8 @@ def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Di
         yield Difference("loss", "the loss", size)
     for name, size in list(differing(found.gradients, whole.gradients, tolerance))[::-1]:
         yield Difference("gradients", f"the gradient of '{name}'", size, name)
-    for name, size in differing(found.buffers, whole.buffers, tolerance):
+    usual = max((largest(event.value) for event in whole.ranks[0].events), default=0.0)
+    for name, size in differing(found.buffers, whole.buffers, tolerance, usual):
         yield Difference("buffers", f"the buffer '{name}'", size, name)
     least = tolerance if tolerance < 0 else max(tolerance, LOGGED_TOLERANCE)
     values = found.ranks[0].logged

@@ -63,19 +63,22 @@ class Hooks:
 
     @contextmanager
     def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool) -> Iterator[None]:
-        """Calls those before and after a backward that matter; in manual optimisation, not those about the optimizer."""
-        automatic = model.automatic_optimization
-        if automatic:
-            self._call_if_it_matters(model, "on_before_zero_grad", (optimizer,), alone)
-        self._call_if_it_matters(model, "on_before_backward", (loss,), alone)
-        yield
-        self._call_if_it_matters(model, "on_after_backward", (), alone)
-        if automatic:
-            self._call_if_it_matters(model, "on_before_optimizer_step", (optimizer,), alone)
+        """Calls those before and after a backward if one of them matters, since others may keep what it reads; in manual
+        optimisation, not those about the optimizer."""
+        of_optimizer = ("on_before_zero_grad", "on_before_optimizer_step") if model.automatic_optimization else ()
+        matter = any(self._matters(model, hook) for hook in (*of_optimizer, "on_before_backward", "on_after_backward"))
 
-    def _call_if_it_matters(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
-        if self._matters(model, hook):
-            self._call(model, hook, args, alone)
+        def call(hook: str, *args: Any) -> None:
+            if matter:
+                self._call(model, hook, args, alone)
+
+        for hook in of_optimizer[:1]:
+            call(hook, optimizer)
+        call("on_before_backward", loss)
+        yield
+        call("on_after_backward")
+        for hook in of_optimizer[1:]:
+            call(hook, optimizer)
 
     def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
         given = _given(output) if self._batch == "on_train_batch" else output

@@ -50,6 +50,8 @@ class Recorder:
 
     def _before(self, name: str, child: torch.nn.Module) -> Any:
         def hook(*_: Any) -> None:
+            if _in_backward():
+                return
             call, made = self._calls[-1][1:]
             made[name] += 1
             self._calls.append((f"'{name}' ({type(child).__name__})", (*call, name, made[name]), Counter()))
@@ -57,6 +59,8 @@ class Recorder:
         return hook
 
     def _after(self, _: Any, args: Any, output: Any) -> None:
+        if _in_backward():
+            return
         who, key = self._calls.pop()[:2]
         self.record(f"what {who} returns", key, output)
 
@@ -72,6 +76,11 @@ class Recorder:
             with torch.no_grad():
                 whole = gather_global(value.detach())
             self.events.append(Event(where, (*key, index), whole.clone()))
+
+
+def _in_backward() -> bool:
+    """Returns whether a module is at work in a backward, as checkpoints are: these end before they return."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:
@@ -115,10 +124,11 @@ def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
 
 
 def differing(
-    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float, usual: float = 0.0
 ) -> Iterator[tuple[str, float]]:
-    """Yields names and differences of floating tensors that differ; None counts as zeros."""
+    """Yields names and differences of floating tensors that differ; None counts as zeros, `usual` is a usual magnitude."""
     floor = _FLOOR * max((largest(value) for value in expected.values() if value is not None), default=0.0)
+    floor = max(floor, _FLOOR * usual)
     for name, wanted in expected.items():
         value = found.get(name)
         if wanted is None and value is None:

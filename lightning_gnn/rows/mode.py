@@ -363,9 +363,10 @@ class RowsMode(TorchFunctionMode):
         too."""
         x = args[0]
         seen = (x,) if x._base is None else (x, x._base)
-        found = next(
-            ((each, of) for each in seen if (of := placement_of(each)) is not None and of.view is not None), None
-        )
+        views = ((each, of) for each in seen if (of := each.__dict__.get(ATTRIBUTE)) is not None)
+        found = next((one for one in views if one[1].view is not None), None)
+        if found is not None and found[1].view.is_stale:
+            raise self.refuse(f"{name_of(func)} changes {unknown_origin(found[0])}")
         out = self.applied(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), x._base

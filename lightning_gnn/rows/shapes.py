@@ -717,7 +717,9 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
     rest: tuple[Any, ...] = tuple(slice(None) if number == place else each for number, each in enumerate(items))
     if item.dtype == torch.bool:
         if item.dim() > 1:
-            return _entries(mode, x, placement, item, place, items, args)
+            if not all(map(_is_all, rest)):
+                return mode.on_all_rows(func, args, {})
+            return _entries(mode, x, placement, item, place, args)
         if of is None:
             if len(item) != rows.total:
                 return mode.on_all_rows(func, args, {})  # which raises
@@ -746,16 +748,22 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
             raise mode.refuse(LOCAL_IDS)
         with mode.pause():
             out = (mode.expand(x) if of.local_ids == "source" and not expanded else x)[item]
-        return mode.tagged(out, edges.at(0))
+        chosen = edges
     elif of.in_order and of.rows is rows:
         out, chosen = x, rows
     else:
         whole = mode.enter(mode.gathered(x, placement, "indexing"), FROM_ROWS, "indexing")
         every[dim] = item
-        out = mode.tagged(whole[tuple(every)], of.rows.at(dim + of.dim))  # type: ignore[union-attr]
-        return out if all(map(_is_all, rest)) or item.dim() > 1 else _getitem(mode, func, (out, rest), {})
-    out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))  # type: ignore[union-attr]
-    out = out if all(map(_is_all, rest)) else _getitem(mode, func, (out, rest), {})
+        out, chosen = whole[tuple(every)], of.rows  # type: ignore[assignment]
+        if item.dim() > 1:
+            if not all(map(_is_all, rest)):
+                return mode.on_all_rows(func, args, {})
+            return mode.tagged(out, chosen.at(dim + of.dim))
+    out = mode.tagged(out, _kept(chosen.at(dim), Placement(rows, dim, local_ids=placement.local_ids)))
+    if not all(map(_is_all, rest)):
+        out = _getitem(mode, func, (out, rest), {})
+        if not is_view:  # tensors in an index make a copy of it all
+            out = mode.tagged(out.contiguous(), placement_of(out) or FROM_ROWS)
     of = placement_of(out)
     return mode.tagged(out, of.with_view(View(x, args[1]))) if is_view and of is not None else out
 
@@ -820,9 +828,7 @@ def _at_both(
     return mode.tagged(x[(own, other, *items[2:])], rows.at(0))
 
 
-def _entries(
-    mode: RowsMode, x: Tensor, placement: Placement, mask: Tensor, place: int, items: list[Any], args: Any
-) -> Any:
+def _entries(mode: RowsMode, x: Tensor, placement: Placement, mask: Tensor, place: int, args: Any) -> Any:
     """``x[mask]`` with a mask of entries: those of this rank's rows."""
     of, rows = _placement(mask), placement.rows
     apart = of is None or rows is None or of.rows is not rows or rows.replicas
@@ -974,7 +980,7 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         raise mode.refuse(LOCAL_IDS)
     if of is None or of.local_ids or any(p.rows is not of.rows for _, p in found):
         if of is not None and of.local_ids:
-            return _into_nodes(mode, func, args, given, dim)
+            return _into_nodes(mode, func, args, kwargs, given, dim)
         return mode.on_all_rows(func, args, kwargs)
     rows, right = of.rows, index.dim() - of.dim
     assert rows is not None
@@ -996,29 +1002,23 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return mode.on_all_rows(func, args, kwargs)
 
 
-def _into_nodes(mode: RowsMode, func: Any, args: Any, given: dict[str, Any], dim: int) -> Any:
-    """Sums over the in-edges of each node, all of which its owner has: ``index`` is a row of ``edge_index``."""
+def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[str, Any], dim: int) -> Any:
+    """Reductions over the in-edges of each node, all of which its owner has, and sums over the out-edges: ``index`` is a row of
+    ``edge_index``."""
     x, index, into, of = args[0], given["index"], _placement(args[0]), _placement(given["index"])
     assert of is not None and of.rows is not None
-    name, nodes, src = name_of(func), of.rows.targets, given.get("src")
+    name, nodes, src, whole = name_of(func), of.rows.targets, given.get("src"), placement_of(args[0])
+    if nodes is not None and whole is not None and whole.rows is None and not dim and x.size(0) == nodes.total:
+        own = mode.tagged(mode.take(x, 0, nodes, name), nodes.at(0))
+        out = _along_dim(mode, getattr(Tensor, name.removesuffix("_")), (own, *args[1:]), kwargs)
+        if name.endswith("_") and (placed := _placement(out)) is not None:
+            out = mode.tagged(x.copy_(mode.gathered(out, placed, name)), FROM_ROWS)
+        return out
     at_targets = of.local_ids == "target" or (of.local_ids == "source" and "add" in name and mode.expand is not None)
-    whole = placement_of(x)
-    adds = "add" in name and nodes is not None and not of.dim and not dim
-    if adds and whole is not None and whole.rows is None and x.size(0) == nodes.total:  # type: ignore[union-attr]
-        part = mode.tagged(x.new_zeros(nodes.count, *x.shape[1:]), nodes.at(0))  # type: ignore[union-attr]
-        plain = Tensor.index_add if "index" in name else Tensor.scatter_add
-        rest = {key: value for key, value in given.items() if key in ("index", "src", "alpha") and value is not None}
-        if "index" in name:
-            rest["source"] = rest.pop("src")
-        total = mode.gathered(_along_dim(mode, plain, (part, 0), rest), nodes.at(0), name)  # type: ignore[union-attr]
-        return mode.tagged(x.add_(total) if name.endswith("_") else x + total, FROM_ROWS)
     if into is not None and into.rows is mode.halo_rows:
         at_targets, nodes = bool(of.local_ids), mode.halo_rows
     if not at_targets or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
-        raise mode.refuse(
-            f"{name} by edge_index is exact for a result with one row per node, zeros(x.size(0), ...), and along "
-            "dimension 0. Use a conv, or the helpers lightning_gnn.expand and lightning_gnn.reduce (docs/models.md)"
-        )
+        return mode.on_all_rows(func, args, kwargs)
     if isinstance(src, Tensor):
         src = given["src"] = converted(mode, src, of.rows, src.dim(), name)
     names = ("index", "src") if "index" in name else ("index", "src", "reduce")

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -16,6 +17,17 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import here
 
+SKIPPED = object()
+"""What a strategy returns in place of None, which Lightning refuses of several ranks."""
+
+
+class _Result(ClosureResult):
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        return super().from_training_step_output(
+            None if training_step_output is SKIPPED else training_step_output, normalize
+        )
+
 
 @contextmanager
 def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> Iterator[None]:
@@ -23,7 +35,7 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
 
     Callbacks and hooks decide by it. It is Lightning's loop that puts it there, and no callback, since the learning-rate finder
     puts its own in place of all others. In manual optimisation, `outputs` is what the step returned, of this rank. `loss` returns
-    None where it is not known.
+    None where it is not known. A step that is `SKIPPED` has no backward, as on one device.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     run = loop.run
@@ -34,11 +46,12 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
             outputs["loss"] = found.to(outputs["loss"])
         return outputs
 
-    loop.run = with_loss_of_all  # type: ignore[method-assign]
+    loop.run, loop.output_result_cls = with_loss_of_all, _Result  # type: ignore[method-assign]
     try:
         yield
     finally:
-        loop.__dict__.pop("run", None)
+        for name in ("run", "output_result_cls"):
+            loop.__dict__.pop(name, None)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
-from lightning_gnn.steps.loop import Progress
+from lightning_gnn.steps.loop import SKIPPED, Progress
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
@@ -83,9 +83,16 @@ class StepStrategy(RankStrategy):
             output = super().training_step(batch, *args, **kwargs)
         values.leave(output, trains=True)
         if output is None and self.world_size > 1 and self._module.automatic_optimization:
-            # Lightning refuses None of several ranks. This loss gives no parameter a gradient, and is compared with the others'.
-            return torch.zeros((), device=self.root_device, requires_grad=True)
+            self._compare_skipped()
+            return SKIPPED
         return output
+
+    def _compare_skipped(self) -> None:
+        """Ranks whose step has returned a loss meet this one, which has none, where they sum gradients: all are told."""
+        assert self._shared is not None and self._values is not None
+        gradients, none = self._shared.gradients, torch.zeros((), device=self.root_device)
+        gradients.before()
+        self._values.check_loss(none, gradients.after(none))
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
