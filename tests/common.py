@@ -293,7 +293,6 @@ class Recorder(L.Callback):
         )
 
 
-
 def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **options: Any) -> L.Trainer:
     """Returns a Trainer that says and leaves nothing; `self_check` turns its strategy's off, not on."""
     defaults: dict[str, Any] = {

@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.data.attributes import OF_BATCHES, GraphData, kinds_of, left_out_of
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, is_labelled
 
 
@@ -88,7 +89,7 @@ def small_graph(
         quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
         rows = _rows(edges, counted, form.edges, quotas, g)[shuffled]
     for name, value in edges.items():
-        small[name] = value[rows] if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+        small[name] = _entries(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
         if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
             small[name] = small[name] % sum(form.nodes)
@@ -134,7 +135,9 @@ def _with_types(
         none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)
         chosen = _rows(values, none, edges, (0, 0), g)[shuffled] if len(none) else torch.empty(0)
         for name, value in values.items():
-            small[kind][name] = value[chosen] if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
+            small[kind][name] = (
+                _entries(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
+            )
     holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
     return SmallGraph(small, torch.cat(parts).numpy(), holders)
 
@@ -190,7 +193,12 @@ def _some_nodes(
     rows = _rows(nodes, counted, sizes, labelled, g)
     order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
     place = order.argsort()
-    return {name: value[rows][place] for name, value in nodes.items()}, order
+    return {name: _entries(value, rows)[place] for name, value in nodes.items()}, order
+
+
+def _entries(values: Tensor, rows: Tensor) -> Tensor:
+    """Returns these rows; ids that are not read yet stay so."""
+    return stored_ids(values)[rows].to(values.dtype)
 
 
 def _edges(

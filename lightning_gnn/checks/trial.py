@@ -147,19 +147,14 @@ class Trial:
         """Hooks that log, and what they have raised on one device."""
         return {hook: in_one_line(error) for hook, error in self._hooks.not_run.items()}
 
-    def on_whole(self, steps: int = 1, seed: int = 0, noise: float = 0.0) -> Outcome:
+    def on_whole(self, steps: int = 1, seed: int = 0) -> Outcome:
         """Returns a run on the whole graph, as on one device.
 
         Args:
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
             seed: of all random numbers.
-            noise: relative, that is added to floating attributes.
         """
-        graph = self.graph.clone()  # which the step may change in place
-        if noise:
-            g = torch.Generator().manual_seed(seed)
-            graph.apply(lambda x: x * (1 + noise * torch.rand(x.shape, generator=g)) if x.is_floating_point() else x)
-        shard = whole_graph(graph, self._input_type)
+        shard = whole_graph(self.graph.clone(), self._input_type)  # which the step may change in place
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
         with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:

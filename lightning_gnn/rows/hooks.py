@@ -28,8 +28,11 @@ _WITHOUT_TENSORS = [
     "RichProgressBar",
     "ThroughputMonitor",
     "SpikeDetection",
+    "LearningRateFinder",
+    "BatchSizeFinder",
 ]
-"""Callbacks of Lightning that compute nothing from the module's tensors; others, such as ModelPruning, do."""
+"""Callbacks of Lightning that compute nothing from the module's tensors, or run steps, which open row semantics; others, such as
+ModelPruning, do compute."""
 _EXCLUDED = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
 """Hooks that run without row semantics: before or after a run, or around steps, which open it themselves."""
 

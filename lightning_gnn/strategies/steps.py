@@ -214,6 +214,11 @@ class StepStrategy(RankStrategy):
         return _sync_ddp_if_available(tensor.to(self.root_device), group, reduce_op=reduce_op)
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        with local_rows():  # decisions of ranks are counted
+            return super().reduce_boolean_decision(decision, all)
+
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensors of all ranks, which may have different numbers of rows; see
         :func:`~lightning_gnn.steps.weights.gather_rows`."""

@@ -295,7 +295,9 @@ def test_manual_optimisation_may_read_gradients_and_write_weights(how):
 
 def test_a_backward_past_lightning_is_named():
     found = check(ByHand("by itself"), batch=part_of(0), trainer=any_trainer())
-    assert re.search(r"test_lopsided_checks.py:\d+: loss.backward\(\) .* Call self.manual_backward", str(found.refused)), found
+    assert re.search(
+        r"test_lopsided_checks.py:\d+: loss.backward\(\) .* Call self.manual_backward", str(found.refused)
+    ), found
 
 
 class Interrupts(UserModule):
@@ -542,7 +544,8 @@ def module_of(kind: type[Model], how: str = "torch") -> UserModule:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [(Drops, "torch"), (Drops, "beta"), (NoisyWeights, ""), (MasksColumns, ""), (Shuffled, ""), (Chosen, "")]
+    ("kind", "how"),
+    [(Drops, "torch"), (Drops, "beta"), (NoisyWeights, ""), (MasksColumns, ""), (Shuffled, ""), (Chosen, "")],
 )
 def test_draws_that_all_nodes_share_are_the_same_on_all_ranks(kind, how):
     assert verdict(check(module_of(kind, how))) == (None, None, None)

@@ -19,7 +19,7 @@ from torch_geometric.utils import add_self_loops, coalesce, degree, to_undirecte
 from lightning_gnn import GraphDataModule, NodeClassifier, local_rows
 from lightning_gnn.data import lazy_ids
 from lightning_gnn.data.lazy_ids import LazyIds, kept_as, plain_ids, stored_ids
-from lightning_gnn.nn.edges import SplitEdges
+from lightning_gnn.nn.edges import SplitEdges, Sum
 
 OPERATIONS = [
     lambda ids: ids[0],
@@ -168,7 +168,9 @@ class Matrices(L.Callback):
     """Bytes of an edge that this rank's matrices have had, without rows' begins."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        made = [each for each in trainer.strategy._binding.context.kept.made_of_edges() if isinstance(each, SplitEdges)]
+        kept = trainer.strategy._binding.context.kept.made_of_edges()
+        made = [each.edges if isinstance(each, Sum) else each for each in kept]
+        made = [each for each in made if isinstance(each, SplitEdges)]
         (edges,) = {id(each): each for each in made}.values()
         with local_rows():
             parts = [csr for half in (edges.owned, edges.halo) for csr in (half, half.transpose(in_list=False))]

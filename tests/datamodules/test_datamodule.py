@@ -191,7 +191,6 @@ def halo_ids(folder: Path, rank: int) -> torch.Tensor:
     return torch.from_numpy(n_id[halo])
 
 
-
 def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     calls = []
 

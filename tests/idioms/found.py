@@ -53,7 +53,6 @@ def layer_drawn_anew_in_a_hook() -> Case:
 
 @idiom(
     source="fuzzer: labels of training nodes as inputs from the second step on",
-    lopsided="does not give the numbers of one device",
     stages=("fit",),
 )
 def labels_fed_later() -> Case:
@@ -246,7 +245,6 @@ def losses_gathered() -> Case:
 
 @idiom(
     source="fuzzer: nodes of the training mask changed from epoch 1 on, where a rank has none",
-    lopsided="no labelled node",
     stages=("fit",),
 )
 def changed_by_a_mask_later() -> Case:

@@ -12,7 +12,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,11 +100,6 @@ class Idiom:
     rtol: float
     late: bool
     xfail: str | None
-    lopsided: str | None = None
-
-    def on(self, partition: str) -> Idiom:
-        """Returns what is true of it with a partition."""
-        return self if self.lopsided is None or partition == "sorted" else replace(self, refused=self.lopsided)
 
     def runs(self) -> list[tuple[str, str, Sequence[str]]]:
         """Returns scheme, partition and stages of each run on ranks."""
@@ -131,7 +126,6 @@ def idiom(
     late: bool = False,
     xfail: str | None = None,
     name: str | None = None,
-    lopsided: str | None = None,
 ) -> Callable[[Build], Build]:
     """Adds a function that builds a case, from fixed seeds, to the corpus.
 
@@ -146,7 +140,6 @@ def idiom(
         late: it is refused after an optimizer has stepped.
         xfail: why it fails today.
         name: of the idiom, after its file's; the function's by default.
-        lopsided: what our error says where a rank has no training node, if it is refused there alone.
     """
 
     def add(build: Build) -> Build:
@@ -155,7 +148,7 @@ def idiom(
         assert known not in IDIOMS, known
         another = ALL[1 + zlib.crc32(known.encode()) % (len(ALL) - 1)]
         chosen = tuple(another if scheme == "another" else scheme for scheme in schemes)
-        IDIOMS[known] = Idiom(known, build, source, refused, warns, stages, chosen, rtol, late, xfail, lopsided)
+        IDIOMS[known] = Idiom(known, build, source, refused, warns, stages, chosen, rtol, late, xfail)
         return build
 
     return add
@@ -447,9 +440,7 @@ def complaints(pool: RankPool, one: Idiom, runs: Sequence[tuple[str, str, Sequen
     if reference.error and not refused:
         return [f"{one.name} does not run on one device: {reference.error}"]
     found: list[str] = []
-    whole = one
     for number, (scheme, partition, stages) in enumerate(one.runs() if runs is None else runs):
-        one = whole.on(partition)
         strategy, size = STRATEGIES[scheme]
         where = f"{one.name} under {scheme} ({partition})"
         try:

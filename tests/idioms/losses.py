@@ -92,7 +92,7 @@ def class_weights() -> Case:
     return case(over_mask(F.cross_entropy, weight))
 
 
-@idiom(source="cross_entropy with a weight of each class, and loss_weight", lopsided="cannot be told")
+@idiom(source="cross_entropy with a weight of each class, and loss_weight")
 def class_weights_with_loss_weight() -> Case:
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5]).double()
 
@@ -250,7 +250,7 @@ def other_mask() -> Case:
     return case(plain(lambda b: b.my_mask), data)
 
 
-@idiom(source="a mask of another name, with loss_weight", lopsided="cannot be told")
+@idiom(source="a mask of another name, with loss_weight")
 def other_mask_with_loss_weight() -> Case:
     data = graph()
     data.my_mask = torch.rand(80, generator=torch.Generator().manual_seed(3)) < 0.5

@@ -218,7 +218,7 @@ class LabelsAsInput(Classifier):
         return {"loss": loss, "loss_weight": asked.sum()}
 
 
-@idiom(source="PyG examples/unimp_arxiv.py, with a fixed choice of labels", lopsided="labelled")
+@idiom(source="PyG examples/unimp_arxiv.py, with a fixed choice of labels")
 def unimp() -> Case:
     data = graph()
     data.label_mask = data.train_mask & (torch.arange(80) % 3 != 0)
@@ -294,7 +294,7 @@ def correct_and_smooth() -> Case:
     return Case(Smoothed(nn.MLP([FEATURES, CLASSES])), graph())
 
 
-@idiom(source="PyG examples/label_prop.py", lopsided="labelled", stages=("test",))
+@idiom(source="PyG examples/label_prop.py", stages=("test",))
 def label_propagation() -> Case:
     class Propagated(Classifier):
         def forward(self, batch: Any) -> Tensor:
@@ -488,7 +488,7 @@ class Embeds(Classifier):
         return self.model(self.emb(batch.n_id) if self.exact else self.emb.weight, batch.edge_index)
 
 
-@idiom(source="a row per node, as Node2Vec's and LightGCN's")
+@idiom(source="a row per node, as Node2Vec's and LightGCN's", warns="could not run")
 def embedding_of_all_nodes() -> Case:
     return Case(Embeds(False), graph())
 

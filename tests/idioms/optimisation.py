@@ -411,7 +411,7 @@ def gradient_penalty() -> Case:
     return Case(Module(), graph())
 
 
-@idiom(source="FGSM: features moved along the sign of their gradient, then a second forward", lopsided="labelled")
+@idiom(source="FGSM: features moved along the sign of their gradient, then a second forward")
 def adversarial_features() -> Case:
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -54,9 +54,7 @@ def test_the_fuzzer_sees_what_is_wrong(ranks):
 
 @pytest.mark.campaign
 def test_the_fuzzer_leaves_out_what_is_not_to_blame(ranks):
-    whole = program(
-        ("on_train_epoch_end", "self.log('grown', self.head.weight.norm())"), LEAVES
-    )
+    whole = program(("on_train_epoch_end", "self.log('grown', self.head.weight.norm())"), LEAVES)
     small = shrink(
         Fuzzer(ranks), replace(whole, stages=("fit", "test"), graph="directed(64, 3)"), Verdict(0, "refused")
     )

@@ -252,7 +252,13 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
-_ROUNDED = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.complex32: 1e-2}
+_ROUNDED = {
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+    torch.complex32: 1e-2,
+}
 
 
 def on_one_device(program: Program, whole: Graph | None = None) -> Result | Exception:
@@ -296,7 +302,14 @@ def expression(text: str, **names: Any) -> Program:
 
     def program(graph: Graph) -> Any:
         variables = {each.name: getattr(graph, each.name) for each in fields(Graph)}
-        space = {"torch": torch, "F": torch.nn.functional, "math": math, "copy": copy, "checkpoint": checkpoint, "graph": graph}
+        space = {
+            "torch": torch,
+            "F": torch.nn.functional,
+            "math": math,
+            "copy": copy,
+            "checkpoint": checkpoint,
+            "graph": graph,
+        }
         space |= variables | names
         exec(before, space)
         return eval(code, space)

@@ -95,7 +95,9 @@ def test_lines_of_generated_code_are_not_the_users():
     generated: dict[str, Any] = {}
     file = "/tmp/torch_geometric.nn.sequential_Sequential_8743d4_x.py"
     exec(compile("def run(net, g, weight):\n    return net(g.x, g.edge_index) * weight", file, "exec"), generated)
-    assert "unknown" in refused(lambda net, g: generated["run"](net, g, torch.func.vmap(torch.ones_like)(torch.ones(4))))
+    assert "unknown" in refused(
+        lambda net, g: generated["run"](net, g, torch.func.vmap(torch.ones_like)(torch.ones(4)))
+    )
 
 
 def test_what_is_found_out_once_in_a_process_sends_no_message():

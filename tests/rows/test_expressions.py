@@ -63,7 +63,7 @@ def test_a_program_on_few_rows_is_that_of_one_device(num_nodes: int, num_edges: 
     layout = Layout(3, whole=whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for line in lines if CAMPAIGN else lines[num_nodes :: 8]:
+        for line in lines if CAMPAIGN else lines[num_nodes::8]:
             program = expression(line)
             found = on_one_device(program, whole)
             if not isinstance(found, Exception) and (different := compare(program, (layout,))):

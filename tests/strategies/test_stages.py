@@ -353,7 +353,9 @@ def fit(rank: int, world_size: int, stages: list[Any], model: torch.nn.Module, *
 
 LATER = [
     pytest.param([{**DGCL, "epochs": 1}, {"strategy": "spmm_2d"}], build("gcn"), "square", id="ranks"),
-    pytest.param([{**DGCL, "epochs": 1}, "dgcl"], Centred(), r"x.numpy\(\) would see this rank's rows only", id="model"),
+    pytest.param(
+        [{**DGCL, "epochs": 1}, "dgcl"], Centred(), r"x.numpy\(\) would see this rank's rows only", id="model"
+    ),
 ]
 
 
