@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
@@ -106,6 +107,9 @@ class Binding:
             tables = [child for child in module.modules() if isinstance(child, DistributedEmbedding)]
             for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
+            for child in module.modules():
+                if isinstance(child, InvertibleModule):  # its backward would compute rows that row semantics do not follow
+                    self._patches.put(child, {"disable": True})
         except BaseException:
             self.release()
             raise

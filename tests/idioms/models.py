@@ -109,7 +109,7 @@ class RevGNN(torch.nn.Module):
         return self.lin2(self.norm(x).relu())
 
 
-@idiom(source="PyG examples/rev_gnn.py", refused="of unknown origin")
+@idiom(source="PyG examples/rev_gnn.py")
 def rev_gnn() -> Case:
     return Case(Classifier(RevGNN()), graph())
 

@@ -211,7 +211,6 @@ EXACT = [
     AddsNoise,
     AddsNoiseByHand,
     Unfreezes,
-    FollowsAMean,
     HearsTheLoss,
     ReadsTheLoss,
 ]
@@ -249,6 +248,7 @@ def test_hooks_see_what_one_device_has(ranks, kind):
     ("kind", "named", "cause"),
     [
         (DrawsInTheStep, r"After epoch 1, the parameter 'model.convs.1.lin.weight' of rank 1", "random numbers"),
+        (FollowsAMean, r"After epoch 0, the buffer 'centre' of rank 1", r"local_rows\(\)"),
     ],
 )
 def test_ranks_that_part_are_told(ranks, kind, named, cause):
