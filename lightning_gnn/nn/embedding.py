@@ -30,6 +30,8 @@ from typing_extensions import override
 from lightning_gnn.comm.group import num_ranks
 from lightning_gnn.comm.rows import EmbeddingRows, summed
 from lightning_gnn.partition.types import Types
+from lightning_gnn.rows.mode import active_mode, place, placement_of
+from lightning_gnn.rows.placement import REPLICATED
 
 SparseOptimizer = Literal["adam", "sgd"]
 
@@ -232,6 +234,8 @@ class DistributedEmbedding(torch.nn.Module):
                 # All ranks step alike, also one whose loss does not need these rows: its batch may have no nodes of the type.
                 self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
             rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
+        if active_mode() is not None and (of := placement_of(ids)) is not None and of.rows is None:
+            place(rows, REPLICATED)  # as of a parameter: owners sum the gradients of all ranks
         return rows
 
     def _read(self, ids: Tensor, owned: bool) -> Tensor:

@@ -75,7 +75,7 @@ def expand(x: Tensor) -> Tensor:
     mode = active_mode()
     if mode is not None:
         of = placement_of(x)
-        if of is None or of.rows is None or mode.halo_rows is None:
+        if of is None or of.rows is None:
             return x  # whole already
         with mode.pause():
             return placed(expand(x), mode.halo_rows)
