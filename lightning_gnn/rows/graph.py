@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -148,12 +149,17 @@ class GraphRows:
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
-    """Returns the ranks of an earlier run on a batch, with the world of this one; else new ones."""
+    """Returns the ranks of an earlier run on a batch, with the world of this one, if all ranks have them; else new ones, as where
+    one rank has loaded its part again."""
     stores = [batch] if isinstance(batch, Data) else list(batch.node_stores)
     placement = placement_of(stores[0].n_id)
     known = None if placement is None or placement.rows is None else placement.rows.ranks
-    if known is None or known.size != world.size or known.world.rank != world.rank:
-        return Ranks(world)
+    if known is not None and (known.size, known.world.rank) != (world.size, world.rank):
+        known = None
+    found = world.all_gather_object((None if known is None else known.name, uuid4().hex))
+    names = {name for name, _ in found}
+    if known is None or len(names) > 1:
+        return Ranks(world, name=found[0][1])
     known.world, known.device = world, world.device
     return known
 

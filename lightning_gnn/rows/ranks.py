@@ -60,6 +60,7 @@ class Ranks:
     Args:
         world: of all ranks.
         where: returns the user's line.
+        name: that all ranks have alike.
 
     Attributes:
         messages: how many each operation has sent, by its name.
@@ -68,7 +69,8 @@ class Ranks:
         rows: of the arguments of the function that runs now, in words, where someone follows this.
     """
 
-    def __init__(self, world: World, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, world: World, where: Callable[[], str] = lambda: "", name: str = "") -> None:
+        self.name = name
         self.world, self.size, self._where = world, world.size, where
         self.messages: Counter[str] = Counter()
         self.bytes_sent = 0

@@ -357,3 +357,26 @@ def test_rounding_is_evened_out(ranks):
     (before, after), (before_1, after_1) = ranks.run(2, rounded)
     assert not torch.equal(before, before_1)
     assert torch.equal(after, before) and torch.equal(after_1, before)
+
+
+class Ordered(Module):
+    """Ranks tell each other the order of rows, once for each selection."""
+
+    def loss(self, batch: Data) -> Tensor:
+        return super().loss(batch) + self.model(batch.x, batch.edge_index)[batch.train_mask].cumsum(0).mean()
+
+
+def again_after_one_device(rank: int, world_size: int) -> Tensor:
+    """Returns the weights of two runs, between which rank 0 alone has run on the whole graph."""
+    module, data = Ordered(), GraphDataModule(awkward_graph())
+    for number in range(2):
+        run = quiet_trainer("dgcl", world_size, max_epochs=1)
+        run.fit(module, datamodule=data)
+        if rank == 0 and number == 0:
+            quiet_trainer("auto", 1, max_epochs=1, limit_train_batches=0).fit(module, datamodule=data)
+    return module.model.convs[0].lin.weight.detach()
+
+
+def test_a_rank_may_load_its_part_again(ranks):
+    first, second = ranks.run(2, again_after_one_device)
+    assert torch.equal(first, second)
