@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch_geometric.nn.models import GCN
 
-from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition, register_row_rule
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
 
@@ -57,6 +57,9 @@ class Kills(torch.autograd.Function):
         (folder / "when").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
         return gradient
+
+
+register_row_rule(Kills)
 
 
 class Module(NodeClassifier):
