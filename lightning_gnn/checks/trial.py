@@ -236,6 +236,8 @@ class Trial:
                 binding.context.begin_step(Step(PHASES[self.stage], epoch, step))
             with NoDropout(), nullcontext() if rows is None else rows.mode, self._explaining(rows):
                 ran = self._run_once(model, shard, world, recorder, rows, optimizer, step)
+        if rows is not None:
+            rows.release(model)
         return ran
 
     def _explaining(self, rows: GraphRows | None) -> AbstractContextManager[None]:

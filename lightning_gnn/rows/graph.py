@@ -143,7 +143,8 @@ class GraphRows:
                 place(x, REPLICATED)
 
     def release(self, module: torch.nn.Module) -> None:
-        """Takes the placements of a module's buffers and other tensors away."""
+        """Takes the placements of a module's buffers and other tensors away, and forgets tensors from before the run."""
+        self.mode.forget_constants()  # weak references to them would stop torch from moving their module
         for _, x in _state(module):
             self.mode.untagged(x)
 

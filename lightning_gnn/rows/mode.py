@@ -438,6 +438,9 @@ class RowsMode(TorchFunctionMode):
         if ATTRIBUTE not in x.__dict__ and not self.is_same(x):
             self._constants[id(x)] = weakref.ref(x), False
 
+    def forget_constants(self) -> None:
+        self._constants.clear()
+
     def is_same(self, x: Tensor) -> bool | None:
         """Returns whether all ranks were found to have the same constant; None of what is none."""
         known, is_same = self._constants.get(id(x), (None, False))
