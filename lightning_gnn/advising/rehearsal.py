@@ -177,6 +177,7 @@ def rehearse(
                     footprint = footprint_of(counted, binding, shard, model, world)
                 optimizer.zero_grad()
                 recorder.note(rank)
+        rows.release(model)
         return footprint
 
     with aside(), keeping_freed_memory(), ExitStack() as stack:

@@ -350,6 +350,7 @@ def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: Sche
                 run_backward(loss)
         found = footprint_of(counted, binding, shards[rank], model, world)
         model.zero_grad()
+        rows.release(model)
         counted.release()
         binding.release()
         return found

@@ -59,6 +59,7 @@ LEFT_OUT = {
     "training_of_codec": "no torch.Generator",
     "nan_stops_the_run_with_the_layers_name_of_vertex_cut": "modules do not come back from it after an error",
     "what_cannot_be_exact_on_ranks_is_refused_of_embedding": "modules do not come back from it after an error",
+    "models_among_hyperparameters_are_saved_and_resumed_of_checkpoints": "its checkpoint is loaded where there is no such device",
     "refused_by_name_of_logs": "modules do not come back from it after an error",
     "yaml_of_stages": "LightningCLI does not know how it is asked for",
     "equals_one_device_of_real_graphs": "its fixtures are of another module",

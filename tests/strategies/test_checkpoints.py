@@ -238,7 +238,7 @@ def resume_configured(
             )
             trainer.fit(module, datamodule=GraphDataModule(graph), ckpt_path=load)
             losses += module.losses
-        kept = [each.cpu().eval()(graph.x, graph.edge_index).detach() for each in (*module.kept, module.model)]
+        kept = [each.eval()(graph.x, graph.edge_index).detach() for each in (*module.kept, module.model)]
         torch.testing.assert_close(kept[1], kept[0], rtol=0, atol=0)
         torch.testing.assert_close(kept[2], kept[0], rtol=0, atol=0)
         loaded = Configured.load_from_checkpoint(at / "all" / "last.ckpt")
