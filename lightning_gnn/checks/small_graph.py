@@ -36,6 +36,8 @@ _ISOLATED, _TWICE = 2, 9
 """Nodes of a part without edges, and edges that are there twice."""
 _POOL = 8192
 """Rows that are drawn from: of a larger graph, some."""
+_VALUES = 64
+"""An attribute with more values is none of classes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def small_graph(
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
-    Each part has rows of each class, as far as there is room.
+    Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
+    are taken in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
+    smaller then, in attributes of real numbers: else the largest would be the same on both parts.
 
     Args:
         masks: those of nodes or edges that the step's values are means over.
@@ -89,7 +93,7 @@ def small_graph(
         quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
         rows = _rows(edges, counted, form.edges, quotas, g)[shuffled]
     for name, value in edges.items():
-        small[name] = _entries(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+        small[name] = _of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
         if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
             small[name] = small[name] % sum(form.nodes)
@@ -136,7 +140,7 @@ def _with_types(
         chosen = _rows(values, none, edges, (0, 0), g)[shuffled] if len(none) else torch.empty(0)
         for name, value in values.items():
             small[kind][name] = (
-                _entries(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
+                _of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
             )
     holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
     return SmallGraph(small, torch.cat(parts).numpy(), holders)
@@ -193,12 +197,18 @@ def _some_nodes(
     rows = _rows(nodes, counted, sizes, labelled, g)
     order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
     place = order.argsort()
-    return {name: _entries(value, rows)[place] for name, value in nodes.items()}, order
+    return {name: _of_rows(value, rows)[place] for name, value in nodes.items()}, order
 
 
-def _entries(values: Tensor, rows: Tensor) -> Tensor:
-    """Returns these rows; ids that are not read yet stay so."""
-    return stored_ids(values)[rows].to(values.dtype)
+def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
+    found, order = stored_ids(values)[rows].to(values.dtype), rows.argsort(stable=True)  # ids that are not read stay so
+    begins = torch.searchsorted(rows[order], rows[order])
+    times = torch.empty_like(rows)
+    times[order] = torch.arange(len(rows)) - begins
+    if not values.is_floating_point() or not times.any() or len(found[:_VALUES].unique()) <= _VALUES:
+        return found
+    return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
 def _edges(
@@ -231,30 +241,61 @@ def _rows(
     labelled: Sequence[int],
     g: torch.Generator,
 ) -> Tensor:
-    """Returns which of the user's rows the parts have, the first part's first; where all count, or none does, of all rows."""
-    y = class_labels(attributes["y"]) if "y" in attributes else None
+    """Returns which of the user's rows the parts have, the first part's first."""
+    attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
+    if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
+        attributes["y"] = classes
+    others = [size - count for size, count in zip(sizes, labelled)]
+    return torch.cat(_of_both(attributes, counted, labelled, others, g))
+
+
+def _of_both(
+    attributes: dict[str, Tensor], counted: Tensor, labelled: Sequence[int], others: Sequence[int], g: torch.Generator
+) -> list[Tensor]:
+    """Returns the rows of either part; where all count, or none does, all are drawn from them."""
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
     if not len(yes) or not len(no):
         yes = no = torch.arange(len(counted))
-    return torch.cat(
-        [
-            each
-            for size, count in zip(sizes, labelled)
-            for each in (_drawn(yes, count, y, g), _drawn(no, size - count, y, g))
-        ]
-    )
+    drawn = [_drawn(attributes, yes, labelled, g), _drawn(attributes, no, others, g)]
+    return [torch.cat(rows) for rows in zip(*drawn)]
 
 
-def _drawn(pool: Tensor, count: int, y: Tensor | None, g: torch.Generator) -> Tensor:
-    """Returns that many rows at random, one of each class first, then a second of each, and so on."""
-    places = (
-        torch.randperm(len(pool), generator=g)
-        if len(pool) <= _POOL
-        else torch.randint(len(pool), (_POOL,), generator=g)
-    )
-    pool = pool[places]
-    if y is not None:
-        classes, order = y[pool].sort(stable=True)
-        times = torch.arange(len(pool)) - torch.searchsorted(classes, classes)
-        pool = pool[order[times.argsort(stable=True)]]
-    return pool.repeat(-(-count // len(pool)))[:count]
+def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
+    """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
+    if len(rows) > 8 * _POOL:  # as good as all in a new order, of hundreds of millions of edges in a moment
+        rows = rows[torch.randint(len(rows), (2 * _POOL,), generator=g).unique()]
+    pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
+    kinds = _kinds(attributes, pool)
+    free = torch.ones(len(pool), dtype=torch.bool)
+    taken: list[list[int]] = [[], []]
+    for kind in kinds:
+        for part, quota in enumerate(quotas):
+            if len(taken[part]) < quota and not kind[taken[part]].any():
+                found = (kind & free).nonzero()
+                row = int(found[0] if len(found) else kind.nonzero()[0])
+                taken[part].append(row)
+                free[row] = False
+    left = sum(quotas) - sum(map(len, taken))
+    rest = free.nonzero().view(-1)[:left]
+    if len(rest) < left:
+        rest = torch.cat([rest, torch.randint(len(pool), (left - len(rest),), generator=g)])
+    if "y" in attributes:
+        values = attributes["y"][pool[rest]].double()
+        rest = rest[(values if values.dim() == 1 else values.sum(1)).argsort()]
+    missing = quotas[0] - len(taken[0])
+    rests = (rest[:missing], rest[missing:])
+    return [pool[torch.cat([torch.tensor(own, dtype=torch.long), more])] for own, more in zip(taken, rests)]
+
+
+def _kinds(attributes: dict[str, Tensor], rows: Tensor) -> list[Tensor]:
+    """Returns for each value of attributes with few which rows have it, bool each; the rarest first."""
+    kinds: list[Tensor] = []
+    for value in attributes.values():
+        own = stored_ids(value)[rows]
+        if own.dim() == 2 and not own.is_floating_point() and own.size(1) <= _VALUES:  # several labels
+            kinds += list((own > 0).unbind(1))
+        elif own.dim() == 1 and not own.is_complex():
+            found = own.unique()
+            if 1 < len(found) <= _VALUES:
+                kinds += [own == each for each in found]
+    return sorted((kind for kind in kinds if kind.any()), key=lambda kind: int(kind.sum()))

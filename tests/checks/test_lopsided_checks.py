@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from common import CLASSES, UserModule, awkward_graph, build, campaign
 from test_self_check import Model, any_trainer, shard, verdict
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
@@ -566,3 +567,36 @@ def test_draws_per_row_and_those_that_change_nothing_pass():
     assert verdict(check(module_of(Unused))) == (None, None, None)
     assert verdict(check(WithIds(OfAllNodes()))) == (None, None, None)
     assert verdict(check(LabelsIn(build("gcn")), batch=part_of(0))) == (None, None, None)
+
+
+class ComputesAgain(UserModule):
+    """A checkpoint that goes on behind a module, which therefore returns twice."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+        self.head = torch.nn.Linear(CLASSES, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        out, rows = self.model(batch.x, batch.edge_index), batch.train_mask & (batch.y >= 0)
+        out = checkpoint(lambda x: self.head(x).relu(), out, use_reentrant=False)
+        return F.cross_entropy(out[rows], batch.y[rows])
+
+
+class KeepsTheLoss(UserModule):
+    """A hook reads what another one has kept."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+
+    def on_before_backward(self, loss):
+        self.kept = loss.detach() * 2
+
+    def on_after_backward(self):
+        first = next(self.parameters())
+        first.grad.mul_(0.5)
+        self.log("kept", self.kept)
+
+
+@pytest.mark.parametrize("kind", [ComputesAgain, KeepsTheLoss])
+def test_what_runs_around_a_backward_is_no_difference(kind):
+    assert verdict(check(kind(), batch=part_of(0), trainer=any_trainer())) == (None, None, None)

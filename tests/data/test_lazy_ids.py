@@ -175,7 +175,9 @@ class Matrices(L.Callback):
         with local_rows():
             parts = [csr for half in (edges.owned, edges.halo) for csr in (half, half.transpose(in_list=False))]
             listed = [csr.edge for csr in parts if csr.edge is not None]
-            self.bytes = sum(ids.nbytes for ids in [*(csr.indices for csr in parts), *listed]) / edges.in_degree.sum()
+            self.bytes = sum(ids.nbytes for ids in [*(csr.indices for csr in parts), *listed]) / int(
+                edges.in_degree.sum()
+            )
 
 
 def matrices(rank: int, world_size: int, model: str, weighted: bool) -> float:

@@ -1072,6 +1072,15 @@ FORMS["rows that are written"] |= {
 
 
 @form("rows that are written")
+def two_views(r: Made, g: Any) -> Any:
+    x = g.x * 1
+    first, second = x[:4], x[4:]
+    first.mul_(2)
+    second.add_(1)
+    return of_rows(x, g)
+
+
+@form("rows that are written")
 def label_input(r: Made, g: Any) -> Tensor:
     """Labels of half the training rows as features, the loss over the others."""
     known = g.train_mask & (torch.arange(g.num_nodes) % 2 == 0)

@@ -47,6 +47,29 @@ PROGRAMS = {
 }
 
 
+def largest(end: int, by_size: bool) -> Program:
+    def program(net: Net, g: Any) -> Tensor:
+        h, (source, target) = net.head(g.x), g.edge_index
+        sizes = h.size(0) if by_size else len(h)
+        weights = utils.softmax((h[source] * h[target]).sum(1), g.edge_index[end], num_nodes=sizes)
+        of_nodes = utils.scatter(h[source] * weights[:, None], g.edge_index[end], dim=0, dim_size=sizes, reduce="max")
+        return (of_nodes * h).sum()
+
+    return program
+
+
+PROGRAMS |= {
+    "one column of sources": lambda net, g: net.head(g.x)[g.edge_index[0], 0].tanh().sum(),
+    "columns of both ends": lambda net, g: (
+        net.head(g.x)[g.edge_index[0], :2] * net.head(g.x)[g.edge_index[1], :2]
+    ).sum(),
+    "the largest at targets": largest(1, True),
+    "the largest at targets, of a number": largest(1, False),
+    "the largest at sources": largest(0, True),
+    "the largest at sources, of a number": largest(0, False),
+}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_edges_of_a_step_are_those_of_one_device(name):
     assert_of_one_device(on_ranks(PROGRAMS[name], make_net(), 3), reference(PROGRAMS[name]), name)

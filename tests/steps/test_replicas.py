@@ -192,6 +192,24 @@ class KeepsTheBest(Module):
             del self.best
 
 
+class SkipsAStep(Module):
+    """Without a loss there is no backward, nor its hooks."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
+        return None if self.current_epoch == 1 else super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.heard.append(float(loss))
+
+    def on_after_backward(self) -> None:
+        self.heard.append(float(self.model.convs[0].lin.weight.grad.norm()))
+
+
+class SkipsAlone(Module):
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
+        return None if self.global_rank == 1 else super().training_step(batch, batch_idx)
+
+
 class UsesALateLayer(Module):
     """A layer that no optimizer has, and learns."""
 
@@ -204,6 +222,7 @@ class UsesALateLayer(Module):
 
 EXACT = [
     KeepsTheBest,
+    SkipsAStep,
     ClipsAfterBackward,
     ClampsInHooks,
     StepsInHooks,
@@ -270,6 +289,11 @@ def test_a_backward_of_its_own_is_refused_at_its_line(ranks):
 def test_a_layer_that_no_optimizer_has_is_refused(ranks):
     with pytest.raises(RankFailed, match=r"'late.weight' was registered during the run and is in no optimizer"):
         ranks.run(2, fitted, UsesALateLayer, "dgcl")
+
+
+def test_a_rank_that_skips_a_step_alone_is_told(ranks):
+    with pytest.raises(RankFailed, match="belongs to another operation"):
+        ranks.run(2, fitted, SkipsAlone, "dgcl")
 
 
 def test_a_rank_that_stops_alone_is_told(ranks):
