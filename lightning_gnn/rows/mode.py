@@ -660,13 +660,13 @@ _in_place: dict[Any, bool] = {}
 _LARGE = 1 << 20
 _MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
 LOCAL_IDS = (
-    "edge_index has places in this rank's own rows, and is no number of the whole graph here. Use batch.n_id[...] of "
+    "edge_index holds local node ids of this rank, which are no ids of the whole graph here. Use batch.n_id[...] of "
     "sources with lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
 )
 
 
 _WRITTEN_IDS = (
-    "edge_index is changed in place, and has places in this rank's own rows. Make other edges of it by functions that return "
+    "edge_index is changed in place, and holds local node ids of this rank. Make other edges of it by functions that return "
     "them, such as batch.edge_index[:, chosen] and torch_geometric.utils.add_self_loops"
 )
 
