@@ -28,6 +28,8 @@ OF_OTHERS = (
     "backward",
     "special_",
     "sinc_",
+    "nelement",
+    "new_empty",
 )
 """Functions that raise, or have the rule of another one; tests/rows/programs.py has those that raise."""
 LAYOUT = Layout(3)
