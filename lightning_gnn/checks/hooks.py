@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -17,6 +18,11 @@ from lightning_gnn.comm.call import Phase
 
 PHASES: dict[str, Phase] = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """Of Lightning's stages, as exchanges are told and hooks are named."""
+
+
+_OF_BACKWARD = ("on_before_backward", "on_after_backward")
+_COMMON = {name for kind in (torch.Tensor, torch.nn.Module) for name in dir(kind)} | {"torch"}
+"""Names in code that are no attributes of the user's."""
 
 
 class Hooks:
@@ -44,9 +50,9 @@ class Hooks:
         """Returns whether hooks after a backward are called."""
         return any(self._matters(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
 
-    def gather(self, model: pl.LightningModule, step: str) -> bool:
-        """Returns whether the hook at an epoch's end logs, and shares attributes with what comes before it."""
-        return self._ends_with(model, step, f"{self._batch}_end")
+    def come_after(self, model: pl.LightningModule) -> bool:
+        """Returns whether hooks after a step are called."""
+        return any(self._matters(model, hook) for hook in (f"{self._batch}_end", self._epoch_end))
 
     def _ends_with(self, model: pl.LightningModule, *methods: str) -> bool:
         shared = _names(model, self._epoch_end) & set().union(*(_names(model, each) for each in methods))
@@ -63,13 +69,14 @@ class Hooks:
 
     @contextmanager
     def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool) -> Iterator[None]:
-        """Calls those before and after a backward if one of them matters, since others may keep what it reads; in manual
-        optimisation, not those about the optimizer."""
+        """Calls those before and after a backward that matter, or share attributes with one that does; in manual optimisation,
+        not those about the optimizer."""
         of_optimizer = ("on_before_zero_grad", "on_before_optimizer_step") if model.automatic_optimization else ()
-        matter = any(self._matters(model, hook) for hook in (*of_optimizer, "on_before_backward", "on_after_backward"))
+        matter = {hook for hook in (*of_optimizer, *_OF_BACKWARD) if self._matters(model, hook)}
+        shared = set().union(*(_names(model, hook) for hook in matter))
 
         def call(hook: str, *args: Any) -> None:
-            if matter:
+            if hook in matter or (hook in _OF_BACKWARD and shared & _names(model, hook) - _COMMON):
                 self._call(model, hook, args, alone)
 
         for hook in of_optimizer[:1]:

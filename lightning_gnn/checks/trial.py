@@ -93,7 +93,7 @@ class Parted(Exception):
 
 class Trial:
     """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
-    step optimises by hand, or hooks come before it or log after its backward, which may read and write both: then each has its
+    step optimises by hand, or hooks come before it or after its backward, which may read and write both: then each has its
     own, and gradients are summed as in training.
 
     Args:
@@ -128,7 +128,8 @@ class Trial:
         self.stage, self.training = stage, stage == "fit"
         self.step = STAGES[stage][0]
         self._by_hand = self.training and not module.automatic_optimization
-        sees_gradients = self._hooks.come_before(module) or self._hooks.see_gradients(module)
+        hooks = (self._hooks.come_before, self._hooks.see_gradients, self._hooks.come_after)
+        sees_gradients = any(each(module) for each in hooks)
         self._own_weights = self._by_hand or sees_gradients or explanation is not None
         self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
         self._module: pl.LightningModule = copied(module).cpu()

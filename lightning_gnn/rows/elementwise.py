@@ -306,7 +306,7 @@ register(first_rows(), "one_hot_ i1 i1e i0e sinc_")
 register(like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like", (torch,))
 for _name in _RANDOM.split():
     RANDOM.update(getattr(owner, _name) for owner in (torch, Tensor, F) if hasattr(owner, _name))
-properties(same, "data grad _grad real imag")
+properties(same, "data _grad real imag")
 
 
 def _softmax_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -111,6 +111,19 @@ def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 RULES[Tensor.__reduce_ex__] = _pickled
 
 
+def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.grad``: that of a replicated tensor is 1 / P of the true one on each rank; the parameters' are summed already."""
+    x, of = args[0], placement_of(args[0])
+    out = func(x)
+    if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:
+        return same(mode, func, args, kwargs)
+    if x.is_leaf:
+        raise mode.refuse(
+            "x.grad of a tensor that all ranks share is this rank's part. Take torch.autograd.grad(loss, x)"
+        )
+    return mode.tagged(mode.sum(out.detach(), "grad"), FROM_ROWS)
+
+
 def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """``x.data = value`` and ``x.grad = value``."""
     x, value = args
@@ -125,6 +138,7 @@ def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 RULES[_data_.__set__] = RULES[_grad_.__set__] = _set
+RULES[_grad_.__get__] = _kept_gradient
 RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = _untouched
 
 # Views ########################################################################

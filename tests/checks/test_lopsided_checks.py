@@ -597,6 +597,18 @@ class KeepsTheLoss(UserModule):
         self.log("kept", self.kept)
 
 
-@pytest.mark.parametrize("kind", [ComputesAgain, KeepsTheLoss])
+class WritesWeightsAfterwards(UserModule):
+    """A rank writes its own weights while another is in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(build("gcn"))
+
+    def on_train_epoch_end(self):
+        first = next(self.parameters())
+        first.data.mul_(0.9)
+        self.log("norm", first.norm())
+
+
+@pytest.mark.parametrize("kind", [ComputesAgain, KeepsTheLoss, WritesWeightsAfterwards])
 def test_what_runs_around_a_backward_is_no_difference(kind):
     assert verdict(check(kind(), batch=part_of(0), trainer=any_trainer())) == (None, None, None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_gnn import register_row_rule
-from rows.harness import DAILY, Graph, compare
+from lightning_gnn.rows.mode import RowsMode
+from rows.harness import DAILY, Graph, Layout, compare, made_graph, on_ranks
 
 
 def operator(name: str, centres: bool) -> Any:
@@ -43,3 +45,23 @@ def test_operators_without_a_rule_name_themselves():
         return not_said(graph.x).sum()
 
     assert "register_row_rule(torch.ops.rowtests.not_said)" in str(compare(program, DAILY))
+
+
+def kept_gradients(graph: Graph, mode: RowsMode | None, ranks: int = 1) -> list[float]:
+    """Returns norms of gradients that rows and a replicated tensor have kept."""
+    with mode or nullcontext():
+        rows, shared = graph.x @ graph.w, graph.x.mean(0).detach().clone().requires_grad_() * 2
+        whole = rows.cumsum(0)
+        for each in (rows, shared, whole):
+            each.retain_grad()
+        loss = (whole * rows).mean() + (graph.x * shared).pow(2).mean()
+    with nullcontext() if mode is None else mode.opened(in_backward=True):
+        (loss / ranks).backward()
+    with mode or nullcontext():
+        return [float(each.grad.norm()) for each in (rows, shared, whole)]
+
+
+def test_gradients_that_tensors_keep_are_those_of_one_device():
+    expected = kept_gradients(made_graph(), None)
+    for found in on_ranks(Layout(3), lambda graph, mode: kept_gradients(graph, mode, 3)):
+        assert found == pytest.approx(expected, rel=1e-12), found
