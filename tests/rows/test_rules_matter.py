@@ -55,7 +55,8 @@ def rules() -> dict[str, list[Any]]:
     for function, rule in RULES.items():
         name = name_of(function).removeprefix("linalg_")
         is_property = getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
-        is_apart = function in RANDOM or is_property or name.startswith(("__", *OF_OTHERS))
+        is_users = rule.__name__ == "<lambda>"
+        is_apart = is_users or function in RANDOM or is_property or name.startswith(("__", *OF_OTHERS))
         if rule.__name__ not in ROW_WISE and not is_apart:
             found.setdefault(name, []).append(function)
     return found
