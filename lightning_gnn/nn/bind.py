@@ -108,9 +108,8 @@ class Binding:
             for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
             for child in module.modules():
-                if isinstance(
-                    child, InvertibleModule
-                ):  # its backward would compute rows that row semantics do not follow
+                # Its backward would compute rows that row semantics do not follow.
+                if isinstance(child, InvertibleModule):
                     self._patches.put(child, {"disable": True})
         except BaseException:
             self.release()

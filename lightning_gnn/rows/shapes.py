@@ -275,8 +275,8 @@ def _view_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A replicated tensor that is expanded to a number of rows has rows."""
-    x, shape = args[0], kwargs.get("size", args[1] if isinstance(args[1:2], (tuple, list)) else args[1:])
-    shape = shape if isinstance(shape, (tuple, list)) else args[1:]
+    x, shape = args[0], kwargs.get("size", args[1:])
+    shape = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
     at = next((place for place, size in enumerate(shape) if isinstance(size, RowCount)), None)
     if at is None or _placement(x) is not None:
         return _view(mode, func, args, kwargs)
@@ -314,7 +314,7 @@ def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     raise mode.refuse(f"{name} changes where rows lie in place. Use the function without an underscore.")
 
 
-_PARTS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"}
+_PARTS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
 register(_view, "view reshape flatten ravel unflatten squeeze unsqueeze atleast_2d narrow select", (torch, Tensor))
 register(_view, "t transpose permute movedim moveaxis swapaxes swapdims adjoint", (torch, Tensor))
 register(_view, "split chunk unbind tensor_split split_with_sizes", (torch, Tensor))
