@@ -191,11 +191,12 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.on_all_rows(func, args, kwargs)
     rows, dim, key = placement.rows, placement.dim, (_frozen(args[1:]), _frozen(tuple(kwargs.items())))
     assert rows is not None
+    # Where no sizes are given, only squeezing the rows depends on how many there are.
+    squeezed = [each % x.dim() for each in _flat((*args[1:], *kwargs.values()))] if name == "squeeze" else []
+    needs_total = name == "squeeze" and dim in (squeezed or range(x.dim()))
     found: Any = []
     for total in (_MANY, None):
-        if (
-            total is None or name != "squeeze"
-        ):  # which alone depends on how many rows there are, where no sizes are given
+        if total is None or not needs_total:
             total = total or rows.total
             whole = (*x.shape[:dim], total, *x.shape[dim + 1 :])
             found = _seen(func, whole, dim, *key)
