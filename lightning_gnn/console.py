@@ -80,7 +80,7 @@ class _Pace(ProgressColumn):
         parts.append(_clock(int(elapsed)))
         if total is not None and done and at:
             parts.append(f"{_clock(max(0.0, (total - done) * at / done - (elapsed - at)))} left")
-        elif expected is not None and elapsed < expected:
+        elif expected is not None and elapsed < ceil(expected):  # as it is shown
             parts.append(f"of up to about {_clock(expected)}")
         return Text("  ".join(parts), "progress.data.speed", no_wrap=True)
 
