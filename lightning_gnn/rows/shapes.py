@@ -1175,8 +1175,8 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if of.rows is not None:
             whole = mode.tagged(_of_all_ranks(mode, grad.view_as(grad), of), of.rows.at(of.dim))
         else:
-            whole = mode.tagged(mode.ranks.sum(grad, "gradient for a hook"), FROM_ROWS)
-        with mode.opened(), torch.no_grad():
+            whole = mode.tagged(mode.sum(grad, "gradient for a hook"), FROM_ROWS)
+        with mode.opened():
             changed = hook(whole)
         if changed is None:
             return None

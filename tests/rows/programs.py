@@ -1850,6 +1850,23 @@ def hook_on_a_mean(r: Made, g: Any) -> Tensor:
 
 
 @form("autograd")
+def hook_on_rows_differentiated_again(r: Made, g: Any) -> Tensor:
+    rows = r.s
+    rows.register_hook(lambda grad: grad - grad.mean(0))
+    (grad,) = torch.autograd.grad(r.net.head(rows).pow(3).mean(), rows, create_graph=True)
+    return dot(grad.square().sum(0))
+
+
+@form("autograd")
+def hook_on_a_mean_differentiated_again(r: Made, g: Any) -> Tensor:
+    rows = r.s
+    mean = rows.mean(0)
+    mean.register_hook(lambda grad: grad * grad.norm())
+    (grad,) = torch.autograd.grad(mean.pow(3).sum(), rows, create_graph=True)
+    return dot(grad.square().sum(0))
+
+
+@form("autograd")
 def reversed_gradient(r: Made, g: Any) -> Tensor:
     rows = r.s
     backwards = rows * 1.0
