@@ -4,7 +4,7 @@
     python tests/idioms/fuzz.py --show 123 --shrink
     python tests/idioms/fuzz.py --grammar rows --programs 300    # programs whose rows are mixed
 
-Two real gloo ranks, float64, lopsided partitions, the self-check on. The last line is JSON: how many programs had which outcome.
+Real gloo ranks, two or as many as a program says, float64, lopsided partitions, the self-check on. The last line is JSON: how many programs had which outcome.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _without(found: Any, names: Sequence[str]) -> Any:
 
 
 class Fuzzer:
-    """Judges programs on two ranks that stay warm.
+    """Judges programs on ranks that stay warm.
 
     Args:
         strategy: arguments of all strategies, in place of the programs'.
@@ -214,9 +214,15 @@ class Fuzzer:
     def _on_ranks(self, todo: Sequence[tuple[Program, Any]], **strategy: Any) -> list[Verdict]:
         if not todo:
             return []
+        size = todo[0][0].ranks
+        other = [place for place, (program, _) in enumerate(todo) if program.ranks != size]
+        if other:  # those on as many ranks first
+            same = [each for each in todo if each[0].ranks == size]
+            found = iter(self._on_ranks(same, **strategy)), iter(self._on_ranks([todo[each] for each in other], **strategy))
+            return [next(found[place in other]) for place in range(len(todo))]
         meeting = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
-            ranks = self._pool.run(2, on_ranks, todo, meeting.port, timeout=2 * TIMEOUT + 5 * len(todo), **strategy)
+            ranks = self._pool.run(size, on_ranks, todo, meeting.port, timeout=2 * TIMEOUT + 5 * len(todo), **strategy)
         except (RankFailed, EOFError, OSError) as error:
             self._pool.close()
             if len(todo) > 1:
@@ -250,7 +256,7 @@ def shrink(fuzzer: Fuzzer, program: Program, wanted: Verdict) -> Program:
         [found] = fuzzer.judge([simpler], is_false=bool(wanted.falsely))
         return simpler if (found.outcome, bool(found.falsely)) == (wanted.outcome, bool(wanted.falsely)) else program
 
-    for name, value in (("stages", ("fit",)), ("graph", "graph(48)"), ("scheme", "dgcl"), ("partition", "sorted")):
+    for name, value in (("stages", ("fit",)), ("graph", "graph(48)"), ("scheme", "dgcl"), ("ranks", 2), ("partition", "sorted")):
         if getattr(program, name) != value:
             program = or_simpler(replace(program, **{name: value}))
     size = (len(program.statements) + 1) // 2
@@ -332,7 +338,7 @@ def main() -> None:
             [verdict] = fuzzer.judge([program], is_false=True)
     finally:
         fuzzer.close()
-    print(f"# {program.scheme}, {program.partition}, stages {program.stages}\n{program.source}\n{verdict}")
+    print(f"# {program.scheme} on {program.ranks}, {program.partition}, stages {program.stages}\n{program.source}\n{verdict}")
 
 
 if __name__ == "__main__":

@@ -647,6 +647,7 @@ class Program:
         graph: the call that makes it.
         statements: in order.
         imports: what its file begins with.
+        ranks: that it runs on.
     """
 
     seed: int
@@ -656,6 +657,7 @@ class Program:
     graph: str
     statements: tuple[Statement, ...] = field(repr=False)
     imports: str = field(default=IMPORTS, repr=False)
+    ranks: int = 2
 
     @property
     def source(self) -> str:

@@ -46,6 +46,7 @@ STRATEGIES: dict[str, tuple[str, int]] = {
     "cover": ("CoverStrategy", 2),
     "dgcl on 3": ("DGCLStrategy", 3),
     "spmm_2d": ("SpMM2DStrategy", 4),
+    "spmm_3d": ("SpMM3DStrategy", 8),
 }
 """By name of a scheme, its strategy's class and the number of ranks."""
 EXACTLY: dict[str, dict[str, Any]] = {
@@ -203,7 +204,7 @@ def partition_lopsided(datamodule: GraphDataModule, kind: str) -> None:
     assigned, datamodule.store = datamodule.assigned, datamodule.store / kind
 
     def lopsided(data: Any, layout: Any) -> Any:
-        if isinstance(data, HeteroData):
+        if isinstance(data, HeteroData) or layout.parts == 1:
             return assigned(data, layout)
         part = partition_of(data, kind, layout.parts)
         if layout.kind == "vertex_cut":  # of each edge: where it ends, every third where it begins

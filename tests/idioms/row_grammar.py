@@ -624,6 +624,8 @@ KINDS = {
     "row_layer": 6, "mixing": 1, "row_term": 5, "row_grad": 2, "row_log": 6, "row_hook": 3, "row_loss": 3, "row_optimizer": 1,
 }  # fmt: skip
 """What the statements are drawn from, as often."""
+GRIDS = {"spmm_2d": 4, "spmm_3d": 8}
+"""Schemes of a square or a cube of ranks, and how many these are."""
 
 
 def draw(seed: int) -> Program:
@@ -652,7 +654,12 @@ def draw(seed: int) -> Program:
         for number, kind in enumerate(layers + once("row_loss", ["loss"]) + other + last)
     )
     scheme, partition = g.choice(ROWS["scheme"]), g.choice(ROWS["partition"])
-    return Program(seed, scheme, partition, stages, graph, statements, IMPORTS + MORE_IMPORTS)
+    g = random.Random(f"ranks {seed}")  # so that a program of a seed stays what it was
+    ranks = g.choices([1, 2, 3, 4], [1, 15, 2, 2])[0]
+    for grid, size in GRIDS.items():
+        if g.random() < 0.03:
+            scheme, ranks = grid, size
+    return Program(seed, scheme, partition, stages, graph, statements, IMPORTS + MORE_IMPORTS, ranks)
 
 
 _BINDS = re.compile(r"^-|^~| ([-+*/@<>&|^]|==|!=|if) ")
