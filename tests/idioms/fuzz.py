@@ -4,7 +4,8 @@
     python tests/idioms/fuzz.py --show 123 --shrink
     python tests/idioms/fuzz.py --grammar rows --programs 300    # programs whose rows are mixed
 
-Real gloo ranks, two or as many as a program says, float64, lopsided partitions, the self-check on. The last line is JSON: how many programs had which outcome.
+Real gloo ranks, two or as many as a program says, float64, lopsided partitions, the self-check on. The last line is JSON:
+how many programs had which outcome.
 """
 
 from __future__ import annotations
