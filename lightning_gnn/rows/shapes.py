@@ -154,10 +154,10 @@ def _int(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns arguments as a key."""
+    """Returns arguments as a key, which is kept: a `RowCount` would keep the ranks of a run alive."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
-    return value
+    return _int(value)
 
 
 @lru_cache(4096)
