@@ -528,14 +528,15 @@ class World:
         self.watch.stop()
         if self._memory is not None:
             self._memory.close()
-        if not dist.is_initialized():
-            return
-        if self._owns_default:
+        if dist.is_initialized() and self._owns_default:
             dist.destroy_process_group()
-        else:
+        elif dist.is_initialized():
             for group in (self.graph_group, self.gradient_group, self.host_group):
                 if group is not None:
                     dist.destroy_process_group(group)
+        # The threads of a group end with the last reference, and tensors that users keep lead here.
+        self.transport.close()
+        self.graph_group = self.gradient_group = self.host_group = None
 
 
 def raise_together(world: World, failure: Exception | None, what: str) -> None:

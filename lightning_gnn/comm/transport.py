@@ -181,6 +181,12 @@ class ProcessTransport(Transport):
         self.receives_early = not self._queued
         self._leaving: list[_Request] = []  # sends that may not be done
 
+    def close(self) -> None:
+        """Gives up the process group."""
+        if self._hosts is not self:
+            self._hosts.close()
+        self._group, self._leaving = None, []
+
     def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
         """Returns memory for rows that the next :meth:`start_each` sends, so that no copy is needed on the way."""
         count = dtype.itemsize * prod(shape)

@@ -263,6 +263,8 @@ class Watchdog:
         self._raise.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S)
+            if not self._thread.is_alive():
+                self._store, self._calls = None, lambda: 0
         self._thread = None
 
     def explained(self, reason: str) -> str:

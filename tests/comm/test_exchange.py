@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +173,26 @@ def test_constant_input_is_fetched_once(ranks):
         assert totals[1] == totals[2] == 2 * halo * CLASSES * 8  # the second layer's, forward and back
         assert totals[0] == totals[1] + halo * FEATURES * 8
         assert ("model.convs.0", "backward") not in seen[-1][1]
+
+
+def closed_world(rank: int, world_size: int) -> dict[str, int]:
+    """Closes a world that something still refers to; returns by how many of each name the threads of gloo have grown."""
+
+    def threads() -> Counter[str]:
+        names = [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")]
+        return Counter(name for name in names if "gloo" in name)
+
+    before = threads()
+    world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30))
+    assert threads() - before
+    world.close()
+    deadline = time.monotonic() + 5  # threads may take a moment to end
+    while threads() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert world.closed
+    return dict(threads() - before)
+
+
+def test_a_closed_world_leaves_no_threads(ranks):
+    """Tensors that users keep lead to the world of their run."""
+    assert ranks.run(2, closed_world) == [{}, {}]
