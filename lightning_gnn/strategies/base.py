@@ -76,8 +76,6 @@ class GNNStrategy(StepStrategy):
     strategy_name = "gnn"
     equal_buffers = True
     """Whether buffers are the same on all ranks while it trains, as parameters are."""
-    no_stage_because = ""
-    """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
 
     @classmethod
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
@@ -178,7 +176,7 @@ class GNNStrategy(StepStrategy):
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
         module = self._module
         self.progress.begin_stage()
-        self.random = self.random or RandomStreams(self.world)  # else those of the stage before
+        self.random = RandomStreams(self.world)
         self._codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if self._codec is not None:
             self.world.use_codec(self._codec)

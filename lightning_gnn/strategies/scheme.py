@@ -92,7 +92,7 @@ class Scheme(ABC):
         return Binding(module, context_of(module, shard, world, make))
 
     def unbind(self) -> None:  # noqa: B027
-        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""
+        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over."""
 
     def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
         """Returns what a rank needs beside its part of the graph, at the least.
