@@ -36,7 +36,7 @@ class Scheme(ABC):
         survives_lost_ranks: the other ranks may go on when one has failed.
         restarts: how often each of them that was killed is started again, where they may go on without.
         takes_no_codec: why rows cannot be encoded; empty if they can.
-        keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
+        keeps_layers: why what layers keep is not made again; empty if it can be.
         follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
 
