@@ -386,7 +386,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dgcl, bf16-mixed": {},
     "dgcl, keep_constant=False": {"keep_constant": False},
     "dgcl, recompute": {"recompute": True},
-    "dgcl, offload": {"offload": True},
 }
 """What rows of `speed` are called, and what the strategy is given."""
 

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         SpMMStrategy,
         VertexCutStrategy,
     )
-    from lightning_gnn.strategies.staged import StagedStrategy
 
 join_parent()  # before a process that this one starts could take itself for the rank
 leave_out()
@@ -70,12 +69,13 @@ _MODULES = {
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
     "lightning_gnn.parity": ["check_parity"],
     "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
-    "lightning_gnn.strategies.staged": ["StagedStrategy"],
 }
 """Where names are that a rank may do without; each module is imported with the first of its names."""
 
 
 _REMOVED = {
+    "StagedStrategy": "Fit under the first strategy, and continue under the second with another Trainer, "
+    "fit(..., ckpt_path=...): docs/stages.md",
     "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
     "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
     "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
@@ -119,7 +119,6 @@ __all__ = [
     "SpMM3DStrategy",
     "SpMM15DStrategy",
     "SpMMStrategy",
-    "StagedStrategy",
     "UnsupportedModelError",
     "VertexCutStrategy",
     "advise",

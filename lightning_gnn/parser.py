@@ -147,10 +147,13 @@ def _class_of(path: str) -> Any:
         raise LookupError(
             f"{path}: there is no module {error.name!r}{did_you_mean(error.name or '', sys.modules)}"
         ) from error
-    if not hasattr(there, name):
+    try:
+        return getattr(there, name)
+    except AttributeError as error:
         names = {*dir(there), *getattr(there, "__all__", ())}
-        raise LookupError(f"{module} has no {name!r}{did_you_mean(name, names)}")
-    return getattr(there, name)
+        raise LookupError(f"{module} has no {name!r}{did_you_mean(name, names)}") from error
+    except ImportError as error:  # the name was removed
+        raise LookupError(str(error)) from error
 
 
 ASK = "\0"

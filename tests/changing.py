@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn.models import GraphSAGE
 
-from lightning_gnn import ClusterAllReduceStrategy, GraphDataModule, SamplingStrategy, StagedStrategy
+from lightning_gnn import ClusterAllReduceStrategy, GraphDataModule, SamplingStrategy
 
 NODES, FEATURES, CLASSES, EPOCHS = 80, 6, 3, 2
 
@@ -69,7 +69,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "sampling": lambda: SamplingStrategy([-1, -1], batch_size=NODES),
     "sampling in batches": lambda: SamplingStrategy([-1, -1], batch_size=NODES, evaluation="batches"),
     "cluster_allreduce": lambda: ClusterAllReduceStrategy(clusters=4, final="average"),
-    "staged": lambda: StagedStrategy([{"strategy": "dgcl", "epochs": 1}, "vertex_cut"]),
 }
 
 

@@ -305,9 +305,8 @@ def quiet_trainer(strategy: Any, devices: int, self_check: bool = CAMPAIGN, **op
         "log_every_n_steps": 1,
     }
     trainer = L.Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
-    for each in getattr(trainer.strategy, "stages", [trainer.strategy]):
-        if not self_check and isinstance(each, GNNStrategy):
-            each.self_check = False
+    if not self_check and isinstance(trainer.strategy, GNNStrategy):
+        trainer.strategy.self_check = False
     return trainer
 
 

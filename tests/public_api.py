@@ -38,7 +38,6 @@ from lightning_gnn import (
     SpMM3DStrategy,
     SpMM15DStrategy,
     SpMMStrategy,
-    StagedStrategy,
     UnsupportedModelError,
     VertexCutStrategy,
     advise,
@@ -141,7 +140,6 @@ def program(folder: Path) -> None:
         SamplingStrategy([15, 10], 1024, weight_attr="w"),
         GossipStrategy(),
         ClusterAllReduceStrategy(),
-        StagedStrategy([{"strategy": "gossip", "epochs": 5}, "dgcl"]),
     ]
     trainer = L.Trainer(strategy=strategies[0], devices=2, accelerator="cpu", callbacks=callbacks)
     trainer.fit(classifier, datamodule=data)

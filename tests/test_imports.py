@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from warm import cold
 
 NOT_IN_A_RANK = (
@@ -55,10 +56,26 @@ def test_the_package_is_imported_in_a_moment_and_loads_no_strategy():
 
 def test_a_fit_loads_no_command_line_no_reports_and_no_other_scheme():
     modules, _ = loaded(FIT)
-    others = ("gossip", "sampling", "spmm", "vertex_cut", "staged")
+    others = ("gossip", "sampling", "spmm", "vertex_cut")
     unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others), "lightning_gnn.gossip")
     assert "lightning_gnn.strategies.dgcl" in modules
     assert not [name for name in modules if name.startswith(unused)]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("StagedStrategy", "ckpt_path"),
+        ("labelled", "batch.train_mask"),
+        ("mean_over_ranks", r"x.mean\(0\)"),
+        ("sum_over_ranks", r"x.sum\(0\)"),
+    ],
+)
+def test_names_that_were_removed_say_what_replaces_them(name, instead):
+    import lightning_gnn
+
+    with pytest.raises(ImportError, match=f"lightning_gnn.{name} was removed. .*{instead}"):
+        getattr(lightning_gnn, name)
 
 
 def test_every_name_of_the_package_is_there():

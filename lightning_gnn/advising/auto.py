@@ -36,9 +36,6 @@ class AutoStrategy(GNNStrategy):
     """
 
     strategy_name = "auto_gnn"
-    no_stage_because = (
-        "It rehearses training to choose a scheme, in the middle of which it cannot; lightning-gnn advise tells."
-    )
 
     @classmethod
     @override

@@ -143,8 +143,8 @@ class Footprint:
     edges: int
     pieces: tuple[Piece, ...]
 
-    def peak(self, recompute: bool = False, offload: bool = False) -> Peak:
-        """Returns the peak of each phase, under the strategy's options.
+    def peak(self, recompute: bool = False) -> Peak:
+        """Returns the peak of each phase, under the strategy's ``recompute``.
 
         Beside what is kept, an operation holds what it reads and what it makes: in the forward one more piece as large as the
         largest, in the backward its gradient and that of what it was made of, in evaluation all three.
@@ -158,7 +158,7 @@ class Footprint:
                 if piece.saved and piece.conv and not piece.argument:
                     inside[piece.conv] += piece.bytes
             again = max(inside.values(), default=0.0)
-        base = self.held_bytes + (0.0 if offload else sum(kept))
+        base = self.held_bytes + sum(kept)
         return Peak(
             setup=int(self.held_bytes + SORTING_BYTES * self.edges),
             forward=int(base + largest),

@@ -298,7 +298,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 shard.batch.cpu()
             else:
                 self.tell_of_changes("the parts are other ones now")
-                self._shard = None  # in the middle of a run, before the next one takes its memory
+                self._shard = None  # before the next one takes its memory
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types.is_hetero)
                 with strategy.my_turn():

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
@@ -38,6 +37,11 @@ from lightning_gnn.strategies.run_config import log_plan, part_sizes
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.self_checks import SelfChecks
 from lightning_gnn.strategies.steps import StepStrategy
+
+_REMOVED = {
+    "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)"
+}
+"""Arguments of earlier versions, and what replaces them."""
 
 
 class GNNStrategy(StepStrategy):
@@ -69,15 +73,11 @@ class GNNStrategy(StepStrategy):
         stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
         recompute: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are fetched
             once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph strategies.
-        offload: keep what layers leave for the backward in the host's memory, for ranks on CUDA devices. CPU ranks have it
-            there already, and warn. Full-graph strategies; not tried on CUDA so far.
     """
 
     strategy_name = "gnn"
     equal_buffers = True
     """Whether buffers are the same on all ranks while it trains, as parameters are."""
-    no_stage_because = ""
-    """Why it cannot be a stage of :class:`~lightning_gnn.StagedStrategy`; empty if it can."""
 
     @classmethod
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
@@ -104,20 +104,21 @@ class GNNStrategy(StepStrategy):
         codec: CodecName | None = None,
         stochastic_rounding: bool = False,
         recompute: bool = False,
-        offload: bool = False,
         host_memory: int | str | None = None,
         host_memory_dir: str | Path | None = None,
         **plugins: Any,
     ) -> None:
+        for name in _REMOVED.keys() & plugins.keys():
+            raise TypeError(f"{type(self).__name__}({name}=...) was removed. {_REMOVED[name]}.")
         super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute, offload=offload)
+        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute)
         check_flags(stochastic_rounding=stochastic_rounding)
         make_codec(codec, stochastic_rounding)
         if codec is not None and scheme.takes_no_codec:
             raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
-        if (recompute or offload) and scheme.keeps_layers:
-            raise ValueError(f"{'recompute' if recompute else 'offload'}=True is of no use. {scheme.keeps_layers}")
+        if recompute and scheme.keeps_layers:
+            raise ValueError(f"recompute=True is of no use. {scheme.keeps_layers}")
         if host_memory is not None and scheme.keeps_layers:
             raise ValueError(f"host_memory={host_memory!r} is of no use. {scheme.keeps_layers}")
         if recompute and stochastic_rounding:
@@ -127,7 +128,7 @@ class GNNStrategy(StepStrategy):
             )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
-        self.recompute, self.offload = recompute, offload
+        self.recompute = recompute
         self.predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
@@ -178,7 +179,7 @@ class GNNStrategy(StepStrategy):
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
         module = self._module
         self.progress.begin_stage()
-        self.random = self.random or RandomStreams(self.world)  # else those of the stage before
+        self.random = RandomStreams(self.world)
         self._codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
         if self._codec is not None:
             self.world.use_codec(self._codec)
@@ -187,11 +188,6 @@ class GNNStrategy(StepStrategy):
         self._in_use = ExitStack()
         if in_parts:
             shard.batch.to(self.root_device)
-            if self.offload and self.root_device.type == "cpu":
-                rank_zero_warn(
-                    "offload=True moves what layers leave for the backward to the host's memory, where CPU ranks have it "
-                    "already: nothing changes. recompute=True takes less."
-                )
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         self._shared = SharedModel(module, self.world, shard, *of_run)
         if in_parts:
@@ -223,10 +219,8 @@ class GNNStrategy(StepStrategy):
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        if types.is_hetero and (self.recompute or self.offload):
-            raise ValueError(
-                f"{'recompute' if self.recompute else 'offload'}=True is for graphs of one type. Leave it out for a HeteroData."
-            )
+        if types.is_hetero and self.recompute:
+            raise ValueError("recompute=True is for graphs of one type. Leave it out for a HeteroData.")
         check_module(module, types.is_hetero)
 
     def check_data(self, data: Any) -> GraphDataModule:

@@ -111,7 +111,6 @@ class ClusterStrategy(GNNStrategy):
     """
 
     trains_on_batches = True
-    no_stage_because = "Its workers train independently, each with an optimizer of its own."
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
     restarts = 0

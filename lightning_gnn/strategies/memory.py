@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import numpy as np
@@ -96,19 +96,17 @@ def warn_of_memory(
     except RuntimeError as error:
         rank_zero_info(f"How much memory training takes is not predicted: {error}")
         return
-    on_device = strategy.root_device.type != "cpu"
 
-    def peaks(recompute: bool, offload: bool, times: int = 1) -> list[Peak]:
-        parts = (steps.footprint(each.among(times), working_bytes) for each in sizes)
-        return [part.peak(recompute, offload and on_device) for part in parts]
+    def peaks(recompute: bool, times: int = 1) -> list[Peak]:
+        return [steps.footprint(each.among(times), working_bytes).peak(recompute) for each in sizes]
 
-    def needed(*options: Any) -> int:
-        return sum(each.most for each in peaks(*options))
+    def needed(recompute: bool, times: int = 1) -> int:
+        return sum(each.most for each in peaks(recompute, times))
 
-    total = needed(strategy.recompute, strategy.offload)
+    total = needed(strategy.recompute)
     if total <= available:
         return
-    largest = max(peaks(strategy.recompute, strategy.offload), key=lambda peak: peak.most)
+    largest = max(peaks(strategy.recompute), key=lambda peak: peak.most)
     phase = max(PHASES, key=lambda name: getattr(largest, name))
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
@@ -122,24 +120,18 @@ def warn_of_memory(
 
 def _ways(strategy: GNNStrategy, needed: Callable[..., int], available: int) -> Iterator[str]:
     """Yields what would fit, and what takes less in any case."""
-    name, on_device = type(strategy).__name__, strategy.root_device.type != "cpu"
-    now = needed(strategy.recompute, strategy.offload)
-    for recompute, offload in ((True, False), *([(False, True), (True, True)] if on_device else [])):
-        recompute, offload = recompute or strategy.recompute, offload or strategy.offload
-        least = needed(recompute, offload)
-        if least < now and least <= available:
-            set_to = ", ".join(["recompute=True"] * recompute + ["offload=True"] * offload)
-            yield f"{name}({set_to}), about {_gb(least)}"
-            break
+    least = needed(True)
+    if least <= available:
+        yield f"{type(strategy).__name__}(recompute=True), about {_gb(least)}"
     replication = getattr(strategy.scheme, "replication", None)
     if replication is not None and replication > 1:
         yield f"a smaller replication than {replication}"
     for times in _TIMES_RANKS:
         # As many halo rows for each as now, which is more than there will be.
-        least = needed(strategy.recompute, strategy.offload, times)
+        least = needed(strategy.recompute, times)
         if least <= available:
             more, each = f"num_nodes={times * strategy.num_nodes}", "a machine"
-            if on_device:
+            if strategy.root_device.type != "cpu":
                 more, each = f"devices={times * strategy.num_processes}", "a device"
             yield f"{more}, at most {_gb(least)} on {each}"
             break

@@ -62,7 +62,6 @@ class RankStrategy(ParallelStrategy):
         self._world: World | None = None
         self._pager: Pager | None = None
         self._in_turns = ExitStack()
-        self.has_optimizers = False  # of a strategy that has trained before
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -141,7 +140,6 @@ class RankStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-        self._check_host_memory()  # of a later stage
         self._world = self._make_world()
         if self.host_memory is not None:
             folder = self._memory_folder()
@@ -200,12 +198,6 @@ class RankStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        has_optimizers, self.has_optimizers = self.has_optimizers, False
-        if not has_optimizers:
-            super().setup_optimizers(trainer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

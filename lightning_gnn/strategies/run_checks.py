@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_gnn.checks.alike import check_alike, module_and_trainer, optimizers_and_schedulers
 from lightning_gnn.checks.unregistered import unregistered, unregistered_in_loss
 from lightning_gnn.comm.group import raise_together
-from lightning_gnn.data.hetero import NO_TYPES
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
@@ -143,16 +142,6 @@ def take_shard(strategy: GNNStrategy, trainer: pl.Trainer) -> Shard:
     shard = strategy.check_data(getattr(trainer, "datamodule", None)).shard
     log_run(strategy, trainer, shard)
     return shard
-
-
-def ahead_of_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
-    """Checks what :meth:`before_stage` would refuse later; on the ranks of another strategy."""
-    if shard.types.is_hetero and not strategy.layout().takes_types:
-        raise ValueError(NO_TYPES)
-    strategy.check_model(module, shard.types)
-    if strategy.layout().reads_edges(shard.types.is_hetero):
-        strategy._checks.before_stage(module, shard, trainer)
-        strategy._checks.done = True
 
 
 def _warm_up(strategy: GNNStrategy, module: pl.LightningModule, trainer: pl.Trainer) -> None:

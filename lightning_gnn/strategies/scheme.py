@@ -36,7 +36,7 @@ class Scheme(ABC):
         survives_lost_ranks: the other ranks may go on when one has failed.
         restarts: how often each of them that was killed is started again, where they may go on without.
         takes_no_codec: why rows cannot be encoded; empty if they can.
-        keeps_layers: why what layers keep is neither made again nor moved to the host; empty if it can be.
+        keeps_layers: why what layers keep is not made again; empty if it can be.
         follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
 
@@ -92,7 +92,7 @@ class Scheme(ABC):
         return Binding(module, context_of(module, shard, world, make))
 
     def unbind(self) -> None:  # noqa: B027
-        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over or goes on without this scheme."""
+        """Forgets what :meth:`bind` has kept; the model has been released, and the run is over."""
 
     def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
         """Returns what a rank needs beside its part of the graph, at the least.

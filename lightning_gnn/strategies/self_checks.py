@@ -36,7 +36,7 @@ class SelfChecks(pl.Callback):
         self._strategy = strategy
         self.shard: Shard | None = None
         self._outcomes: Outcomes = {}
-        self.done = False  # before the stage
+        self._done = False  # before ranks were started
         self._seconds = 0.0
 
     def ahead(self, module: pl.LightningModule, cut: Cut, trainer: pl.Trainer) -> None:
@@ -47,12 +47,12 @@ class SelfChecks(pl.Callback):
         # Else once more on the ranks: the module's own setup() may still make its layers.
         if all(outcome.not_run is None for outcome in outcomes.values()):
             self._judge(outcomes, module, trainer)
-            self._outcomes, self.done = outcomes, True
+            self._outcomes, self._done = outcomes, True
 
     def before_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
-        """Checks on ranks, unless that has been done before they were started, or before another strategy went on with them."""
+        """Checks on ranks, unless that has been done before they were started."""
         self.shard = shard
-        done, self.done = self.done, False
+        done, self._done = self._done, False
         if self._strategy.world_size == 1:
             return
         world = self._strategy.world

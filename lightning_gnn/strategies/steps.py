@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.checks.footprint import memory_of
 from lightning_gnn.data.hetero import telling_about_types
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
@@ -38,7 +36,6 @@ class StepStrategy(RankStrategy):
 
     scheme: Scheme
     keep_memory: bool
-    offload: bool
     predictions: Predictions
     redraw_every = 1
     """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
@@ -77,7 +74,6 @@ class StepStrategy(RankStrategy):
             self._step("training_step"),
             self._drawing_to_train(),
             self._approximating(),
-            self._offloading(batch),
             values.step(batch, "train_mask", whole=not self.trains_on_batches),
         ):
             output = super().training_step(batch, *args, **kwargs)
@@ -147,12 +143,6 @@ class StepStrategy(RankStrategy):
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
         return self.world.transport.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
-
-    def _offloading(self, batch: Any) -> AbstractContextManager[Any]:
-        """What layers leave for the backward lies on the host, where the strategy has it so."""
-        if not self.offload or self.root_device.type == "cpu" or self._binding is None:
-            return nullcontext()
-        return Offloaded(memory_of(self._binding.context, batch, list(self._module.parameters())))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

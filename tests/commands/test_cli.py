@@ -292,6 +292,20 @@ def test_names_the_nearest_key_of_a_file(written, meant, nearest, tmp_path, monk
 
 
 @pytest.mark.parametrize(
+    ("meant", "reason"),
+    [
+        ("{class_path: lightning_gnn.StagedStrategy, init_args: {stages: [dgcl]}}", "was removed. Fit under the first"),
+        ("{class_path: lightning_gnn.DGCLStrategy, init_args: {offload: true}}", "has no argument 'offload'"),
+    ],
+)
+def test_what_was_removed_is_named(meant, reason, tmp_path, monkeypatch, capsys):
+    text = (REPOSITORY / "configs" / "dgcl.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text.replace("strategy: dgcl", f"strategy: {meant}"))
+    code, said = answer(["fit", "--config", str(tmp_path / "config.yaml")], monkeypatch, capsys)
+    assert code == 2 and reason in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["partition", DGCL, "--trainer.strategy=ddp"], "DDPStrategy does not split the graph"),

@@ -22,7 +22,6 @@ EXACT = (
     "auto_gnn",
     "sampling",
     "sampling in batches",
-    "staged",
     "dgcl + sampling",
     "dgcl",
 )

@@ -46,7 +46,6 @@ MODULES = (
 
 LEFT_OUT = {
     # Of ranks on the CPU alone
-    "exact_stages_are_one_device_of_stages": "its first stage exchanges through shared memory",
     "swap_writes_all_rows_once_of_replicated": "an exchange through shared memory",
     "trained_as_on_one_device_of_replicated": "an exchange through shared memory",
     "other_numbers_of_ranks_with_the_users_module_of_replicated": "an exchange through shared memory",
@@ -61,7 +60,6 @@ LEFT_OUT = {
     "what_cannot_be_exact_on_ranks_is_refused_of_embedding": "modules do not come back from it after an error",
     "models_among_hyperparameters_are_saved_and_resumed_of_checkpoints": "its checkpoint is loaded where there is no such device",
     "refused_by_name_of_logs": "modules do not come back from it after an error",
-    "yaml_of_stages": "LightningCLI does not know how it is asked for",
     "equals_one_device_of_real_graphs": "its fixtures are of another module",
     "products_equal_one_device_of_real_graphs": "its fixtures are of another module",
     # Tests that know the CPU only

@@ -1,4 +1,4 @@
-"""Layers made again, or moved to the host, give the numbers of those that are kept; and predicted memory is what steps take."""
+"""Layers made again, or saved on the host, give the numbers of those that are kept; and predicted memory is what steps take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from common import (
     CLASSES,
     FEATURES,
     OwnModel,
+    UserModule,
     all_rows_sent,
     assert_same,
     awkward_graph,
@@ -37,7 +39,6 @@ from lightning_gnn.commands.plan import plan
 from lightning_gnn.data.shards import whole_graph
 from lightning_gnn.devices import _left_in
 from lightning_gnn.kernels.run import BACKENDS
-from lightning_gnn.nn.offload import Offloaded
 from lightning_gnn.strategies import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
@@ -161,40 +162,48 @@ def test_recomputing_repeats_draws_and_codes_and_fetches_halos_once_more(ranks):
 def test_what_cannot_be_made_again_is_refused():
     for make in (
         lambda: SamplingStrategy(recompute=True),
-        lambda: ClusterAllReduceStrategy(offload=True),
+        lambda: ClusterAllReduceStrategy(recompute=True),
         lambda: CachedVertexCutStrategy(recompute=True),
         lambda: DGCLStrategy(codec="int8", stochastic_rounding=True, recompute=True),
     ):
-        with pytest.raises(ValueError, match="recompute=True|offload=True is of no use"):
+        with pytest.raises(ValueError, match="recompute=True"):
             make()
 
 
 # On the host ##################################################################
 
 
-def test_what_is_moved_to_the_host_comes_back_as_it_was():
-    torch.manual_seed(0)
-    model, graph = GAT(FEATURES, 16, num_layers=2, out_channels=CLASSES).double(), awkward_graph()
-    held = {each.untyped_storage().data_ptr() for each in [graph.x, *model.parameters()]}
-    moved: list[torch.Tensor] = []
+class OnHost(UserModule):
+    """Keeps what the model leaves for the backward on the host; on the CPU, in copies."""
 
-    def moves(tensor: torch.Tensor) -> bool:
-        moved.append(tensor)
-        return True
-
-    model(graph.x, graph.edge_index).square().sum().backward()
-    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    model.zero_grad()
-    with Offloaded(held, moves):
-        loss = model(graph.x, graph.edge_index).square().sum()
-    assert len(moved) > 10 and not held & {each.untyped_storage().data_ptr() for each in moved}
-    loss.backward()
-    assert all(torch.equal(a.grad, b) for a, b in zip(model.parameters(), expected, strict=True))
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            out = self.model(batch.x, batch.edge_index)
+        loss = F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
+        self.log("train_loss", loss)
+        return loss
 
 
-def test_ranks_on_cpus_are_told_that_offloading_changes_nothing():
-    with pytest.warns(UserWarning, match="offload=True moves .* nothing changes. recompute=True takes less"):
-        fitted(GCN(FEATURES, 8, num_layers=2, out_channels=CLASSES), 1, offload=True)
+def saved_on_host(rank: int, world_size: int, module: type[UserModule], kind: str) -> Any:
+    trained = module(build(kind)).double()
+    trainer = quiet_trainer("dgcl" if world_size > 1 else "auto", world_size)
+    trainer.fit(trained, datamodule=GraphDataModule(awkward_graph()))
+    return float(trainer.callback_metrics["train_loss"]), dict(trained.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["gcn", "gat"])
+def test_tensors_saved_on_the_host_give_the_numbers_of_one_device(ranks, kind):
+    expected = saved_on_host(0, 1, UserModule, kind)
+    for found in ranks.run(2, saved_on_host, OnHost, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make", [DGCLStrategy, SpMM15DStrategy, VertexCutStrategy, SamplingStrategy, ClusterAllReduceStrategy]
+)
+def test_offload_says_what_replaces_it(make):
+    with pytest.raises(TypeError, match=rf"{make.__name__}\(offload=...\) was removed. .*save_on_cpu\(pin_memory=True\)"):
+        make(offload=True)
 
 
 # Predicted ####################################################################
