@@ -39,7 +39,6 @@ def on_hosts(options: argparse.Namespace) -> list[dict[str, Any]]:
         data = data_of(name, options.root)
         strategies = {label: DGCLStrategy(plan="spst", topology=topology) for label, topology in topologies.items()}
         strategies["directly"] = DGCLStrategy(plan="p2p")
-        strategies["wrong, replan=2"] = DGCLStrategy(plan="spst", topology=topologies["wrong"], replan=2)
         for label, strategy in strategies.items():
             torch.manual_seed(0)
             clock, began = Clock(), time.perf_counter()
