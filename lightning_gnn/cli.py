@@ -37,7 +37,7 @@ COMMANDS = {
     "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
-    "topology": "measure how fast links between ranks are and what they share, or show a topology",
+    "topology": "measure how fast links between ranks are, or show a topology",
 }
 
 HELP = """usage: lightning-gnn COMMAND [options]

@@ -242,8 +242,8 @@ class DGCLStrategy(GNNStrategy):
             ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and
             Linux tell of their GPUs and ports (docs/planning.md); CPU ranks of a machine are alike. ``"measured"``: what
-            messages between the ranks take when the run begins, 3 s for 4 ranks and half a minute for 8. Or ``"dgx1"``,
-            ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
+            messages between each two ranks take when the run begins, each sent alone: what links share is not seen. Or
+            ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
             ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
