@@ -16,7 +16,6 @@ from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.commands.advise import advise
 from lightning_gnn.commands.check import check
 from lightning_gnn.commands.compare import compare
-from lightning_gnn.commands.completion import print_completion
 from lightning_gnn.commands.demo import demo
 from lightning_gnn.commands.doctor import doctor
 from lightning_gnn.commands.partition import partition
@@ -37,7 +36,7 @@ COMMANDS = {
     "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
-    "topology": "measure how fast links between ranks are and what they share, or show a topology",
+    "topology": "measure how fast links between ranks are, or show a topology",
 }
 
 HELP = """usage: lightning-gnn COMMAND [options]
@@ -55,7 +54,7 @@ examples:
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
   lightning-gnn compare --config configs/compare.yaml
 
-All options of a command: lightning-gnn COMMAND --help; for a shell to complete them: lightning-gnn --print-completion bash
+All options of a command: lightning-gnn COMMAND --help
 """.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
 
 SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one graph over several devices:
@@ -129,11 +128,15 @@ def main() -> None:
     if command in ("", "-h", "--help"):
         print(HELP if command else SHORT, end="")
         sys.exit(0)
+    if command in ("completion", "--print-completion"):
+        print(
+            "error: shell completion was removed. All options of a command: lightning-gnn COMMAND --help",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     for name in lightning_gnn.__all__:
         getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
-    if command == "--print-completion":
-        print_completion(arguments, COMMANDS, run)
-    elif command in COMMANDS or command.startswith("-"):
+    if command in COMMANDS or command.startswith("-"):
         run(command, arguments)
     else:
         print(f"error: unknown command {command!r}{did_you_mean(command, COMMANDS)}\n", file=sys.stderr)

@@ -90,14 +90,13 @@ def _clock(seconds: float) -> str:
 
 
 _display: _Bars | None = None
-_without = False
 
 
 def shows_bars() -> bool:
     """Returns whether this is where bars are shown: rank 0, at a terminal, in the thread that is interrupted with Ctrl-C."""
     is_main = threading.current_thread() is threading.main_thread()
     terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return is_main and getattr(rank_zero_only, "rank", 0) == 0 and terminal and not _without
+    return is_main and getattr(rank_zero_only, "rank", 0) == 0 and terminal
 
 
 @contextmanager
@@ -188,17 +187,6 @@ def _logging_to(before: Any, file: Any) -> Iterator[None]:
 def is_live() -> bool:
     """Returns whether a bar of this thread is shown."""
     return _display is not None and shows_bars()
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """While it is open, no bar is shown: in the middle of training, Lightning's are."""
-    global _without
-    before, _without = _without, True
-    try:
-        yield
-    finally:
-        _without = before
 
 
 @contextmanager

@@ -156,25 +156,8 @@ def _class_of(path: str) -> Any:
         raise LookupError(str(error)) from error
 
 
-ASK = "\0"
-"""In place of arguments, asks a command's parser for its options; no command line can hold it."""
-
-
-class OptionsAsked(Exception):
-    """Raised by a parser in place of parsing :data:`ASK`, before the command does anything."""
-
-    def __init__(self, parser: Parser) -> None:
-        self.parser = parser
-
-
 class Parser(LightningArgumentParser):
     """LightningCLI's parser; its errors leave out the list of all options and name the nearest known one."""
-
-    @override
-    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
-        if args and args[-1] == ASK:
-            raise OptionsAsked(self)
-        return super().parse_args(args, *rest, **named)
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -25,7 +25,7 @@ from lightning_gnn import console as console_module
 from lightning_gnn.advising import advice as advice_module
 from lightning_gnn.advising.advice import quiet_trainer
 from lightning_gnn.comparing import run as comparing_run
-from lightning_gnn.console import progress_bar, without_bars
+from lightning_gnn.console import progress_bar
 from lightning_gnn.kernels import run as run_module
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.edge_cut import assign_nodes
@@ -252,18 +252,13 @@ def off_main_thread() -> None:
     thread.join()
 
 
-def in_training() -> None:
-    with without_bars():
-        bar()
-
-
-@pytest.mark.parametrize("what", ["another rank", "another thread", "in training", "a dumb terminal"])
+@pytest.mark.parametrize("what", ["another rank", "another thread", "a dumb terminal"])
 def test_where_no_bar_is_shown(what, each_step_is_shown, monkeypatch):
     if what == "another rank":
         monkeypatch.setattr(rank_zero_only, "rank", 1)
     elif what == "a dumb terminal":
         monkeypatch.setenv("TERM", "dumb")
-    assert not at_terminal({"another thread": off_main_thread, "in training": in_training}.get(what, bar)).shown
+    assert not at_terminal(off_main_thread if what == "another thread" else bar).shown
     monkeypatch.undo()
 
 

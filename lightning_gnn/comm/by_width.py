@@ -28,14 +28,10 @@ class ExchangeByWidth(Exchange):
     in_stages = True
 
     def __init__(self, choices: Sequence[tuple[Exchange, tuple[float, float]]], world: World, meter: Meter) -> None:
-        first, _ = choices[0]
-        super().__init__(first.num_owned, first.num_halo, world, meter)
-        self.take(choices)
-
-    def take(self, choices: Sequence[tuple[Exchange, tuple[float, float]]]) -> None:
-        """Sends rows by other exchanges from now on; on all ranks, between two steps."""
         self._exchanges, self._prices = zip(*choices)
-        self.idle = all(exchange.idle for exchange in self._exchanges)
+        first = self._exchanges[0]
+        idle = all(exchange.idle for exchange in self._exchanges)
+        super().__init__(first.num_owned, first.num_halo, world, meter, idle)
 
     def of(self, row_bytes: int) -> Exchange:
         """Returns the exchange of rows of so many bytes."""
@@ -44,11 +40,11 @@ class ExchangeByWidth(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        return self.of(row_bytes_of(x)).start_expand(x, halo, call)
+        return self.of(_row_bytes(x)).start_expand(x, halo, call)
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        return self.of(row_bytes_of(halo)).start_reduce(halo, call)
+        return self.of(_row_bytes(halo)).start_reduce(halo, call)
 
 
 def relayed_by(exchange: Exchange | None, row_bytes: int) -> PlannedExchange | None:
@@ -64,6 +60,5 @@ def route_of(exchange: Exchange | None, row_bytes: int) -> Plan | None:
     return None if relayed is None else relayed.route
 
 
-def row_bytes_of(rows: Tensor) -> int:
-    """Returns the bytes of each row."""
+def _row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()

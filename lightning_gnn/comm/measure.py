@@ -1,8 +1,7 @@
-"""How fast messages between the running ranks are, alone and together, over the same transport as in training.
+"""How fast messages between each two of the running ranks are, over the same transport as in training.
 
 Every timing starts at a barrier, sends one message per flow and ends when the last one has arrived, as a stage of a plan does
-(DGCL section 5.1). Messages that run together are as long as would make them end together if nothing unknown slowed them.
-Noise from elsewhere only slows down, so of several timings the fastest counts.
+(DGCL section 5.1). Noise from elsewhere only slows down, so of several timings the fastest counts.
 
 P ranks.
 """
@@ -10,8 +9,8 @@ P ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from itertools import combinations, permutations
 
 import numpy as np
 import torch
@@ -23,16 +22,8 @@ from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.transport import by_peer, rows_of
 from lightning_gnn.devices import synchronize
-from lightning_gnn.planning.infer import (
-    SHARING,
-    Flow,
-    all_flows,
-    crowds_to_measure,
-    fair_rates,
-    infer,
-    pairs_to_measure,
-)
 from lightning_gnn.planning.topology import Topology
+from lightning_gnn.planning.topology_file import topology_from_dict
 
 REPEATS = 3
 FIRST_BYTES = 1 << 16
@@ -40,8 +31,11 @@ QUICK_SECONDS, QUICK_BYTES = 0.02, 16_000_000
 SHORT_BYTES, SHORT_REPEATS = 64, 10
 UNEVEN = 1.25
 
-Progress = Callable[[str, int, int], None]
-"""Told the phase, how many of its timings are done, and how many there are."""
+ALIKE = 1.08
+"""Bandwidths are taken for one if their ratio is at most this: DGCL's nearest two, PCIe and QPI, differ by 1.16."""
+
+Progress = Callable[[int, int], None]
+"""Told how many pairs of ranks have been measured, in one direction each, and how many there are."""
 
 
 def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
@@ -69,45 +63,29 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
     return float(world.all_gather(seconds, "Timing of messages").max())
 
 
-class Stopwatch:
-    """Times flows between the ranks; all ranks make the same calls and get the same results.
+def rate(world: World, a: int, b: int, seconds: float, most_bytes: int) -> float:
+    """Returns the GB/s of a message from rank a to rank b; runs on all ranks, with the same result.
 
     Args:
         world: the ranks.
-        seconds: that a message alone should take: longer is more exact.
+        a, b: two of them.
+        seconds: that a message should take: longer is more exact.
         most_bytes: that a message may have.
     """
 
-    def __init__(self, world: World, seconds: float, most_bytes: int) -> None:
-        self._world, self._seconds, self._most_bytes = world, seconds, most_bytes
+    def carried(length: int) -> float:
+        table = np.zeros((world.size, world.size), np.int64)
+        table[a, b] = length
+        return length / transfer_seconds(world, table) / 1e9
 
-    def _carried(self, flows: Sequence[Flow], lengths: NDArray[np.int64]) -> float:
-        table = np.zeros((self._world.size, self._world.size), np.int64)
-        table[tuple(np.array(flows).T)] = lengths
-        return float(lengths.sum()) / transfer_seconds(self._world, table) / 1e9
-
-    def alone(self, flow: Flow) -> float:
-        """Returns the GB/s of one flow."""
-        self._carried([flow], np.array([FIRST_BYTES]))  # NCCL connects two ranks at their first message
-        length = FIRST_BYTES
-        while True:
-            carried = max(self._carried([flow], np.array([length])) for _ in range(REPEATS))
-            enough = min(self._most_bytes, int(carried * 1e9 * self._seconds))
-            if length * 1.5 >= enough:
-                return carried
-            length = min(enough, 16 * length)  # step by step: how long starting takes is not known yet
-
-    def together(self, flows: Sequence[Flow], rates: Sequence[float], repeats: int = 1) -> float:
-        """Returns the GB/s that `flows` carry at once; repeats what is much slower than the sum of the expected `rates`."""
-        expected = np.array(rates)
-        seconds = min(self._seconds, self._most_bytes / (expected.max() * 1e9))
-        lengths = np.maximum(expected * 1e9 * seconds, 1).astype(np.int64)
-        best = 0.0
-        for _ in range(repeats):
-            best = max(best, self._carried(flows, lengths))
-            if best >= SHARING * expected.sum():
-                break
-        return best
+    carried(FIRST_BYTES)  # NCCL connects two ranks at their first message
+    length = FIRST_BYTES
+    while True:
+        fastest = max(carried(length) for _ in range(REPEATS))
+        enough = min(most_bytes, int(fastest * 1e9 * seconds))
+        if length * 1.5 >= enough:
+            return fastest
+        length = min(enough, 16 * length)  # step by step: how long starting takes is not known yet
 
 
 def fixed_seconds(world: World) -> tuple[float, float]:
@@ -136,33 +114,25 @@ def measured(world: World) -> Topology:
     Raises:
         CommunicationError: two ranks do not reach each other.
     """
-    began, hosts = time.perf_counter(), hosts_of(world)
-    # Host names that are all different say nothing: containers have them, and so have machines of one rank.
-    known = hosts if len(hosts) < world.size else None
-    found = measure(world, QUICK_SECONDS, QUICK_BYTES, known, lambda phase, done, total: None)
+    began = time.perf_counter()
+    found = measure(world, QUICK_SECONDS, QUICK_BYTES, lambda done, total: None)
     slowest, fastest = (8 * by(found.gb_per_s) for by in (np.min, np.max))
     rank_zero_info(
-        f"Measured the links between {world.size} ranks in {time.perf_counter() - began:.1f} s: {len(found.hops) // 2} "
-        f"connections of {slowest:.3g} to {fastest:.3g} Gbit/s"
+        f"Measured the links between {world.size} ranks in {time.perf_counter() - began:.1f} s: {slowest:.3g} to {fastest:.3g} "
+        "Gbit/s"
     )
     return found
 
 
-def measure(
-    world: World,
-    seconds: float,
-    most_bytes: int,
-    hosts: Sequence[Sequence[int]] | None,
-    progress: Progress,
-    name: str = "measured",
-) -> Topology:
+def measure(world: World, seconds: float, most_bytes: int, progress: Progress, name: str = "measured") -> Topology:
     """Returns the topology of the running ranks as measured; runs on all ranks, with the same result.
+
+    Each two ranks have a link of their own, as fast as a message between them is while no other is sent. Hosts are known by name.
 
     Args:
         world: the ranks, two or more.
-        seconds, most_bytes: see :class:`Stopwatch`.
-        hosts: the ranks of each host, or None to find them by speed.
-        progress: called after every timing.
+        seconds, most_bytes: see :func:`rate`.
+        progress: called after every pair of ranks and direction.
         name: of the topology.
 
     Raises:
@@ -171,33 +141,37 @@ def measure(
     """
     if world.size < 2:
         raise ValueError("There is nothing to measure between ranks where there is one only.")
-    watch = Stopwatch(world, seconds, most_bytes)
-    flows, pairs = all_flows(world.size), pairs_to_measure(world.size)
-    alone = np.ones((world.size, world.size))
+    flows = list(permutations(range(world.size), 2))
+    rates: dict[tuple[int, int], float] = {}
     for done, flow in enumerate(flows, 1):
-        alone[flow] = watch.alone(flow)
-        progress("alone", done, len(flows))
-    uneven = [f"{a}-{b}" for a, b in flows if a < b and abs(np.log(alone[a, b] / alone[b, a])) > np.log(UNEVEN)]
+        rates[flow] = rate(world, *flow, seconds, most_bytes)
+        progress(done, len(flows))
+    pairs = list(combinations(range(world.size), 2))
+    uneven = [f"{a}-{b}" for a, b in pairs if abs(np.log(rates[a, b] / rates[b, a])) > np.log(UNEVEN)]
     if uneven:
         rank_zero_warn(
             f"One direction is more than {UNEVEN} times as fast as the other between ranks {', '.join(uneven)}. A topology has "
             "one bandwidth for both: their average is taken."
         )
-    together: dict[tuple[Flow, ...], float] = {}
-    phase = "in pairs"
-    for _ in range(REPEATS):
-        for done, (f, g) in enumerate(pairs, 1):
-            now = watch.together((f, g), (alone[f], alone[g]))
-            together[f, g] = max(now, together.get((f, g), 0.0))
-            progress(phase, done, len(pairs))
-        # Once more, but later: what slowed a pair down from elsewhere may have lasted longer than a few timings.
-        pairs = [(f, g) for f, g in pairs if together[f, g] < SHARING * (alone[f] + alone[g])]
-        phase = "in pairs, again"
-    first = infer(alone, together, hosts, name)
-    crowds = crowds_to_measure(first)
-    for done, crowd in enumerate(crowds, 1):
-        together[crowd] = watch.together(crowd, fair_rates(first, crowd).tolist(), REPEATS)
-        progress("in crowds", done, len(crowds))
+    both_ways = levels(np.array([(rates[a, b] + rates[b, a]) / 2 for a, b in pairs]))
     stage_seconds, message_seconds = fixed_seconds(world)
-    found = infer(alone, together, hosts, name)
-    return replace(found, stage_seconds=stage_seconds, message_seconds=message_seconds)
+    return topology_from_dict(
+        {
+            "name": name,
+            "devices": world.size,
+            "hosts": [{"devices": list(host)} for host in hosts_of(world)],
+            "links": [{"a": a, "b": b, "gb_per_s": gb_per_s} for (a, b), gb_per_s in zip(pairs, both_ways.tolist())],
+            "stage_seconds": stage_seconds,
+            "message_seconds": message_seconds,
+        }
+    )
+
+
+def levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns each value's level: the median of those that are taken for one, so that equal links come out equal."""
+    found, rest = values.copy(), np.argsort(values)
+    while len(rest):
+        count = int(np.searchsorted(values[rest], ALIKE * values[rest[0]], side="right"))
+        found[rest[:count]] = np.median(values[rest[:count]])
+        rest = rest[count:]
+    return found

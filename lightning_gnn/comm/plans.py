@@ -74,8 +74,15 @@ def make_exchange(
     if plan == "p2p":
         p2p(relation, topology)  # refuses what it cannot send
         return HaloExchange(rows, world, meter)
-    found = planned(relation, topology) if world.rank == 0 else None
-    return follow(ways_of_all(found, relation, world), rows, world, meter)
+    # One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose
+    # topology files or roundings differ would wait for each other forever.
+    found = planned(relation, topology) if world.rank == 0 else []
+    trees = [(each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found]
+    ways = []
+    for price, bounds, parent, stage in world.broadcast_object(trees):
+        route = Plan("spst", relation, bounds, parent, stage)
+        ways.append(Way.of(route, price, world.rank, keep=world.rank == 0))
+    return follow(ways, rows, world, meter)
 
 
 @dataclass(frozen=True)
@@ -95,20 +102,6 @@ class Way:
     @classmethod
     def of(cls, plan: Plan, price: tuple[float, float], rank: int, keep: bool = False) -> Way:
         return cls(price, rank_plan(plan, rank), plan if keep else None) if plan.num_stages > 1 else cls(price)
-
-
-def ways_of_all(found: Sequence[PricedPlan] | None, relation: Relation, world: World) -> list[Way]:
-    """Returns this rank's part of the plans that rank 0 has found; none if that has none. All ranks must call it.
-
-    One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose topology files
-    or roundings differ would wait for each other forever.
-    """
-    trees = [(each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found or ()]
-    ways = []
-    for price, bounds, parent, stage in world.broadcast_object(trees):
-        route = Plan("spst", relation, bounds, parent, stage)
-        ways.append(Way.of(route, price, world.rank, keep=world.rank == 0))
-    return ways
 
 
 def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: World) -> bool:
@@ -148,23 +141,13 @@ def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
 
 def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> Exchange:
     """Returns the exchange that takes the fastest of several ways for rows of each width."""
-    choices = choices_of(ways, rows, world, meter)
+    choices: list[tuple[Exchange, tuple[float, float]]] = []
+    for way in ways:
+        if way.tables is None:
+            choices.append((HaloExchange(rows, world, meter), way.price))
+        else:
+            choices.append((PlannedExchange(way.tables, world, meter, way.route), way.price))
     return choices[0][0] if len(choices) == 1 else ExchangeByWidth(choices, world, meter)
-
-
-def choices_of(
-    ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter
-) -> list[tuple[Exchange, tuple[float, float]]]:
-    """Returns an exchange for each way, and its price."""
-    return [
-        (
-            HaloExchange(rows, world, meter)
-            if way.tables is None
-            else PlannedExchange(way.tables, world, meter, way.route),
-            way.price,
-        )
-        for way in ways
-    ]
 
 
 def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -23,7 +22,6 @@ from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.parser import Parser, did_you_mean
-from lightning_gnn.planning.infer import pairs_to_measure
 from lightning_gnn.planning.presets import find_topology
 from lightning_gnn.planning.topology import MAX_DEVICES, Topology
 from lightning_gnn.planning.topology_file import topology_to_dict
@@ -31,7 +29,7 @@ from lightning_gnn.planning.topology_file import topology_to_dict
 HELP = """usage: lightning-gnn topology measure --output FILE [--ranks N] [options]
        lightning-gnn topology show FILE|PRESET [--ranks N]
 
-Measure how fast the links between ranks are and which of them share a hop, or show a topology.
+Measure how fast the links between ranks are, or show a topology.
 
 examples:
   torchrun --nproc-per-node 8 -m lightning_gnn.cli topology measure --output cluster.json
@@ -61,15 +59,14 @@ def measure_command(arguments: Sequence[str]) -> None:
     """Runs ``lightning-gnn topology measure``, in each rank or, without a launcher, in the process that starts them."""
     parser = Parser(
         prog="lightning-gnn topology measure",
-        description="Time messages between the ranks, alone and together, and write the topology that explains them. Run it "
-        "under the launcher that training will use, on machines that do nothing else; without one, --ranks starts processes "
-        "on this machine.",
+        description="Time messages between each two ranks, and write the topology of their links. Run it under the launcher "
+        "that training will use, on machines that do nothing else; without one, --ranks starts processes on this machine.",
     )
     parser.add_argument(
         "--output", type=str, required=True, help="JSON file to write, for topology=FILE in a strategy."
     )
     parser.add_argument("--ranks", type=int, help="Number of ranks to start on this machine.")
-    parser.add_argument("--seconds", type=float, default=0.1, help="Time of a message alone: longer is more exact.")
+    parser.add_argument("--seconds", type=float, default=0.1, help="Time of a message: longer is more exact.")
     parser.add_argument("--megabytes", type=float, default=64.0, help="Most that a message may have.")
     parser.add_argument(
         "--device",
@@ -135,18 +132,17 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"--output {path}: cannot write to {path.parent.absolute()} ({error.strerror})") from error
 
 
-def _reporter() -> Callable[[str, int, int], None]:
+def _reporter() -> Callable[[int, int], None]:
     """Returns what says on standard error how far the measurement is."""
     began = reported = time.monotonic()
 
-    def report(phase: str, done: int, total: int) -> None:
-        nonlocal began, reported
+    def report(done: int, total: int) -> None:
+        nonlocal reported
         now = time.monotonic()
-        began = now if done == 1 else began
         if done in (1, total) or now - reported > 10:
-            reported, left = now, (now - began) / max(done - 1, 1) * (total - done)
-            soon = f", about {left:.0f} s left" if 1 < done < total else ""
-            print(f"{phase}: {done} of {total}{soon}", file=sys.stderr, flush=True)
+            reported, left = now, (now - began) / done * (total - done)
+            soon = f", about {left:.0f} s left" if done < total else ""
+            print(f"messages from rank to rank: {done} of {total}{soon}", file=sys.stderr, flush=True)
 
     return report
 
@@ -167,19 +163,14 @@ def _measure_as_rank(options: Any, size: int) -> None:
                 wrong = str(error)
         if (wrong := world.broadcast_object(wrong)) is not None:
             raise ValueError(wrong) if rank == 0 else SystemExit(2)  # once is enough
-        names = world.all_gather_object(socket.gethostname())
-        hosts = [[r for r, other in enumerate(names) if other == name] for name in dict.fromkeys(names)]
         if rank == 0:
-            pairs = len(pairs_to_measure(size))
-            seconds = options.seconds * (4 * size * (size - 1) + 1.8 * pairs + 6 * size)
-            print(f"{size} ranks on {device.type}, {pairs} pairs of flows: about {seconds:.0f} s", file=sys.stderr)
+            seconds = 4 * options.seconds * size * (size - 1)
+            print(f"{size} ranks on {device.type}: about {seconds:.0f} s", file=sys.stderr)
         found = measure(
             world,
             options.seconds,
             int(options.megabytes * 1e6),
-            # Host names that are all different say nothing: containers have them, and so have machines of one rank.
-            hosts if len(hosts) < size else None,
-            _reporter() if rank == 0 else lambda phase, done, total: None,
+            _reporter() if rank == 0 else lambda done, total: None,
             path.stem,
         )
         if rank == 0:

@@ -12,19 +12,16 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import lightning.pytorch as pl
 import numpy as np
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
-from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.comm.by_width import relayed_by, route_of
 from lightning_gnn.comm.detect import detect, hosts_of
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import measured
 from lightning_gnn.comm.plans import NO_TOPOLOGY, make_exchange
-from lightning_gnn.comm.replan import ReplannedExchange
 from lightning_gnn.comm.replicated import ReplicatedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
@@ -36,7 +33,6 @@ from lightning_gnn.planning.hierarchy import Hosts
 from lightning_gnn.planning.presets import machines
 from lightning_gnn.planning.topology import MAX_DEVICES
 from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.run_config import log_plan
 from lightning_gnn.strategies.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -61,7 +57,6 @@ class DGCLScheme(Scheme):
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
-        replan: int | None = None,
     ) -> None:
         for what, value, known in (("plan", plan, PlanName), ("partition", partition, PartitionName)):
             if not is_one_of(value, get_args(known)) or value is None:
@@ -85,14 +80,7 @@ class DGCLScheme(Scheme):
                 f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
             )
         self.keep_constant, self.plan, self.topology = keep_constant, plan, topology
-        if replan is not None:
-            check_whole(replan=replan)
-            if replan < 1 or plan != "spst":
-                raise ValueError(
-                    f"replan={replan} measures links after so many epochs, one or more, and follows another "
-                    f'plan="spst" if they are others (got plan="{plan}").'
-                )
-        self.partition, self.hops, self.replan = partition, hops, replan
+        self.partition, self.hops = partition, hops
         self._world: World | None = None
         self._shard: Shard | None = None
         self._exchanges: list[Exchange] = []  # two of a module that reads out-edges
@@ -116,11 +104,7 @@ class DGCLScheme(Scheme):
         if self.hops is not None:
             alone = tuple((rank,) for rank in range(world_size))
             replicas = Replicas(self.hops, alone if self.plan == "replicate" or topology is None else topology.hosts)
-        return LayoutSpec("edge_cut", world_size, groups, replicas=replicas, takes_types=self._takes_types)
-
-    @property
-    def _takes_types(self) -> bool:
-        return self.hops is None and self.replan is None
+        return LayoutSpec("edge_cut", world_size, groups, replicas=replicas, takes_types=self.hops is None)
 
     @override
     def less_memory(self, world_size: int) -> str:
@@ -140,41 +124,13 @@ class DGCLScheme(Scheme):
         plan = {"replicate": "p2p", "dgcl_r": "spst"}.get(self.plan, self.plan)
         topology = None if self.plan == "replicate" else self.links(world)
         offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
-        given = shard.plan, shard.halos, offsets, world, meter
-        exchange: Exchange
-        if self.replan is not None and world.size > 1:
-            assert isinstance(topology, Topology)
-            exchange = ReplannedExchange(topology, *given)
-        else:
-            exchange = make_exchange(plan, topology, *given)  # type: ignore[arg-type]
+        exchange = make_exchange(plan, topology, shard.plan, shard.halos, offsets, world, meter)  # type: ignore[arg-type]
         self._shard = shard
         self._exchanges.append(exchange)
         if self.hops is None:
             return exchange
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
         return ReplicatedExchange(exchange, own, self.hops)
-
-    @override
-    def callbacks(self, world: World) -> Sequence[pl.Callback]:
-        replan, found = self.replan, [each for each in self._exchanges if isinstance(each, ReplannedExchange)]
-        if replan is None or not found:
-            return ()
-        epochs = 0
-
-        def after_epoch(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            """After so many epochs, twice as many, and so on: what measuring takes stays small beside the run."""
-            nonlocal epochs
-            epochs += 1  # of this run, which may go on from a checkpoint's
-            times, rest = divmod(epochs, replan)
-            if rest or times & (times - 1) or trainer.current_epoch + 1 == trainer.max_epochs:
-                return
-            links = measured(world)
-            if any([exchange.replan(links) for exchange in found]):
-                self._between = links
-                assert self._shard is not None
-                log_plan(self, trainer, self._shard)
-
-        return [StrategyCallback(on_train_epoch_end=after_epoch)]
 
     @override
     def unbind(self) -> None:
@@ -256,10 +212,6 @@ class DGCLScheme(Scheme):
                     f'plan="{self.plan}" plans for at most {MAX_DEVICES} ranks, and there are {size}. Rows can go directly: '
                     'plan="auto" or "p2p".'
                 )
-            if self.replan is not None:
-                raise ValueError(
-                    f"replan={self.replan} measures the links of at most {MAX_DEVICES} ranks (got {size})."
-                )
             return None
         if self.topology is None:
             return None
@@ -290,15 +242,13 @@ class DGCLStrategy(GNNStrategy):
             ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
         topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and
             Linux tell of their GPUs and ports (docs/planning.md); CPU ranks of a machine are alike. ``"measured"``: what
-            messages between the ranks take when the run begins, 3 s for 4 ranks and half a minute for 8. Or ``"dgx1"``,
-            ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
+            messages between each two ranks take when the run begins, each sent alone: what links share is not seen. Or
+            ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
             ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
         hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
-        replan: of ``"spst"``: measure the links after so many epochs, twice as many and so on, and follow another plan if
-            exchanges take a fifth less by it. None keeps the plan.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:
@@ -322,7 +272,11 @@ class DGCLStrategy(GNNStrategy):
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
-        replan: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops, replan), **options)
+        if "replan" in options:
+            raise TypeError(
+                "DGCLStrategy(replan=...) was removed. Plans are made once, from the topology: pass topology= with a file that "
+                "`lightning-gnn topology measure` has written."
+            )
+        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)

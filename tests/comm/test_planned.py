@@ -334,6 +334,11 @@ def test_refused_at_once(options, message):
         DGCLStrategy(**options)
 
 
+def test_new_plans_between_epochs_were_removed():
+    with pytest.raises(TypeError, match=r"replan=\.\.\.. was removed.*topology= .*`lightning-gnn topology measure`"):
+        DGCLStrategy(plan="spst", replan=2)
+
+
 @pytest.mark.parametrize(
     ("topology", "message"),
     [

@@ -273,6 +273,14 @@ def test_names_the_nearest(arguments, nearest, monkeypatch, capsys):
     assert len(said.splitlines()) < 30 and "Traceback" not in said
 
 
+@pytest.mark.parametrize("arguments", [["completion"], ["completion", "bash"], ["--print-completion", "bash"]])
+def test_shell_completion_was_removed(arguments, monkeypatch, capsys):
+    code, said = answer(arguments, monkeypatch, capsys)
+    assert code == 2 and said == (
+        "error: shell completion was removed. All options of a command: lightning-gnn COMMAND --help\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("written", "meant", "nearest"),
     [

@@ -491,7 +491,6 @@ def test_steps_that_are_refused(ranks, name):
 
 LAYOUTS: dict[str, GNNStrategy] = {
     "replicas": DGCLStrategy(plan="replicate", hops=2),
-    "new plans": DGCLStrategy(plan="spst", topology="uniform", replan=2),
     "cover": CoverStrategy(),
     "cache": VertexCutStrategy(cache=0.1),
     "blocks": SpMM1DStrategy(sparsity_aware=False),
