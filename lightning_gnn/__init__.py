@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_gnn.advising.auto import AutoStrategy
     from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
     from lightning_gnn.callbacks.communication import CommunicationMonitor
-    from lightning_gnn.callbacks.trace import CommunicationTrace
     from lightning_gnn.comparing import compare
     from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
@@ -64,7 +63,6 @@ _MODULES = {
     "lightning_gnn.advising.auto": ["AutoStrategy"],
     "lightning_gnn.callbacks.cache": ["AdaptiveThreshold", "LargestChanges"],
     "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
-    "lightning_gnn.callbacks.trace": ["CommunicationTrace"],
     "lightning_gnn.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
@@ -76,6 +74,7 @@ _MODULES = {
 
 
 _REMOVED = {
+    "CommunicationTrace": "Trainer(profiler=PyTorchProfiler(...)) writes a trace with the same spans (docs/logging.md)",
     "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
     "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
     "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
@@ -102,7 +101,6 @@ __all__ = [
     "CommNet",
     "CommNetConv",
     "CommunicationMonitor",
-    "CommunicationTrace",
     "CoverStrategy",
     "DGCLStrategy",
     "DistributedEmbedding",
