@@ -357,6 +357,17 @@ def test_headers(tmp_path_factory, dtype, shape, data, junk, length, version):
         assert found.shape == shape and found.tobytes() == data and found.dtype.kind in "fib"
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (6,), (1000000000000,), (0, 2**40, 2**40), ()])
+def test_headers_that_lie(tmp_path, shape):
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones(5))
+    path.write_bytes(path.read_bytes().replace(b"'shape': (5,), }", f"'shape': {shape}, }}".encode()))
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + struct.pack("<H", content.index(b"\n", 10) - 9) + content[10:])
+    with pytest.raises(ValueError, match="a.npy: by its header, .*, it has .* bytes, not"):
+        read_array(path)
+
+
 KEYS = ["devices", "ranks", "links", "hops", "hosts", "sockets", "memory", "a", "b", "via", "name", "gb_per_s", "kind"]
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.integers(0, 4)),
