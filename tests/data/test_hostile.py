@@ -362,7 +362,7 @@ def test_headers_that_lie(tmp_path, shape):
     path = tmp_path / "a.npy"
     np.save(path, np.ones(5))
     path.write_bytes(path.read_bytes().replace(b"'shape': (5,), }", f"'shape': {shape}, }}".encode()))
-    content = path.read_bytes()
+    content = path.read_bytes()[: -40 if 0 in shape else None]
     path.write_bytes(content[:8] + struct.pack("<H", content.index(b"\n", 10) - 9) + content[10:])
     with pytest.raises(ValueError, match="a.npy: by its header, .*, it has .* bytes, not"):
         read_array(path)
