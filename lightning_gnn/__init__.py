@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_gnn.advising.auto import AutoStrategy
     from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
     from lightning_gnn.callbacks.communication import CommunicationMonitor
-    from lightning_gnn.callbacks.trace import CommunicationTrace
     from lightning_gnn.comparing import compare
     from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
@@ -63,7 +62,6 @@ _MODULES = {
     "lightning_gnn.advising.auto": ["AutoStrategy"],
     "lightning_gnn.callbacks.cache": ["AdaptiveThreshold", "LargestChanges"],
     "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
-    "lightning_gnn.callbacks.trace": ["CommunicationTrace"],
     "lightning_gnn.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
@@ -74,6 +72,7 @@ _MODULES = {
 
 
 _REMOVED = {
+    "CommunicationTrace": "Trainer(profiler=PyTorchProfiler(...)) writes a trace with the same spans (docs/logging.md)",
     "StagedStrategy": "Fit under the first strategy, and continue under the second with another Trainer, "
     "fit(..., ckpt_path=...): docs/stages.md",
     "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
@@ -102,7 +101,6 @@ __all__ = [
     "CommNet",
     "CommNetConv",
     "CommunicationMonitor",
-    "CommunicationTrace",
     "CoverStrategy",
     "DGCLStrategy",
     "DistributedEmbedding",

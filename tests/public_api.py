@@ -21,7 +21,6 @@ from lightning_gnn import (
     CommNet,
     CommNetConv,
     CommunicationMonitor,
-    CommunicationTrace,
     CoverStrategy,
     DGCLStrategy,
     DistributedEmbedding,
@@ -124,7 +123,7 @@ def program(folder: Path) -> None:
     graph: Data = planted_partition(100, num_features=8, num_classes=4)
     data = GraphDataModule(graph, store=folder)
     classifier = NodeClassifier(GCN(8, 16, num_layers=2, out_channels=4), num_classes=4)
-    callbacks: list[L.Callback] = [CommunicationMonitor(), CommunicationTrace(folder / "trace.json")]
+    callbacks: list[L.Callback] = [CommunicationMonitor()]
     strategies: list[GNNStrategy] = [
         AutoStrategy(),
         CoverStrategy(plan="p2p", refine=True),

@@ -260,8 +260,8 @@ def plan_on_dgx1() -> Any:
 
 
 def trace_of_an_epoch() -> Any:
-    """What two ranks do in an epoch, as the trace has it."""
-    events = [each for each in runs("trace") if each["ph"] == "X"]
+    """What two ranks do in an epoch, as a profiler's trace has it; the optimizer's step has forward and backward in it."""
+    events = runs("trace")
     colors = {"forward": COLORS[0], "backward": COLORS[1], "optimizer": "#2ca02c"}
     colors |= {"send": "#9467bd", "wait": "#d62728", "sum of gradients": "0.6"}
     begin = min(each["ts"] for each in events)

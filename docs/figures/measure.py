@@ -16,9 +16,10 @@ import lightning as L
 import numpy as np
 import torch
 import torch_geometric
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch_geometric.nn.models import GCN
 
-from lightning_gnn import CommunicationTrace, GraphDataModule, NodeClassifier, compare, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, compare, planted_partition
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import vertex_cut_report
@@ -87,21 +88,52 @@ def rows_of_cover(root: Path) -> dict[str, dict[int, list[int]]]:
     return found
 
 
-def trace(path: Path) -> list[dict[str, Any]]:
-    """One epoch of two ranks, as :class:`~lightning_gnn.CommunicationTrace` writes it."""
+KINDS = {
+    "training_step": "forward",
+    "backward": "backward",
+    "Optimizer.step": "optimizer",
+    "send": "send",
+    "wait": "wait",
+}
+KINDS |= {"Sum of gradients": "sum of gradients", "[pl][module]torch_geometric.nn.conv": "layer"}
+"""What begins the names of spans, or ends those of the strategy's, and what it is drawn as."""
+
+
+def schedule(step: int) -> torch.profiler.ProfilerAction:
+    """The eleventh epoch, which begins in the tenth; of a module, for it is pickled."""
+    return torch.profiler.schedule(wait=8, warmup=1, active=2, repeat=1)(step)
+
+
+def trace(folder: Path) -> list[dict[str, Any]]:
+    """The spans of one training epoch of two ranks, as a profiler writes them; communication on a track of its own."""
     trainer = L.Trainer(
         strategy="dgcl_spawn",
         devices=2,
         accelerator="cpu",
         max_epochs=20,
-        callbacks=[CommunicationTrace(path, first_epoch=10, epochs=1)],
+        profiler=PyTorchProfiler(folder, "trace", schedule=schedule),
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
     )
     graph = planted_partition(100_000, average_degree=20, num_features=FEATURES, num_classes=CLASSES)
-    trainer.fit(make_model(), datamodule=GraphDataModule(graph, store=path.parent))
-    return json.loads(path.read_text())["traceEvents"]
+    trainer.fit(make_model(), datamodule=GraphDataModule(graph, store=folder))
+    found = []
+    for file in sorted(folder.glob("*training_step*.json")):
+        told = json.loads(file.read_text())
+        spans = sorted((e for e in told["traceEvents"] if e.get("cat") == "user_annotation"), key=lambda e: e["ts"])
+        begin, end = (span["ts"] for span in spans if span["name"].startswith("Optimizer.step"))
+        for span in (each for each in spans if begin <= each["ts"] < end):
+            name = span["name"]
+            for words, kind in KINDS.items():
+                if name.startswith(words) or name.endswith(f"Strategy.{words}"):
+                    track = int(kind in ("send", "wait", "sum of gradients"))
+                    layer = {"layer": name.split(": ")[-1]} if kind == "layer" else {}
+                    times = {"ts": span["ts"], "dur": span["dur"]}
+                    found.append(
+                        {"pid": told["distributedInfo"]["rank"], "tid": track, "cat": kind, "args": layer, **times}
+                    )
+    return found
 
 
 def main() -> None:
@@ -112,7 +144,7 @@ def main() -> None:
             "losses": losses(Path(folder) / "comparison"),
             "losses_by_seconds": losses_by_seconds(Path(folder) / "by_seconds"),
             "rows_of_cover": rows_of_cover(Path(sys.argv[1])),
-            "trace": trace(Path(folder) / "trace.json"),
+            "trace": trace(Path(folder) / "trace"),
         }
     Path(__file__).with_name("runs.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -11,13 +11,15 @@
 
 # %%
 import json
+from pathlib import Path
 
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch_geometric.nn.models import GraphSAGE
 
-from lightning_gnn import CommunicationTrace, GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
 
 # %% [markdown]
 # Someone has divided the graph by hand: rank 0 owns four nodes of five.
@@ -38,7 +40,7 @@ def train(name, partition):
         devices=2,
         accelerator="cpu",
         max_epochs=40,
-        callbacks=[CommunicationTrace(f"{name}.json", first_epoch=5, epochs=1)],
+        profiler=PyTorchProfiler(name, "trace", schedule=torch.profiler.schedule(wait=4, warmup=1, active=2, repeat=1)),
         limit_val_batches=0,
         log_every_n_steps=1,
         logger=False,
@@ -67,22 +69,27 @@ for name in ("comm/waited_share", "comm/seconds", "comm/bytes_sent", "throughput
 #
 # ## Then at the trace
 #
-# `CommunicationTrace` has written down when each rank did what in one epoch. Open the file at
-# <https://ui.perfetto.dev>, or draw it:
+# The profiler has written down when each rank did what in two epochs. Open a rank's file at
+# <https://ui.perfetto.dev>, or draw those of both ranks:
 
 
 # %%
-COLORS = {"forward": "C0", "backward": "C1", "optimizer": "C2", "send": "C4", "wait": "C3", "sum of gradients": "0.7"}
+COLORS = {"Optimizer.step": "C2", "training_step": "C0", "backward": "C1", "send": "C4", "wait": "C3", "Sum of": "0.7"}
 
 
 def draw(name):
-    with open(f"{name}.json") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X" and event["cat"] in COLORS]
-    begin = min(event["ts"] for event in events)
+    bars = []
+    for file in Path(name).glob("*training_step*.json"):
+        trace = json.loads(file.read_text())
+        rank = trace["distributedInfo"]["rank"]
+        for event in trace["traceEvents"]:
+            for kind in COLORS if event.get("cat") == "user_annotation" else ():
+                if event["name"].startswith(kind) or event["name"].endswith(f"Strategy.{kind}"):
+                    row = 2.2 * rank + (kind in ("send", "wait", "Sum of"))
+                    bars.append((event["ts"], event["dur"], row, COLORS[kind]))
     _, axis = plt.subplots(figsize=(9, 2.4))
-    for event in events:  # of each rank two lines: what it computes, and what it sends and waits for
-        bar = [((event["ts"] - begin) / 1e3, event["dur"] / 1e3)]
-        axis.broken_barh(bar, (2.2 * event["pid"] + event["tid"], 0.9), color=COLORS[event["cat"]])
+    for begin, duration, row, color in sorted(bars):  # the optimizer's step has forward and backward in it
+        axis.broken_barh([((begin - min(bars)[0]) / 1e3, duration / 1e3)], (row, 0.9), color=color)
     axis.set_yticks([0.45, 1.45, 2.65, 3.65], ["rank 0 computes", "communicates", "rank 1 computes", "communicates"])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds")
@@ -94,7 +101,7 @@ draw("slow")
 
 # %% [markdown]
 # Red is waiting. Rank 1, with its small part, waits for rank 0 in every step: in its exchanges (*wait*), or for the
-# *sum of gradients* at the end. A rank that hardly waits is the one that all wait for.
+# *Sum of gradients* at the end. A rank that hardly waits is the one that all wait for.
 #
 # ## Mend it
 #

@@ -46,7 +46,7 @@ def starting(world: World, meter: Meter, call: Call, traffic: Traffic, began: Mo
     with during_exchange(world, call.layer, call.direction):
         world.watch.begins(joint=False)
         yield
-    traffic.seconds = meter.since(began, world.device, "send", call.layer, call.direction)
+    traffic.seconds = meter.since(began, world.device, call.layer, call.direction)
 
 
 def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traffic: Traffic) -> Callable[[], T]:
@@ -57,10 +57,10 @@ def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traff
     """
 
     def finish() -> T:
-        began = Moment.now(world.device)
+        began = Moment.now(world.device, "wait", call.layer, call.direction)
         with during_exchange(world, call.layer, call.direction):
             result = wait()
-        traffic.seconds += meter.since(began, world.device, "wait", call.layer, call.direction)
+        traffic.seconds += meter.since(began, world.device, call.layer, call.direction)
         meter.record(call.layer, call.direction, traffic)
         return result
 
@@ -249,9 +249,9 @@ class Exchange(ABC):
 
     # What schemes use #########################################################
 
-    def now(self) -> Moment:
-        """Returns this moment, of the host and of its device: for `began` of :meth:`send`."""
-        return Moment.now(self.world.device)
+    def now(self, call: Call) -> Moment:
+        """Returns this moment, of the host and of its device, at which the packing of a call's rows begins: see :meth:`send`."""
+        return Moment.now(self.world.device, "send", call.layer, call.direction)
 
     def send(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
@@ -310,7 +310,7 @@ class HaloExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began = self.now()
+        began = self.now(call)
         packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
         take_rows(x, self.send_rows, rows_of(packed))
         return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
@@ -318,7 +318,7 @@ class HaloExchange(Exchange):
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
-        began = self.now()
+        began = self.now(call)
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 

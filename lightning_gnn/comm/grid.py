@@ -151,7 +151,7 @@ class ProductMessages:
 
     def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages, empty ones left out; returns the function that waits. Call :meth:`end` if it is not called."""
-        began = Moment.now(self._world.device)
+        began = Moment.now(self._world.device, "send", self._call.layer, self._call.direction)
         sends = [(peer, rows) for peer, rows in sends if rows_of(rows).numel()]
         receives = [(peer, into) for peer, into in receives if into.numel()]
         waiting = start_messages(self._world, self._meter, self._call, sends, receives, began)

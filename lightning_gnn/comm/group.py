@@ -22,6 +22,7 @@ from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
+from lightning_gnn.comm.traffic import span
 from lightning_gnn.comm.transport import ProcessTransport, Rows
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
@@ -328,7 +329,7 @@ class World:
     def _all_take_part(self, operation: str) -> Iterator[None]:
         """An operation of all ranks, in the order in which they all come to it; counts its time."""
         began = time.perf_counter()
-        with self.during(operation, RuntimeError):
+        with self.during(operation, RuntimeError), span(operation):
             self.watch.begins(joint=True)
             yield
         self.collectives_s += time.perf_counter() - began

@@ -42,7 +42,7 @@ class JoinedExchange:
             ``wait()``, which fills `halo` and returns ``finish(own)``, which adds what has arrived to ``own`` ``[N, F]``.
         """
         copies, results, width = self._copies, self._results, x.shape[1:]
-        began = copies.now()
+        began = copies.now(call)
         message = copies.world.scratch((sum(self._out_counts), *width), x.dtype)
         for places, rows in zip(self._out, (x.index_select(0, copies.send_rows), partial)):
             rows_of(message).index_copy_(0, places, rows)

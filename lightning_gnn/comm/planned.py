@@ -148,7 +148,7 @@ class PlannedExchange(Exchange):
         none = arriving[:0]
 
         def receive(stage: _Stage) -> Callable[[], None]:
-            began = self.now()
+            began = self.now(call)
             into = arriving[stage.arrives]
             return self.send(none, nobody, into, stage.receive_counts, call, began)
 
@@ -157,7 +157,7 @@ class PlannedExchange(Exchange):
         sent: list[Callable[[], None]] = []
 
         def start(stage: _Stage) -> Callable[[], None]:
-            began = self.now()
+            began = self.now(call)
             shape = (sum(stage.send_counts), *arriving.shape[1:])
             packed = self.world.scratch(shape, arriving.dtype)
             for run in stage.sends:

@@ -87,7 +87,7 @@ class TransportChannel:
             return list(parts)
         if counts is None:
             return self._questions(parts, peers, layer)
-        began, own = Moment.now(self._world.device), parts[rank]
+        began, own = Moment.now(self._world.device, "send", layer, direction), parts[rank]
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
@@ -95,7 +95,7 @@ class TransportChannel:
         return found
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
-        began = Moment.now(self._world.device)
+        began = Moment.now(self._world.device, "wait", layer, "question")
         # Their number goes first, so that no message is empty.
         sends = [(peer, torch.cat([parts[peer].new_tensor([len(parts[peer])]), parts[peer]])) for peer in peers]
         traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
@@ -104,7 +104,7 @@ class TransportChannel:
             found = self._world.transport.start_varied(
                 [(peer, each.view(torch.uint8)) for peer, each in sends], peers
             )()
-        traffic.seconds = self._meter.since(began, self._world.device, "wait", layer, "forward")
+        traffic.seconds = self._meter.since(began, self._world.device, layer, "forward")
         self._meter.record(layer, "forward", traffic)
         found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}
         return [found_of.get(peer, part) for peer, part in enumerate(parts)]

@@ -52,7 +52,7 @@ class SwapExchange(HaloExchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began, traffic, block = self.now(), Traffic(), None
+        began, traffic, block = self.now(call), Traffic(), None
 
         def look(rows: Tensor, part: Tensor) -> Accept:
             return lambda block: take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from lightning_gnn.devices import functions_of
 
@@ -60,39 +63,43 @@ ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]
 """Traffic of one rank by (layer, direction)."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """A stretch of time in which a rank exchanged rows.
-
-    Attributes:
-        what: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for them and taking them in.
-        layer, direction: whose rows.
-        began, ended: by ``time.perf_counter``.
-    """
-
-    what: str
-    layer: str
-    direction: str
-    began: float
-    ended: float
+def span(*words: str) -> AbstractContextManager[Any]:
+    """Returns what is open during a span of a profiler's trace, whose name has these words; where none is active, nothing."""
+    return record_function(" ".join(words)) if profiler._is_profiler_enabled else nullcontext()
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment by the host's clock; for a device also when it has done what it was told to do until then."""
+    """A moment by the host's clock; for a device also when it has done what it was told to do until then.
+
+    Attributes:
+        span: of a profiler's trace, which began at this moment; None where no profiler is active.
+    """
 
     host: float
     device: Any = None
+    span: AbstractContextManager[Any] | None = None
 
     @classmethod
-    def now(cls, device: torch.device) -> Moment:
-        """Returns this moment; does not wait for the device."""
+    def now(cls, device: torch.device, what: str = "", layer: str = "", direction: str = "") -> Moment:
+        """Returns this moment; does not wait for the device.
+
+        Args:
+            device: of the rank.
+            what: the first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting
+                for them and taking them in. None begins without it.
+            layer, direction: whose rows.
+        """
+        opened = None
+        if what and profiler._is_profiler_enabled:
+            opened = span(what, layer, direction)
+            opened.__enter__()
         if device.type == "cpu":
-            return cls(time.perf_counter())
+            return cls(time.perf_counter(), span=opened)
         functions = functions_of(device)
         event = functions.Event(enable_timing=True)
         event.record(functions.current_stream(device))
-        return cls(time.perf_counter(), event)
+        return cls(time.perf_counter(), event, opened)
 
 
 @dataclass
@@ -100,8 +107,6 @@ class Meter:
     """Traffic of one rank by (layer, direction); direction is ``"forward"`` or ``"backward"``."""
 
     counted: dict[tuple[str, str], Traffic] = field(default_factory=dict)
-    spans: list[Span] | None = None
-    """Where stretches of time are kept, one by one; None while nobody wants them. By the host's clock, on devices too."""
     _on_device: list[tuple[tuple[str, str], Any, Any]] = field(default_factory=list)
     """Stretches of a device's time that have not been read: whose they are, and their two events."""
 
@@ -118,14 +123,14 @@ class Meter:
         """Adds `traffic` to what this layer has sent in this direction."""
         self.counted[layer, direction] = self.counted.get((layer, direction), Traffic()) + traffic
 
-    def since(self, began: Moment, device: torch.device, what: str, layer: str, direction: str) -> float:
+    def since(self, began: Moment, device: torch.device, layer: str, direction: str) -> float:
         """Returns the seconds since `began`, of the CPU; those of a device are counted when they are known, and are 0 here.
 
-        See :class:`Span` for the rest.
+        Ends the span that began there.
         """
         ended = Moment.now(device)
-        if self.spans is not None:
-            self.spans.append(Span(what, layer, direction, began.host, ended.host))
+        if began.span is not None:
+            began.span.__exit__(None, None, None)
         if ended.device is None:
             return ended.host - began.host
         self._on_device.append(((layer, direction), began.device, ended.device))

@@ -50,9 +50,8 @@ from lightning_gnn.data.sources import num_classes
 from lightning_gnn.data.store_check import (
     Summed,
     check_arrays,
-    check_manifest,
+    check_names,
     checksum_of,
-    layout_of,
     plain_size,
     read_array,
     types_of,
@@ -406,7 +405,7 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
 
     Raises:
         StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
-            file that is missing, of another size, altered, or none that :func:`write_store` can have written.
+            file that is missing, of another size, altered, or with ids that are out of range.
     """
     advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
     try:
@@ -435,14 +434,14 @@ def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | 
             f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}"
         )
     try:
-        found = layout_of(manifest)
+        found = LayoutSpec.from_dict(manifest["layout"])
         if layout is not None and found != layout.stored:
             raise ValueError(
                 f"it holds {found.kind} in {found.parts} parts (groups: {found.groups}), but {layout.kind} in "
                 f"{layout.parts} (groups: {layout.groups}) is needed"
             )
-        check_manifest(manifest)
-    except (ValueError, RecursionError) as error:
+        check_names(manifest)
+    except ValueError as error:
         raise StoreError(f"{folder / 'manifest.json'}: {error}. {advice}") from error
 
 

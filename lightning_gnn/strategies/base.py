@@ -39,7 +39,8 @@ from lightning_gnn.strategies.self_checks import SelfChecks
 from lightning_gnn.strategies.steps import StepStrategy
 
 _REMOVED = {
-    "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)"
+    "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
+    "replan": "Plans are made once: pass topology= with a file that `lightning-gnn topology measure` has written",
 }
 """Arguments of earlier versions, and what replaces them."""
 

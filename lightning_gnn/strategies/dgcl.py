@@ -274,9 +274,4 @@ class DGCLStrategy(GNNStrategy):
         hops: int | None = None,
         **options: Any,
     ) -> None:
-        if "replan" in options:
-            raise TypeError(
-                "DGCLStrategy(replan=...) was removed. Plans are made once, from the topology: pass topology= with a file that "
-                "`lightning-gnn topology measure` has written."
-            )
         super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)

@@ -1,4 +1,4 @@
-"""What loggers are told of a run on several ranks; monitor, warning and trace (gloo ranks; two launches)."""
+"""What loggers are told of a run on several ranks; monitor, warning and spans of a profiler (gloo ranks; two launches)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import GRAPH
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_utilities.core.imports import RequirementCache
 from offline_runs import offline_runs
 from processes import REPOSITORY, Finished, run
 
-from lightning_gnn import CommunicationMonitor, CommunicationTrace, GraphDataModule, NodeClassifier, cli
+from lightning_gnn import CommunicationMonitor, GraphDataModule, NodeClassifier, cli
 from lightning_gnn.callbacks.communication import PartSize, explain_waiting
+from lightning_gnn.comm.traffic import Moment, span
 
 SWEEPS = REPOSITORY / "configs" / "sweeps"
 TENSORBOARD = bool(RequirementCache("tensorboard"))
@@ -212,7 +214,7 @@ def test_fast_dev_run_leaves_nothing(ranks):
     assert set(Path.cwd().iterdir()) == before
 
 
-# Monitor, warning, trace #####################################################
+# Monitor, warning, spans #####################################################
 
 
 class Slow(L.Callback):
@@ -223,7 +225,7 @@ class Slow(L.Callback):
 
 def watched(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[str]]:
     data = GraphDataModule(awkward_graph())
-    callbacks = [CommunicationMonitor(every_n_epochs=3), CommunicationTrace(first_epoch=3, epochs=1), Slow()]
+    callbacks = [CommunicationMonitor(every_n_epochs=3), Slow()]
     trainer = quiet_trainer("dgcl", world_size, logger=CSVLogger(folder), max_epochs=4, callbacks=callbacks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -232,7 +234,7 @@ def watched(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[s
     return [len(rows) for rows in data.shard.plan.send_rows], told
 
 
-def test_monitor_warning_and_trace(ranks, tmp_path):
+def test_monitor_and_warning(ranks, tmp_path):
     counts, told = zip(*ranks.run(3, watched, tmp_path))
     [logs] = (tmp_path / "lightning_logs").iterdir()
 
@@ -251,22 +253,56 @@ def test_monitor_warning_and_trace(ranks, tmp_path):
     pictures = sorted(file.name for file in (logs / "communication").iterdir())
     assert pictures == ["heat_map-step=1.png", "heat_map-step=4.png"]
 
-    trace = json.loads((logs / "trace.json").read_text())["traceEvents"]
-    tracks = {(each["pid"], each["args"]["name"]) for each in trace if each["name"] == "thread_name"}
-    assert tracks == {(rank, name) for rank in range(3) for name in ("compute", "communication")}
-    events = [each for each in trace if each["ph"] == "X"]
-    assert {"forward", "backward", "optimizer", "validation", "model.convs.1 forward"} <= {
-        each["name"] for each in events if each["tid"] == 0
-    }
-    # On the track of communication is the time that was counted for it, of the epoch that was traced.
-    for each in sent:
-        key = each["rank"], each["layer"], each["direction"]
-        on_track = [one for one in events if one["tid"] == 1]
-        total = sum(one["dur"] for one in on_track if (one["pid"], *one["args"].values()) == key)
-        assert total / 1e6 == pytest.approx(each["seconds"], rel=1e-3)
-    # The ranks' clocks agree: others wait while rank 1 sleeps, before its forward pass has begun to send.
-    waits = [one for one in events if one["pid"] == 0 and one["cat"] == "wait" and one["dur"] > 0.2e6]
-    assert waits and all(one["args"]["layer"].startswith("model.convs") for one in waits)
+
+def profiled(rank: int, world_size: int, folder: Path) -> None:
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+    profiler = PyTorchProfiler(folder, "trace", schedule=schedule)
+    trainer = quiet_trainer("dgcl", world_size, max_epochs=6, profiler=profiler, callbacks=[Slow()])
+    model = NodeClassifier(build("gcn", FEATURES, CLASSES)).double()
+    trainer.fit(model, datamodule=GraphDataModule(awkward_graph()))
+
+
+def test_spans_of_a_profilers_trace(ranks, tmp_path):
+    """Each layer's exchange on each rank, forward and backward, what is sent apart from what is waited for."""
+    ranks.run(2, profiled, tmp_path)
+    spans: dict[int, list[tuple[str, float, float]]] = {0: [], 1: []}
+    for file in tmp_path.glob("*training_step*.pt.trace.json"):
+        trace = json.loads(file.read_text())
+        events = [each for each in trace["traceEvents"] if each.get("cat") == "user_annotation"]
+        begins_and_ends = [(each["name"], each["ts"], each["ts"] + each["dur"]) for each in events]
+        spans[trace["distributedInfo"]["rank"]] += sorted(begins_and_ends, key=lambda each: each[1])
+    for direction in ("forward", "backward"):
+        wanted = {f"{what} model.convs.{layer} {direction}" for what in ("send", "wait") for layer in (0, 1)}
+        for of_rank in spans.values():
+            assert wanted <= {name for name, *_ in of_rank}
+            ends: dict[str, float] = {}
+            for name, begin, end in of_rank:
+                if name in wanted:
+                    what, exchange = name.split(" ", 1)
+                    assert what == "send" or ends[exchange] <= begin  # not before its rows were sent
+                    ends[exchange] = end
+    assert all("Sum of gradients" in {name for name, *_ in of_rank} for of_rank in spans.values())
+    # The ranks' clocks agree: rank 0 waits while rank 1 sleeps, until it has sent.
+    [(_, begin, end), *_] = [
+        each for each in spans[0] if each[0] == "wait model.convs.0 forward" and each[2] - each[1] > 2e5
+    ]
+    assert any(name == "send model.convs.0 forward" and begin < at < end for name, at, _ in spans[1])
+
+
+def test_there_are_no_spans_without_a_profiler():
+    assert Moment.now(torch.device("cpu"), "send", "layer", "forward").span is None
+    assert not isinstance(span("Sum"), torch.profiler.record_function)
+    with torch.profiler.profile() as found:
+        assert Moment.now(torch.device("cpu")).span is None
+        Moment.now(torch.device("cpu"), "send", "layer", "forward")
+        with span("Sum", "of gradients"):
+            pass
+    assert {"send layer forward", "Sum of gradients"} <= {event.name for event in found.events()}
+
+
+def test_the_trace_callback_names_its_replacement():
+    with pytest.raises(ImportError, match="CommunicationTrace was removed. .*PyTorchProfiler"):
+        from lightning_gnn import CommunicationTrace  # noqa: F401
 
 
 def test_monitor_refuses_ranks_that_exchange_nothing(ranks, tmp_path):

@@ -249,9 +249,9 @@ def test_who_has_no_messages_in_a_step_knows_those_of_the_step_before():
             counts, none = [[64 * (rank == other) for rank in range(3)] for other in (receiver, sender)], [0, 0, 0]
             into, call = torch.ones_like(rows), Call("a", direction="backward")
             if world.rank == sender:
-                exchange.send(rows, counts[0], rows[:0], none, call, exchange.now())()
+                exchange.send(rows, counts[0], rows[:0], none, call, exchange.now(call))()
             elif world.rank == receiver:
-                exchange.send(rows[:0], none, into, counts[1], call, exchange.now())()
+                exchange.send(rows[:0], none, into, counts[1], call, exchange.now(call))()
                 assert torch.equal(into, rows)
         return exchange.meter.total().rows
 

@@ -26,12 +26,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import REPOSITORY
 from test_bad_input import TWO, built, flip, rewrite, small
+from torch_geometric.data import HeteroData
 
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data import store
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.data.store_check import read_array
 from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.topology_file import topology_from_dict
 
 
@@ -197,22 +199,131 @@ def test_an_entry_from_elsewhere_is_read_whatever_it_says_of_itself(tmp_path):
         read_cut(ours)
 
 
-@pytest.mark.parametrize("name", ["../../secret", "/etc/secret", "x/../../../secret", "a\0b", "x" * 300])
-def test_nothing_outside_the_folder_is_read(tmp_path, name, monkeypatch):
+def sign(folder: Path) -> None:
+    """Works sizes and checksums out again, as anybody can who may write to the store."""
+
+    def again(manifest: dict[str, Any]) -> None:
+        for name in manifest["files"]:
+            manifest["files"][name] = [(folder / name).stat().st_size, store.checksum_of(folder / name)]
+
+    rewrite(folder, again, sign=True)
+
+
+@pytest.mark.parametrize("where", ["files", "attributes", "both"])
+@pytest.mark.parametrize("name", ["/../../secret", "x/../../../secret"])
+def test_nothing_outside_the_folder_is_read(tmp_path, name, where, monkeypatch):
     folder, opened = built(tmp_path), []
     np.save(tmp_path / "secret.npy", np.ones((6, 2), np.float32))
 
     def add(manifest: dict[str, Any]) -> None:
-        manifest["attributes"]["node"].append(name)
-        manifest["files"][f"node.{name}.npy"] = [0, 0]
+        if where != "files":
+            manifest["attributes"]["node"].append(name)
+        if where != "attributes":
+            manifest["files"][f"node.{name}.npy"] = [0, 0]
 
     rewrite(folder, add, sign=True)
-    monkeypatch.setattr(store, "checksum_of", opened.append)
-    with pytest.raises(StoreError, match="names that no file can have"):
+    monkeypatch.setattr(store, "plain_size", opened.append)
+    monkeypatch.setattr(store, "_parse", lambda file: json.loads(file.read_text()))
+    with pytest.raises(StoreError, match="files is not what this graph has in its folder: look at .*secret"):
         read_cut(folder)
     assert opened == []
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/secret", "x/../../../secret", "a\0b", "x" * 300])
+def test_no_attribute_is_written_outside_the_folder(tmp_path, name):
     with pytest.raises(ValueError, match="The graph has an attribute"):
         GraphDataModule(small(**{name: torch.ones(6)}), store=tmp_path).build(TWO)
+
+
+@pytest.mark.parametrize("name", ["node.x.npy", "manifest.json"])
+@pytest.mark.parametrize("make", [Path.symlink_to, lambda path, _: os.mkfifo(path)], ids=["link", "pipe"])
+def test_links_and_pipes_are_not_opened(tmp_path, name, make):
+    folder = built(tmp_path)
+    elsewhere = (folder / name).rename(tmp_path / name)
+    make(folder / name, elsewhere)
+    with pytest.raises(StoreError, match=f"{name} is no plain file"):
+        read_cut(folder)
+
+
+class Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    folder, file = built(tmp_path), tmp_path / "was run"
+    np.save(folder / "node.x.npy", np.array([Runs(file)] * 6, object), allow_pickle=True)
+    sign(folder)
+    with pytest.raises(StoreError, match="node.x.npy has no header of a .npy file of numbers"):
+        read_cut(folder)
+    assert not file.exists()
+
+
+def typed() -> HeteroData:
+    graph = HeteroData()
+    graph["a"].x, graph["b"].num_nodes = torch.rand(5, 2), 4
+    graph["a"].y, graph["a"].train_mask = torch.zeros(5, dtype=torch.long), torch.ones(5, dtype=torch.bool)
+    graph["a"].val_mask = graph["a"].test_mask = graph["a"].train_mask
+    graph["a", "to", "b"].edge_index = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 0, 3, 0]])
+    graph["b", "to", "a"].edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 4, 3]])
+    return graph
+
+
+LAYOUTS = {
+    "edge_cut": (small, TWO),
+    "vertex_cut": (small, LayoutSpec("vertex_cut", 2, method="ne")),
+    "types": (typed, LayoutSpec("edge_cut", 2, takes_types=True)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_ids_out_of_range_are_found(tmp_path, kind):
+    """In each array of ids, and at both of its ends; so are too few rows of any array."""
+    make, layout = LAYOUTS[kind]
+    folder = tmp_path / GraphDataModule(make(), store=tmp_path).build(layout)
+    read_cut(folder)
+    offsets = json.loads((folder / "manifest.json").read_text())["offsets"]
+    tried = set()
+    for file in sorted(folder.glob("*.npy")):
+        kept, was = file.read_bytes(), np.load(file)
+        part = int(file.name[4]) if file.name.startswith("part") else 0
+        own, halo = offsets[part + 1] - offsets[part], len(np.load(folder / f"part{part}.halo.npy"))
+        for at in (0, -1) if was.size else ():
+            values = was.copy()
+            wrong: list[tuple[Any, int]] = [(at, -1)]
+            if file.name.startswith("part") and "edge_index" in file.name:
+                wrong = [((0, at), -1), ((0, at), own + halo), ((1, at), -1), ((1, at), own)]
+            elif file.name in ("n_id.npy", "e_id.npy"):  # ids of the first type lie first, those of the last one last
+                wrong.append((at, (5 if at == 0 else 4) if kind == "types" else len(was)))
+            elif file.name == "holders.npy":
+                wrong.append((at, 2))
+            elif "halo" in file.name:
+                wrong.append((at, offsets[-1]))
+            else:
+                break
+            for place, value in wrong:
+                values[:] = was
+                values[place] = value
+                np.save(file, values)
+                sign(folder)
+                with pytest.raises(StoreError, match=rf"{file.name} holds ids from .* not from 0 to"):
+                    read_cut(folder)
+                tried.add(file.name)
+        if "halo" not in file.name:  # which has any number
+            np.save(file, was[:, :-1] if "edge_index" in file.name else was[:-1])
+            sign(folder)
+            with pytest.raises(StoreError, match=rf"{file.name} must have \d+ rows"):
+                read_cut(folder)
+        file.write_bytes(kept)
+        sign(folder)
+    ids = {file.name for file in folder.glob("*.npy") if not file.name.startswith(("node", "edge"))}
+    assert tried == {name for name in ids if np.load(folder / name).size}
+    read_cut(folder)
 
 
 DTYPES = st.sampled_from(["<f4", "<i8", "|b1", "|O", ">i8", "<U9", "|V4", "<f16", "[('a', '<i8')]"])
@@ -244,6 +355,17 @@ def test_headers(tmp_path_factory, dtype, shape, data, junk, length, version):
         assert "a.npy" in str(error)
     else:
         assert found.shape == shape and found.tobytes() == data and found.dtype.kind in "fib"
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (6,), (1000000000000,), (0, 2**40, 2**40), ()])
+def test_headers_that_lie(tmp_path, shape):
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones(5))
+    path.write_bytes(path.read_bytes().replace(b"'shape': (5,), }", f"'shape': {shape}, }}".encode()))
+    content = path.read_bytes()[: -40 if 0 in shape else None]
+    path.write_bytes(content[:8] + struct.pack("<H", content.index(b"\n", 10) - 9) + content[10:])
+    with pytest.raises(ValueError, match="a.npy: by its header, .*, it has .* bytes, not"):
+        read_array(path)
 
 
 KEYS = ["devices", "ranks", "links", "hops", "hosts", "sockets", "memory", "a", "b", "via", "name", "gb_per_s", "kind"]

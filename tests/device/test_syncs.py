@@ -121,7 +121,7 @@ def timed(rank: int, size: int) -> float:
     with emulated.recorded() as syncs:
         began = Moment.now(device)
         began.device._at -= 2.0  # the device's time, not the host's
-        assert meter.since(began, device, "wait", "layer", "forward") == 0.0
+        assert meter.since(began, device, "layer", "forward") == 0.0
         assert not syncs
         found = meter.take()["layer", "forward"].seconds
         assert sum(syncs.values()) == 1 and not meter.take()

@@ -22,7 +22,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lightning_gnn import (
     CachedVertexCutStrategy,
     ClusterAllReduceStrategy,
-    CommunicationTrace,
     CoverStrategy,
     DGCLStrategy,
     DistributedEmbedding,
@@ -228,13 +227,9 @@ def resume_configured(
             graph.y[3] = 0
             loss, metric = torch.nn.CrossEntropyLoss(), MulticlassAccuracy(CLASSES, average="micro")
             module = Configured(build("gin_batch_norm", FEATURES), loss, metric).double()
-            saver, trace = (
-                ModelCheckpoint(at / part, save_last=True),
-                CommunicationTrace(at / "trace.json", first_epoch=0),
-            )
-            callbacks = [saver] if name == "auto" else [saver, trace]
+            saver = ModelCheckpoint(at / part, save_last=True)
             trainer = quiet_trainer(
-                strategy_of(name), world_size, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True
+                strategy_of(name), world_size, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True
             )
             trainer.fit(module, datamodule=GraphDataModule(graph), ckpt_path=load)
             losses += module.losses
