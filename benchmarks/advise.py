@@ -3,10 +3,11 @@
     python benchmarks/advise.py [--netlab NETLAB.py] [--graphs computers github planted-100000] [--ranks 2 4]
         [--inner-mbit 365 2700] [--epochs 15] [--json FILE]
 
-A 2-layer GCN of 64, full graph. In each cell (graph, ranks, where) `lightning_gnn.advising` predicts an epoch of each scheme, and
-each is then trained, three times, taking turns: the median of its epochs but for the first four of each time. With netlab (root
-only), four ranks on two emulated hosts, a link inside a host of `--inner-mbit`, a host's port 2.7 times slower; what sockets cost
-there is measured first. *Chosen*: the scheme that advice has first, and how much longer than the fastest it took.
+A 2-layer GCN of 64, full graph. In each cell (graph, ranks, where) `lightning_gnn.tools.advising` predicts an epoch of each
+scheme, and each is then trained, three times, taking turns: the median of its epochs but for the first four of each time. With
+netlab (root only), four ranks on two emulated hosts, a link inside a host of `--inner-mbit`, a host's port 2.7 times slower;
+what sockets cost there is measured first. *Chosen*: the scheme that advice has first, and how much longer than the fastest it
+took.
 *Error*: of the predicted epochs, on the average of all schemes, regardless of sign.
 """
 
@@ -30,11 +31,11 @@ from torch_geometric.nn.models import GCN
 from vertex_cut_runs import SIZES
 
 from lightning_gnn import GraphDataModule, NodeClassifier
-from lightning_gnn.advising.advice import advise_on
-from lightning_gnn.advising.candidates import Candidate, candidates
-from lightning_gnn.advising.machine import Machine, available_cores, measured_contention
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.presets import machines
+from lightning_gnn.tools.advising.advice import advise_on
+from lightning_gnn.tools.advising.candidates import Candidate, candidates
+from lightning_gnn.tools.advising.machine import Machine, available_cores, measured_contention
 
 WARM, TIMES = 4, 3
 

@@ -41,13 +41,14 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 import lightning_gnn
-from lightning_gnn import GraphDataModule, cli, strategies
-from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
+from lightning_gnn import GraphDataModule, strategies
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import load_topology
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+from lightning_gnn.tools import cli
 
 OURS = Path(lightning_gnn.__file__).parent
 DOCUMENTED = (ValueError, TypeError, FileNotFoundError, StoreError)

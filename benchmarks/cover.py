@@ -31,15 +31,15 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
-from lightning_gnn.advising.advice import advise_on
-from lightning_gnn.advising.candidates import Candidate
-from lightning_gnn.advising.machine import Machine
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import balance
 from lightning_gnn.partition.refine import refine_for_cover
 from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.tools.advising.advice import advise_on
+from lightning_gnn.tools.advising.candidates import Candidate
+from lightning_gnn.tools.advising.machine import Machine
 
 LISTS = ("cnr-2000", "ego-twitter", "soc-slashdot0902", "gowalla-bipartite", "pubmed-no-features")
 DATASETS = {

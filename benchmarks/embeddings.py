@@ -29,7 +29,7 @@ from torch_geometric.loader import NodeLoader
 from typing_extensions import override
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, SamplingStrategy
-from lightning_gnn.sampling import NeighborSampler
+from lightning_gnn.strategies.sampling import NeighborSampler
 
 SEEDS = 1000
 

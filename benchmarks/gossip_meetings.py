@@ -33,11 +33,11 @@ from torch_geometric.nn.models import GraphSAGE
 from lightning_gnn import GraphDataModule
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.gossip.averaging import Averages
-from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.gossip.differences import Difference, Differences, Whole
-from lightning_gnn.gossip.worker import distance, sketch
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.gossip.averaging import Averages
+from lightning_gnn.strategies.gossip.clusters import Clusters
+from lightning_gnn.strategies.gossip.differences import Difference, Differences, Whole
+from lightning_gnn.strategies.gossip.worker import distance, sketch
 
 
 class Simulated:

@@ -23,7 +23,7 @@ from torch_geometric.loader import NeighborLoader, NodeLoader
 from torch_geometric.sampler import BaseSampler, NodeSamplerInput
 
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.sampling import NeighborSampler, Numbering
+from lightning_gnn.strategies.sampling import NeighborSampler, Numbering
 
 FANOUTS = [15, 10, 5]
 

@@ -22,7 +22,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 
 DEGREES = torch.tensor([0, 485, 583, 553, 389, 281, 131, 82, 57, 25, 26])
 MODELS: dict[str, dict[str, Any]] = {

@@ -28,10 +28,8 @@ from typing_extensions import override
 
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
-from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
@@ -41,6 +39,8 @@ from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.plan_cost import direct_cost
+from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "bound", "/ bound"]
 COLUMNS += ["backward ms", "back / dgcl", "load"]

@@ -22,7 +22,7 @@ from common import SHARED, report
 from torch import Tensor
 from vertex_cut_runs import CELLS, GRAPHS, train_in_process
 
-from lightning_gnn.comm.cache import _Channel, _used
+from lightning_gnn.strategies.vertex_cut.cache import _Channel, _used
 
 EVERY = 15
 """Epochs from one that is looked at to the next."""

@@ -21,8 +21,6 @@ from torch_geometric.nn.models import GCN
 from typing_extensions import override
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SpMM15DStrategy, VertexCutStrategy
-from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
-from lightning_gnn.comm.cache import MessageCache
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -33,7 +31,9 @@ from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.vertex_cut import VertexCutScheme
+from lightning_gnn.strategies.vertex_cut.cache import MessageCache
+from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
 
 SPLIT = (0.6, 0.2, 0.2)
 EVERY = 5

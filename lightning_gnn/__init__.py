@@ -14,11 +14,7 @@ from lightning_gnn.foreign import leave_out
 from lightning_gnn.launching.script import join_parent
 
 if TYPE_CHECKING:
-    from lightning_gnn.advising.advice import advise
-    from lightning_gnn.advising.auto import AutoStrategy
-    from lightning_gnn.callbacks.cache import AdaptiveThreshold, LargestChanges
     from lightning_gnn.callbacks.communication import CommunicationMonitor
-    from lightning_gnn.comparing import compare
     from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
     from lightning_gnn.nn import (
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
         register_adapter,
         substitute,
     )
-    from lightning_gnn.parity import check_parity
     from lightning_gnn.rows import NotExactError, gather_global, local_rows, register_row_rule
     from lightning_gnn.strategies import (
         CachedVertexCutStrategy,
@@ -51,6 +46,11 @@ if TYPE_CHECKING:
         SpMMStrategy,
         VertexCutStrategy,
     )
+    from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+    from lightning_gnn.tools.advising.advice import advise
+    from lightning_gnn.tools.advising.auto import AutoStrategy
+    from lightning_gnn.tools.comparing import compare
+    from lightning_gnn.tools.parity import check_parity
 
 join_parent()  # before a process that this one starts could take itself for the rank
 leave_out()
@@ -58,14 +58,14 @@ leave_out()
 __version__ = "0.2.0"
 
 _MODULES = {
-    "lightning_gnn.advising.advice": ["advise"],
-    "lightning_gnn.advising.auto": ["AutoStrategy"],
-    "lightning_gnn.callbacks.cache": ["AdaptiveThreshold", "LargestChanges"],
+    "lightning_gnn.tools.advising.advice": ["advise"],
+    "lightning_gnn.tools.advising.auto": ["AutoStrategy"],
+    "lightning_gnn.strategies.vertex_cut.thresholds": ["AdaptiveThreshold", "LargestChanges"],
     "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
-    "lightning_gnn.comparing": ["compare"],
+    "lightning_gnn.tools.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
-    "lightning_gnn.parity": ["check_parity"],
+    "lightning_gnn.tools.parity": ["check_parity"],
     "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
 }
 """Where names are that a rank may do without; each module is imported with the first of its names."""

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gnn.gossip.operations import (
+from lightning_gnn.strategies.gossip.operations import (
     Add,
     Await,
     Get,
@@ -31,8 +31,8 @@ from lightning_gnn.gossip.operations import (
     answer,
     carry_out,
 )
-from lightning_gnn.gossip.pairing import Pairing, Rule
-from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.pairing import Pairing, Rule
+from lightning_gnn.strategies.gossip.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Case:
 
 
 def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
-    """What a worker of a run does, as the strategy has it: see lightning_gnn/strategies/gossip.py."""
+    """What a worker of a run does, as the strategy has it: see lightning_gnn/strategies/gossip/strategy.py."""
     me, pool = pairing.me, Pool(case.size, case.size * case.epochs)
     batches = 0
     if pairing.life:

@@ -103,7 +103,7 @@ def of_the_readme(folder: Path, how: str) -> Finished:
         fresh["NUMBA_CACHE_DIR"] = str(folder / "compiled")
     if how == "command line":
         config = REPOSITORY / "configs" / "dgcl.yaml"
-        command: list[object] = ["-m", "lightning_gnn.cli", "fit", "--config", config, "--trainer.max_epochs", 3]
+        command: list[object] = ["-m", "lightning_gnn.tools.cli", "fit", "--config", config, "--trainer.max_epochs", 3]
     else:
         [script] = re.findall(
             r"## Five minutes\n\n```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL

@@ -6,15 +6,7 @@ import sys
 import pytest
 from warm import cold
 
-NOT_IN_A_RANK = (
-    "jsonargparse",
-    "lightning.pytorch.cli",
-    "lightning_gnn.advising",
-    "lightning_gnn.cli",
-    "lightning_gnn.commands",
-    "lightning_gnn.comparing",
-    "lightning_gnn.parity",
-)
+NOT_IN_A_RANK = ("jsonargparse", "lightning.pytorch.cli", "lightning_gnn.tools")
 FIT = """
 import lightning as L
 model = lightning_gnn.NodeClassifier(torch_geometric.nn.GCN(8, 8, 1, 2), lr=0.1)
@@ -56,9 +48,9 @@ def test_the_package_is_imported_in_a_moment_and_loads_no_strategy():
 
 def test_a_fit_loads_no_command_line_no_reports_and_no_other_scheme():
     modules, _ = loaded(FIT)
-    others = ("gossip", "sampling", "spmm", "vertex_cut")
-    unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others), "lightning_gnn.gossip")
-    assert "lightning_gnn.strategies.dgcl" in modules
+    others = ("cover", "gossip", "sampling", "spmm", "vertex_cut")
+    unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others))
+    assert "lightning_gnn.strategies.dgcl.strategy" in modules
     assert not [name for name in modules if name.startswith(unused)]
 
 

@@ -11,7 +11,7 @@ import pytest
 from browser import Browser
 from processes import REPOSITORY
 
-from lightning_gnn.comparing.report import report_html
+from lightning_gnn.tools.comparing.report import report_html
 
 SITE = REPOSITORY / "build" / "site"
 WIDTHS = (1280, 400)

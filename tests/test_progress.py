@@ -22,9 +22,6 @@ from numba import njit
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity, compare
 from lightning_gnn import console as console_module
-from lightning_gnn.advising import advice as advice_module
-from lightning_gnn.advising.advice import quiet_trainer
-from lightning_gnn.comparing import run as comparing_run
 from lightning_gnn.console import progress_bar
 from lightning_gnn.kernels import run as run_module
 from lightning_gnn.partition import edge_cut
@@ -33,6 +30,9 @@ from lightning_gnn.partition.vertex_cut import assign_edges
 from lightning_gnn.planning.choice import fastest_plans
 from lightning_gnn.planning.presets import dgx1
 from lightning_gnn.planning.relation import Relation
+from lightning_gnn.tools.advising import advice as advice_module
+from lightning_gnn.tools.advising.advice import quiet_trainer
+from lightning_gnn.tools.comparing import run as comparing_run
 
 HIDDEN_CURSOR = "\x1b[?25l"
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

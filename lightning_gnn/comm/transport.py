@@ -82,7 +82,7 @@ class Transport(ABC):
     Attributes:
         encodes: whether rows may travel approximately now: encoded, by an
             :class:`~lightning_gnn.comm.encoding.EncodingTransport`, or only where they have changed, by a
-            :class:`~lightning_gnn.comm.cache.CachedExchange`.
+            :class:`~lightning_gnn.strategies.vertex_cut.cache.CachedExchange`.
         codec: how rows are encoded; None for as they are.
         receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
     """

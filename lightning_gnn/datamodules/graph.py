@@ -85,7 +85,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             ``"auto"`` (the best of these for which there is memory), ``"random"``, ``"contiguous"`` (ranges of the graph's own
             order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS; of a folder,
             ``"auto"``. Of a vertex cut one of
-            :class:`~lightning_gnn.strategies.vertex_cut.VertexCutStrategy`'s that have these names, and by default the
+            :class:`~lightning_gnn.strategies.vertex_cut.strategy.VertexCutStrategy`'s that have these names, and by default the
             strategy's own, of a folder too.
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``, or

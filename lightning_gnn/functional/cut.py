@@ -73,7 +73,7 @@ def cut_graph(
     """Returns the cut, what each rank gets of it, and each part's edges, int64 ``[E_p, 3]``: source, target, position.
 
     METIS, KaMinPar and ``"streaming"`` cut between the machines of `links` first, then between their sockets, if there are
-    several of equally many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.DGCLStrategy` does.
+    several of equally many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy` does.
     """
     check_plan(plan, links)
     size, edge_index = world.size, graph[0].numpy()

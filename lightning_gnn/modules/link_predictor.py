@@ -13,6 +13,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gnn.data.draws import draw_others
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
@@ -21,7 +22,6 @@ from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.rows.graph import place_selected
 from lightning_gnn.rows.mode import local_rows
-from lightning_gnn.sampling.draws import draw_others
 
 _SCORED_AT_ONCE = 1 << 16
 """Pairs whose rows are in memory at once in evaluation."""

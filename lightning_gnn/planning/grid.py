@@ -1,8 +1,9 @@
 """What products on a process grid move (CAGNET): the choice of the replication factor, and who sends whom how much.
 
-Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, in the forms of ``comm/grid.py`` and
-``comm/summa.py``, whose messages are counted here without ranks. All are of a forward product. A backward one multiplies with
-the transpose: its rows go the other way round in the sparse form, and the same way in the others.
+Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, in the forms of
+``strategies/spmm/blocks.py`` and ``strategies/spmm/summa.py``, whose messages are counted here without ranks. All are of a
+forward product. A backward one multiplies with the transpose: its rows go the other way round in the sparse form, and the same
+way in the others.
 
 n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
 L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` are the first node of each rank and the end,
@@ -151,7 +152,7 @@ def own_edge_traffic(product: Product, reach: NDArray[np.bool_], rank: int) -> I
 
 
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
-    """Returns the rows of :class:`~lightning_gnn.comm.grid.BlockMatrix`, int64 ``[S, P, P]``.
+    """Returns the rows of :class:`~lightning_gnn.strategies.spmm.blocks.BlockMatrix`, int64 ``[S, P, P]``.
 
     The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
     are empty for c = 1. Between them, sub-blocks go around each process column.
@@ -190,7 +191,7 @@ def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
 
 
 def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
-    """Returns the words of rows of :class:`~lightning_gnn.comm.summa.SummaMatrix`, int64 ``[q + 3, P, P]``.
+    """Returns the words of rows of :class:`~lightning_gnn.strategies.spmm.summa.SummaMatrix`, int64 ``[q + 3, P, P]``.
 
     Stages: rows are turned into columns of blocks; q of SUMMA; the sum over layers (empty in 2D); columns are turned back.
     """

@@ -14,19 +14,19 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
-    from lightning_gnn.strategies.cover import CoverStrategy
-    from lightning_gnn.strategies.dgcl import DGCLStrategy
-    from lightning_gnn.strategies.gossip import ClusterAllReduceStrategy, GossipStrategy
-    from lightning_gnn.strategies.sampling import SamplingStrategy
+    from lightning_gnn.strategies.cover.strategy import CoverStrategy
+    from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
+    from lightning_gnn.strategies.gossip.strategy import ClusterAllReduceStrategy, GossipStrategy
+    from lightning_gnn.strategies.sampling.strategy import SamplingStrategy
     from lightning_gnn.strategies.scheme import Scheme
-    from lightning_gnn.strategies.spmm import (
+    from lightning_gnn.strategies.spmm.strategy import (
         SpMM1DStrategy,
         SpMM2DStrategy,
         SpMM3DStrategy,
         SpMM15DStrategy,
         SpMMStrategy,
     )
-    from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy, VertexCutStrategy
+    from lightning_gnn.strategies.vertex_cut.strategy import CachedVertexCutStrategy, VertexCutStrategy
 
 _STRATEGIES = {
     "dgcl": ("dgcl", "DGCLStrategy"),
@@ -98,7 +98,7 @@ def registered() -> dict[str, type[GNNStrategy]]:
 
 for _name, (_module, _class) in _STRATEGIES.items():
     _register(_name, _class, _Lazy(f"{__name__}.{_module}", _class))
-_register("auto_gnn", "AutoStrategy", _Lazy("lightning_gnn.advising.auto", "AutoStrategy"))
+_register("auto_gnn", "AutoStrategy", _Lazy("lightning_gnn.tools.advising.auto", "AutoStrategy"))
 
 __all__ = [
     "CachedVertexCutStrategy",

@@ -19,16 +19,16 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.advising.advice import CLOSE, Advice, advise_on, explained
-from lightning_gnn.advising.candidates import Candidate, candidates, chosen
-from lightning_gnn.advising.extrapolate import extrapolate, smaller
-from lightning_gnn.advising.machine import Machine, measured_contention, timing, with_trainer_messages
-from lightning_gnn.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
-from lightning_gnn.cli import main
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.planning.presets import dgx1, machines, uniform
 from lightning_gnn.strategies import register
+from lightning_gnn.tools.advising.advice import CLOSE, Advice, advise_on, explained
+from lightning_gnn.tools.advising.candidates import Candidate, candidates, chosen
+from lightning_gnn.tools.advising.extrapolate import extrapolate, smaller
+from lightning_gnn.tools.advising.machine import Machine, measured_contention, timing, with_trainer_messages
+from lightning_gnn.tools.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
+from lightning_gnn.tools.cli import main
 
 
 def classifier(model: str = "gcn") -> NodeClassifier:

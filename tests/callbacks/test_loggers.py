@@ -25,9 +25,10 @@ from lightning_utilities.core.imports import RequirementCache
 from offline_runs import offline_runs
 from processes import REPOSITORY, Finished, run
 
-from lightning_gnn import CommunicationMonitor, GraphDataModule, NodeClassifier, cli
+from lightning_gnn import CommunicationMonitor, GraphDataModule, NodeClassifier
 from lightning_gnn.callbacks.communication import PartSize, explain_waiting
 from lightning_gnn.comm.traffic import Moment, span
+from lightning_gnn.tools import cli
 
 SWEEPS = REPOSITORY / "configs" / "sweeps"
 TENSORBOARD = bool(RequirementCache("tensorboard"))

@@ -35,10 +35,10 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.utils import dropout_edge
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
-from lightning_gnn.cli import main
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.parity import explain_steps
-from lightning_gnn.parity.check import ball, some_of
+from lightning_gnn.tools.cli import main
+from lightning_gnn.tools.parity import explain_steps
+from lightning_gnn.tools.parity.check import ball, some_of
 
 EXACT = ("dgcl", "cover", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
 

@@ -26,7 +26,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 
 BIND = partial(DGCLScheme().bind, meter=Meter())
 

@@ -21,13 +21,13 @@ import lightning_gnn
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.dgcl import DGCLScheme
-from lightning_gnn.strategies.spmm import CubeScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategies.spmm.strategy import CubeScheme
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 
 def shard(seed: int = 0) -> Shard:

@@ -27,7 +27,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 
 CONVS = sorted(set(RECIPES) - OVER_ALL - {"GPSConv"})  # whose dense attention takes rows of all nodes
 IN_PROCESS = sorted(set(CONVS) - ABSTRACT)

@@ -16,13 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rings import published_traffic
-from lightning_gnn.comm.by_call import MatrixByCall
 from lightning_gnn.comm.call import DIRECTIONS, Call
-from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
-from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
@@ -53,6 +50,9 @@ from lightning_gnn.planning.presets import dgx1, uniform
 from lightning_gnn.planning.relation import Relation
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import topology_from_dict
+from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.by_call import MatrixByCall
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 COLUMNS = 3
 

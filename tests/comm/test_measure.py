@@ -10,13 +10,13 @@ import pytest
 import torch
 from common import assert_same, awkward_graph, single, train
 
-from lightning_gnn import cli
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.measure import levels, measure
-from lightning_gnn.commands.topology import check_writable, topology
 from lightning_gnn.planning.topology import Topology
 from lightning_gnn.planning.topology_file import load_topology
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.tools import cli
+from lightning_gnn.tools.commands.topology import check_writable, topology
 
 # Ranks #######################################################################
 

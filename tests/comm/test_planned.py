@@ -41,7 +41,7 @@ from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.planning import Plan, Relation, Topology, fastest_plans, find_topology, p2p, rank_plan, spst
 from lightning_gnn.planning.choice import fastest
 from lightning_gnn.planning.topology_file import topology_from_dict
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 
 
 def slow_pair(num_devices: int) -> Topology:

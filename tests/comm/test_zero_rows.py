@@ -30,7 +30,7 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.kernels import nonzero_rows, pack_rows, unpack_rows
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.planning import Relation, rank_plan, spst
-from lightning_gnn.strategies.vertex_cut import CachedVertexCutStrategy
+from lightning_gnn.strategies.vertex_cut.strategy import CachedVertexCutStrategy
 
 NODES = 40
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]

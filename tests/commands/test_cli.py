@@ -11,18 +11,19 @@ from common import of_file
 from launched import GRAPH
 from processes import REPOSITORY, run
 
-from lightning_gnn import GraphDataModule, cli
-from lightning_gnn.commands import doctor as doctor_command
-from lightning_gnn.commands import partition as partitioning
-from lightning_gnn.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
-from lightning_gnn.commands.exchange import time_exchange
-from lightning_gnn.commands.graph_cli import num_ranks
-from lightning_gnn.commands.partition import partition
+from lightning_gnn import GraphDataModule
 from lightning_gnn.data.store import read_manifest
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.parser import Parser, unknown_key, unknown_word
+from lightning_gnn.tools import cli
+from lightning_gnn.tools.commands import doctor as doctor_command
+from lightning_gnn.tools.commands import partition as partitioning
+from lightning_gnn.tools.commands.doctor import Check, check_launcher_variables, check_store, check_versions, doctor
+from lightning_gnn.tools.commands.exchange import time_exchange
+from lightning_gnn.tools.commands.graph_cli import num_ranks
+from lightning_gnn.tools.commands.partition import partition
+from lightning_gnn.tools.parser import Parser, unknown_key, unknown_word
 
-CLI = ("-m", "lightning_gnn.cli")
+CLI = ("-m", "lightning_gnn.tools.cli")
 DGCL = f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}"
 DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_args={json.dumps(GRAPH)}")
 

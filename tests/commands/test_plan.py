@@ -18,8 +18,6 @@ from planning import problems, random_relation, random_topology
 from processes import REPOSITORY
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
-from lightning_gnn.commands.partition import partition
-from lightning_gnn.commands.plan import PlanReport, plan
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
@@ -38,6 +36,8 @@ from lightning_gnn.planning.spst import spst
 from lightning_gnn.planning.tables import rank_plan
 from lightning_gnn.planning.topology_file import topology_from_dict, topology_to_dict
 from lightning_gnn.strategies import GNNStrategy, Scheme, register
+from lightning_gnn.tools.commands.partition import partition
+from lightning_gnn.tools.commands.plan import PlanReport, plan
 
 PLANS = ("p2p", "spst", "swap", "replicate", "dgcl_r")
 

@@ -31,8 +31,8 @@ from lightning_gnn.data.loading import load_source
 from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
-from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.gossip.clusters import Clusters
 
 MASKS = ("train_mask", "val_mask", "test_mask")
 HALVES = np.arange(60) % 2

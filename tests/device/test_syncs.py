@@ -66,7 +66,7 @@ def test_a_step_waits_once(ranks, model, strategy):
 def test_a_message_that_data_decide_waits_once(ranks):
     """Two layers' partial sums or rows, there and back; and the one of every step."""
     for found in ranks.run(2, waits, "gcn", CachedVertexCutStrategy(cache_within_hosts=True)):
-        assert sum(count for where, count in found.items() if "comm/cache.py" in where) == 4, found
+        assert sum(count for where, count in found.items() if "strategies/vertex_cut/cache.py" in where) == 4, found
         assert sum(found.values()) == 5, found
 
 
@@ -81,7 +81,7 @@ def test_a_batch_of_a_cluster_waits_for_its_labelled_nodes(ranks, kind):
 
 
 def meeting(rank: int, size: int, through_host: bool) -> list[int]:
-    from lightning_gnn.gossip.averaging import Averages
+    from lightning_gnn.strategies.gossip.averaging import Averages
 
     found = []
     for gradients in (False, True):

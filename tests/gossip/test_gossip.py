@@ -50,21 +50,21 @@ from lightning_gnn import (
     NodeClassifier,
     split_edges,
 )
-from lightning_gnn.callbacks.gossip import progress
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress, StoreServer
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.gossip.clusters import Clusters
-from lightning_gnn.gossip.differences import Difference, Differences, Whole
-from lightning_gnn.gossip.fit import WorkerFit
-from lightning_gnn.gossip.pairing import Pairing
-from lightning_gnn.gossip.pool import Pool
-from lightning_gnn.gossip.push_sum import Mass, PushSum
-from lightning_gnn.gossip.worker import Peers, Worker, distance, sketch
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategies.gossip.clusters import Clusters
+from lightning_gnn.strategies.gossip.differences import Difference, Differences, Whole
+from lightning_gnn.strategies.gossip.fit import WorkerFit
+from lightning_gnn.strategies.gossip.metrics import progress
+from lightning_gnn.strategies.gossip.pairing import Pairing
+from lightning_gnn.strategies.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.push_sum import Mass, PushSum
+from lightning_gnn.strategies.gossip.worker import Peers, Worker, distance, sketch
 
 # Without ranks ################################################################
 

@@ -15,9 +15,9 @@ from gossip_model import Case, Model, explore
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.gossip.operations import Add, Get, InProcess, Swap, answer, carry_out
-from lightning_gnn.gossip.pairing import Meeting, Pairing, Rule
-from lightning_gnn.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.operations import Add, Get, InProcess, Swap, answer, carry_out
+from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing, Rule
+from lightning_gnn.strategies.gossip.pool import Pool
 
 EVERY_ORDER = [
     Case(2, 2),

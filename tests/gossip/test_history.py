@@ -21,15 +21,15 @@ from torch_geometric.nn import ChebConv, DirGNNConv, GraphConv, MessagePassing, 
 
 from lightning_gnn import ClusterAllReduceStrategy, GossipStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.call import Step
-from lightning_gnn.comm.history import History, HistoryExchange
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.gossip.clusters import Clusters
 from lightning_gnn.nn.helpers import expand, graph_in_use
-from lightning_gnn.nn.histories import HistoryBinding
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.strategies.gossip.clusters import Clusters
+from lightning_gnn.strategies.gossip.histories import HistoryBinding
+from lightning_gnn.strategies.gossip.history import History, HistoryExchange
 
 # Without ranks ################################################################
 

@@ -297,7 +297,7 @@ def command_line(folder: Path, config: str, options: tuple[str, ...]) -> Finishe
     """Fits on the small graph by the command line, with one of the configs of this repository."""
     return run(
         "-m",
-        "lightning_gnn.cli",
+        "lightning_gnn.tools.cli",
         "fit",
         f"--config={REPOSITORY / 'configs' / config}",
         "--data.init_args.source=lightning_gnn.planted_partition",

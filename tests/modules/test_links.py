@@ -40,8 +40,8 @@ from lightning_gnn import (
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.draws import draw_others
 from lightning_gnn.nn.helpers import choose_edges, graph_in_use
-from lightning_gnn.sampling.draws import draw_others
 
 WIDTH = 7
 

@@ -21,7 +21,7 @@ from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar, vertex
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.sampling import variants
+from lightning_gnn.strategies.sampling import variants
 
 NODES = 2000
 EDGES = np.random.default_rng(0).integers(0, NODES, (2, 20_000))

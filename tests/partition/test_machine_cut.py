@@ -14,8 +14,8 @@ from lightning_gnn.data.store import read_manifest
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.metrics import balance
-from lightning_gnn.strategies.dgcl import DGCLScheme
-from lightning_gnn.strategies.sampling import SamplingScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategies.sampling.strategy import SamplingScheme
 
 NODES, MACHINES = 2400, ((0, 1), (2, 3))
 IDS = np.arange(NODES)

@@ -24,7 +24,7 @@ from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.planning.hierarchy import Hosts, loads, plan_through_hosts, prices
 from lightning_gnn.planning.plan_cost import PlanCost
 from lightning_gnn.planning.presets import machines
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 
 
 def a_problem(rng: np.random.Generator, sizes: list[int], nodes: int, share: float) -> tuple:

@@ -31,11 +31,9 @@ from torch_geometric.nn import GATConv
 from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.advising.rehearsal import rehearse
 from lightning_gnn.checks.footprint import PHASES, Footprint, Predicted, Sizes
 from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.commands.plan import plan
 from lightning_gnn.data.shards import whole_graph
 from lightning_gnn.devices import _left_in
 from lightning_gnn.kernels.run import BACKENDS
@@ -49,6 +47,8 @@ from lightning_gnn.strategies import (
     VertexCutStrategy,
 )
 from lightning_gnn.strategies.memory import warn_of_memory
+from lightning_gnn.tools.advising.rehearsal import rehearse
+from lightning_gnn.tools.commands.plan import plan
 
 AGAIN = {"recompute": True}
 SCHEME = DGCLStrategy(topology=None).scheme

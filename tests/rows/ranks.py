@@ -19,7 +19,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import tensors_now
-from lightning_gnn.strategies.dgcl import DGCLScheme
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from rows.programs import Net, Program, Result, assert_same, make_graph
 
 

@@ -23,12 +23,12 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, LinkPredictor, NodeClassifier, SamplingStrategy, split_edges
+from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.partition.types import ONE_TYPE
-from lightning_gnn.sampling import InEdges, Neighbors, NeighborSampler
-from lightning_gnn.sampling.draws import OtherNodes, draw_others
-from lightning_gnn.sampling.graph_store import Choice, GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, Links, TemporalBatchMaker, TemporalEdgeBatchMaker
-from lightning_gnn.sampling.neighbors import best_of
+from lightning_gnn.strategies.sampling import InEdges, Neighbors, NeighborSampler
+from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
+from lightning_gnn.strategies.sampling.loader import BatchMaker, Links, TemporalBatchMaker, TemporalEdgeBatchMaker
+from lightning_gnn.strategies.sampling.neighbors import best_of
 
 TIMED, LAST = Choice(time_attr="time"), Choice(time_attr="time", temporal_strategy="last")
 WEIGHTED, BOTH = Choice(weight_attr="odds"), Choice(weight_attr="odds", time_attr="time")

@@ -27,12 +27,12 @@ from lightning_gnn import GraphDataModule, split_edges
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.types import ONE_TYPE
-from lightning_gnn.sampling import graph_store
-from lightning_gnn.sampling.graph_store import GraphStore
-from lightning_gnn.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches
-from lightning_gnn.sampling.seeds import SeedBatches, SplitSeeds
-from lightning_gnn.sampling.variants import EgoBatchMaker
-from lightning_gnn.strategies.sampling import SamplingScheme
+from lightning_gnn.strategies.sampling import graph_store
+from lightning_gnn.strategies.sampling.graph_store import GraphStore
+from lightning_gnn.strategies.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches
+from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
+from lightning_gnn.strategies.sampling.strategy import SamplingScheme
+from lightning_gnn.strategies.sampling.variants import EgoBatchMaker
 
 
 def typed_links() -> HeteroData:

@@ -29,10 +29,10 @@ from torch_geometric.nn.models import GraphSAGE
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, NodeClassifier, SamplingStrategy, UnsupportedModelError
-from lightning_gnn.commands.partition import _report
 from lightning_gnn.data.store import read_cut, read_manifest
 from lightning_gnn.partition.types import Types
-from lightning_gnn.strategies.sampling import SamplingScheme
+from lightning_gnn.strategies.sampling.strategy import SamplingScheme
+from lightning_gnn.tools.commands.partition import _report
 
 CLASSES = 3
 SIZES = {"author": 25, "paper": 40, "topic": 6}

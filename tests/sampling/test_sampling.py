@@ -24,7 +24,7 @@ from torch_geometric.utils import index_to_mask, k_hop_subgraph, subgraph, trim_
 
 from lightning_gnn.datamodules import planted_partition
 from lightning_gnn.kernels.csr import CSR
-from lightning_gnn.sampling import (
+from lightning_gnn.strategies.sampling import (
     NeighborSampler,
     Numbering,
     random_walks,

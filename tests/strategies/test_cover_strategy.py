@@ -32,11 +32,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import Sequential
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
-import lightning_gnn.strategies.cover
+import lightning_gnn.strategies.cover.strategy
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.advising.advice import advise_on
-from lightning_gnn.advising.candidates import Candidate
-from lightning_gnn.advising.machine import Machine
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
@@ -47,7 +44,10 @@ from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.planning import Relation
 from lightning_gnn.planning.exchanges import Workload
 from lightning_gnn.planning.grid import edge_traffic
-from lightning_gnn.strategies.cover import CoverScheme
+from lightning_gnn.strategies.cover.strategy import CoverScheme
+from lightning_gnn.tools.advising.advice import advise_on
+from lightning_gnn.tools.advising.candidates import Candidate
+from lightning_gnn.tools.advising.machine import Machine
 
 
 def trained(rank: int, world_size: int, model: Any, options: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def test_never_sends_more_than_dgcl(ranks, codec):
 def sent_and_weighed(rank: int, size: int, model: str, codec: Any) -> tuple[float, float]:
     """Returns what a partial result costs over what a copy does: as counted, and as edges were covered by."""
     costs: list[tuple[int, int]] = []
-    cover = lightning_gnn.strategies.cover.cover_edges
+    cover = lightning_gnn.strategies.cover.strategy.cover_edges
 
     def cover_edges(*arguments: Any) -> np.ndarray:
         costs.append(arguments[3:])
@@ -302,7 +302,7 @@ def sent_and_weighed(rank: int, size: int, model: str, codec: Any) -> tuple[floa
     sources = 64
     counted = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_gnn.strategies.cover, "cover_edges", cover_edges)
+        patch.setattr(lightning_gnn.strategies.cover.strategy, "cover_edges", cover_edges)
         for strategy, targets in ((DGCLStrategy, 1), (CoverStrategy, 1), (CoverStrategy, 2)):
             # Every source is read by every target of the other rank: copies of all, or results of few.
             graph, owner = between(sources, targets)

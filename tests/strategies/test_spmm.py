@@ -44,18 +44,18 @@ from lightning_gnn import (
     SpMMStrategy,
 )
 from lightning_gnn.comm.call import DIRECTIONS, Call
-from lightning_gnn.comm.grid import BlockMatrix
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
-from lightning_gnn.comm.summa import SummaMatrix
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
-from lightning_gnn.strategies.spmm import CubeScheme, _partial_sums
+from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.strategy import CubeScheme, _partial_sums
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 
 @cache

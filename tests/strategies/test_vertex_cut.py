@@ -28,8 +28,8 @@ from torch_geometric.datasets import Planetoid
 from torch_geometric.nn import GATConv, GCNConv
 from torch_geometric.nn.models import GCN
 
-import lightning_gnn.callbacks.loaded_edges
 import lightning_gnn.comm.matrix
+import lightning_gnn.strategies.vertex_cut.loaded_edges
 from lightning_gnn import (
     AdaptiveThreshold,
     CachedVertexCutStrategy,
@@ -38,12 +38,12 @@ from lightning_gnn import (
     NodeClassifier,
     VertexCutStrategy,
 )
-from lightning_gnn.comm.cache import _Channel
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Triples, distribute
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.strategies.vertex_cut.cache import _Channel
 
 
 @cache
@@ -167,7 +167,7 @@ def told_of_loaded_edges(rank: int, world_size: int, models: list[str]) -> list[
     for model in models:
         said: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lightning_gnn.callbacks.loaded_edges, "rank_zero_info", said.append)
+            patch.setattr(lightning_gnn.strategies.vertex_cut.loaded_edges, "rank_zero_info", said.append)
             trainer = quiet_trainer(VertexCutStrategy(timeout=60, self_check=False), world_size)
             module = NodeClassifier(build(model), num_classes=CLASSES).double()
             data = GraphDataModule(awkward_graph())

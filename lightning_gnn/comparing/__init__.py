@@ -1,5 +1,0 @@
-"""One model and graph under many strategies, measured side by side: cells, their processes, results, table and report."""
-
-from lightning_gnn.comparing.run import compare
-
-__all__ = ["compare"]

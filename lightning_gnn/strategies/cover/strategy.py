@@ -1,0 +1,154 @@
+"""``cover``: an edge cut whose ranks send the least that it allows: copies of sources, or partial results of targets.
+
+Source: SuperGCN (arXiv 2411.16025), which has minimum vertex covers of cut edges for GCN; here for every conv that can be
+computed over a vertex cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_flags
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
+from lightning_gnn.comm.plans import make_exchange
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.lazy_ids import plain_ids
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.shard import owners_of
+from lightning_gnn.planning import Topology
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.planned import PartitionName, PlannedScheme
+
+CoverPlanName = Literal["p2p", "spst"]
+
+
+class CoverScheme(PlannedScheme):
+    """Ranks hold what they hold under `dgcl`; of the edges between two ranks, those of covered targets are computed by the
+    sources' rank. See :class:`CoverStrategy`."""
+
+    plans = get_args(CoverPlanName)
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        plan: CoverPlanName = "p2p",
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+        refine: bool = False,
+    ) -> None:
+        super().__init__(keep_constant, plan, topology, partition)
+        check_flags(refine=refine)
+        self.refine = refine
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        layout = replace(super().layout(world_size, num_hosts), takes_types=False)
+        return replace(layout, method="metis_cover") if self.refine else layout
+
+    @override
+    def for_self_check(self) -> CoverScheme:
+        return CoverScheme(self.keep_constant, topology=None)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        owner = owners_of(shard.offsets, shard.node_ids(world.rank))
+        # Rows that go directly need no search for what the ranks are joined by.
+        topology = None if self.plan == "p2p" and self.topology in ("auto", "measured") else self.links(world)
+        make: MakeExchange = partial(make_exchange, self.plan, topology)  # type: ignore[arg-type]
+
+        @cache
+        def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
+            # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
+            holders = cover_edges(
+                plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost
+            )
+            return spread_edges(shard, holders, world, meter, make)
+
+        def spread(copy_bytes: int, result_bytes: int) -> Callable[[Triples], SparseMatrix]:
+            common = gcd(copy_bytes, result_bytes)
+            return covered(copy_bytes // common, result_bytes // common)
+
+        exchange = make(shard.plan, shard.halos, shard.offsets, world, meter)
+        # Of a sum, a copy and a partial result are as wide, forward and backward.
+        exchange.make_matrix, exchange.spread = covered(1, 1), spread
+        return exchange
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def picture(self, shard: Shard) -> None:
+        return None
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
+        direct = edge_exchange("", work, topology, covered)
+        if topology is None or self.plan == "p2p":
+            return [replace(direct, followed=True)]
+        return [direct, planned_edges(direct, work, topology, covered, scheme="cover spst", followed=True)]
+
+
+class CoverStrategy(GNNStrategy):
+    """Full-graph training over an edge cut with the fewest rows, exact; ``Trainer(strategy="cover")``.
+
+    Each rank owns the nodes that it owns under ``dgcl``. An edge between two ranks needs the row of its source at the one, or the
+    sum that its target gets from there, made at the other; for each ordered pair of ranks a minimum vertex cover of their edges
+    says which, so that no choice sends fewer rows; of attention and extremes, whose partial results cost more than copies, one of
+    minimum weight, so that none sends fewer bytes in a training step. docs/cover.md has the weights.
+
+    Args:
+        keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
+            up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
+        refine: move nodes between METIS's parts while that lowers the rows that are sent
+            (:func:`~lightning_gnn.partition.refine.refine_for_cover`). Once, before training; docs/cover.md has what it gains.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown plan or partition, a `refine` that is no bool, or a plan without its topology; `refine` with a
+            `partition` of the datamodule; once the number of ranks is known, a topology that is not there or is too small.
+    """
+
+    strategy_name = "cover"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {}
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        plan: CoverPlanName = "p2p",
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+        refine: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(CoverScheme(keep_constant, plan, topology, partition, refine), **options)
+        self.refine = refine
+
+    @override
+    def check_data(self, data: Any) -> GraphDataModule:
+        data = super().check_data(data)
+        if self.refine and data.partition is not None:
+            raise ValueError(
+                f"{type(self).__name__}(refine=True) moves nodes between the parts that METIS makes, and "
+                "GraphDataModule(partition=...) asks for other parts. Leave one of them out."
+            )
+        return data

@@ -1,0 +1,165 @@
+"""``dgcl``: an edge cut whose ranks fetch halo rows before each layer (graph allgather).
+
+Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 3 (replication), 4 (what
+is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_whole
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.planning import Topology
+from lightning_gnn.planning.hierarchy import Hosts
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl.replicated import ReplicatedExchange
+from lightning_gnn.strategies.planned import PartitionName, PlannedScheme
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
+
+_WHOLE_SMALL_GRAPH = 1000
+"""Hops after which any node of a self-check's graph is reached."""
+
+
+class DGCLScheme(PlannedScheme):
+    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity. See :class:`DGCLStrategy`."""
+
+    follows_plan = True
+    plans = get_args(PlanName)
+    over_links = ("spst", "dgcl_r")
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        plan: PlanName = "auto",
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+        hops: int | None = None,
+    ) -> None:
+        super().__init__(keep_constant, plan, topology, partition)
+        if hops is not None:
+            check_whole(hops=hops)
+        replicates = plan in ("replicate", "dgcl_r")
+        if replicates and (hops is None or hops < 0):
+            raise ValueError(
+                f'plan="{plan}" replicates the neighbourhoods of nodes: say how far by hops, the number of propagations of the '
+                f"model, such as hops=2 for a GCN of two layers (got {hops})."
+            )
+        if hops is not None and not replicates:
+            raise ValueError(
+                f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
+            )
+        self.hops = hops
+        if plan == "swap":
+            self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        layout = super().layout(world_size, num_hosts)
+        if self.hops is None:
+            return layout
+        topology = self._topology(world_size, num_hosts)
+        alone = tuple((rank,) for rank in range(world_size))
+        groups = alone if self.plan == "replicate" or topology is None else topology.hosts
+        return replace(layout, replicas=Replicas(self.hops, groups), takes_types=False)
+
+    @override
+    def less_memory(self, world_size: int) -> str:
+        if self.hops is None:
+            return super().less_memory(world_size)
+        return 'Let ranks communicate instead: plan="p2p" or "spst".'
+
+    @override
+    def for_self_check(self) -> DGCLScheme:
+        if self.hops is None:
+            return DGCLScheme(self.keep_constant, topology=None)
+        return DGCLScheme(self.keep_constant, "replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
+
+    @override
+    def way(self, world: World) -> tuple[Any, Topology | Hosts | None]:
+        if self.plan == "replicate":
+            return "p2p", None
+        return "spst" if self.plan == "dgcl_r" else self.plan, self.links(world)
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        found = super().followed()
+        return {**found, "name": self.plan} if self.plan in ("swap", "replicate") else found
+
+    @override
+    def picture(self, shard: Shard) -> Figure | None:
+        return None if self.plan in ("swap", "replicate") else super().picture(shard)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange = super().exchange(shard, world, meter)
+        if self.hops is None:
+            return exchange
+        rank = world.rank
+        own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
+        return ReplicatedExchange(exchange, own, self.hops)
+
+
+class DGCLStrategy(GNNStrategy):
+    """Full-graph training over an edge cut, exact; ``Trainer(strategy="dgcl")``.
+
+    Rows travel directly from their owner to each rank that reads them, and exactly those rows; or, where links differ, along
+    the trees of a plan, over other ranks too (docs/planning.md).
+
+    Args:
+        keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
+            step: at most four times the memory of the features. Without, it is computed and sent anew.
+        plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
+            5.2), in as many stages as the cost model finds the fastest for rows of their width, also directly; ``"auto"``
+            directly between GPUs and if all links are alike, otherwise as ``"spst"``. More than 64 ranks have a plan of two
+            stages in place of trees, between machines and inside them. To compare with: ``"swap"`` through the
+            memory of one machine; ``"replicate"`` not at all, each rank holds and computes the neighbourhood of its nodes;
+            ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
+        topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and
+            Linux tell of their GPUs and ports (docs/planning.md); CPU ranks of a machine are alike. ``"measured"``: what
+            messages between each two ranks take when the run begins, each sent alone: what links share is not seen. Or
+            ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
+            ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
+        partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
+            first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
+            several machines of equally many ranks.
+        hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown plan, or one without its topology or hops; and, once the number of ranks is known, a topology
+            that is not there, is too small or is not connected.
+    """
+
+    strategy_name = "dgcl"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {"plan": "p2p"}
+        if not links_alike:
+            yield {"plan": "spst"}
+
+    def __init__(
+        self,
+        keep_constant: bool = True,
+        plan: PlanName = "auto",
+        topology: str | Path | Topology | None = "auto",
+        partition: PartitionName = "auto",
+        hops: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)

@@ -1,0 +1,486 @@
+"""Independent training on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
+
+Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); batches: Cluster-GCN (Chiang et al., KDD 2019).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
+from lightning_gnn.comm.codec import make_codec
+from lightning_gnn.comm.group import World, next_store
+from lightning_gnn.comm.listening import end_for_lost_agents
+from lightning_gnn.comm.peers import (
+    REJOIN_VARIABLE,
+    STORE_VARIABLE,
+    Heartbeat,
+    PeerServer,
+    SharedKeys,
+    StoreAddress,
+    StoreProcess,
+    own_address,
+)
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
+from lightning_gnn.datamodules.graph import OneBatch
+from lightning_gnn.nn.embedding import embeddings_of
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.patches import Patches
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.steps.random_streams import RandomStreams
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.edge_cut import EdgeCutScheme
+from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
+from lightning_gnn.strategies.gossip.clusters import Begun, Clusters, LeftOver
+from lightning_gnn.strategies.gossip.fit import WorkerFit
+from lightning_gnn.strategies.gossip.histories import HistoryBinding
+from lightning_gnn.strategies.gossip.history import History, HistoryExchange
+from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
+from lightning_gnn.strategies.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
+
+Assignment = Literal["random", "metis"]
+Average = Literal["gradients", "parameters"]
+HaloName = Literal["history"]
+
+EXCHANGE_S = 30.0
+"""Seconds that a worker may be silent in an exchange before the other goes on without."""
+
+
+class ClusterScheme(EdgeCutScheme):
+    """Clusters of the graph for training; the edge cut of ``dgcl`` for everything else."""
+
+    keeps_layers = "Layers see a few clusters of the graph: raise clusters, and each is smaller."
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        return replace(super().layout(world_size, num_hosts), takes_types=False)
+
+
+class ClusterStrategy(GNNStrategy):
+    """Workers train independently, on clusters of the graph, and evaluate together on the whole.
+
+    In `fit`, each worker is alone for Lightning: no collective hides in its loop, callbacks or loggers. A subclass says what
+    workers do together, by its :meth:`_make_worker`.
+
+    Args:
+        averaging_interval: batches that a worker trains on between two averages.
+        average: what: one of :attr:`averages`, before the step.
+        lease: seconds without a heartbeat after which a worker counts as dead.
+        clusters: how many the graph is split into.
+        assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
+        clusters_per_batch: whose nodes, and all edges between them, make a batch.
+        halo: of nodes that are not in a batch, and whose edges end in it: None leaves these edges out, as Cluster-GCN does;
+            ``"history"`` reads what layers made of them when they were in a batch last, of any worker of the machine.
+        seed: of the order of clusters.
+        final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
+            the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare workers by, the
+            worker whose training loss was least in the mean over its last epoch, for which nothing need be logged.
+        monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
+            the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
+            monitors, with its mode, if validation logs that, else ``val_loss``.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Attributes:
+        report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.strategies.gossip.worker.Counts`.
+        consensus: how far the workers' parameters were from each other at its end, relative to their mean; see
+            :meth:`~lightning_gnn.strategies.gossip.worker.Worker.consensus`.
+        result: what the module has been given then, in words; empty for one worker.
+
+    Raises:
+        ValueError: an argument is none of these, or a number below 1.
+    """
+
+    trains_on_batches = True
+    others_go_on = False
+    """Whether workers do without one that fails in `fit`."""
+    restarts = 0
+    """How often each that was killed is started again."""
+    averages: tuple[str, ...] = get_args(Average)
+
+    def __init__(
+        self,
+        averaging_interval: int,
+        average: str,
+        lease: float,
+        clusters: int = 40,
+        assignment: Assignment = "random",
+        clusters_per_batch: int = 1,
+        halo: HaloName | None = None,
+        seed: int = 0,
+        final: Final = "auto",
+        monitor: str | None = None,
+        mode: Mode | None = None,
+        **options: Any,
+    ) -> None:
+        of_clusters = {"clusters": clusters, "clusters_per_batch": clusters_per_batch}
+        counts = {"averaging_interval": averaging_interval, **of_clusters}
+        check_whole(**counts)
+        check_seed(seed)
+        if monitor is not None:
+            check_words(monitor=monitor)
+        elif mode is not None:
+            raise ValueError(f"mode={shown(mode)} says which value of monitor is best: name that, too.")
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1 (got {value}).")
+        check_choice("average", average, self.averages)
+        check_choice("assignment", assignment, get_args(Assignment))
+        if halo not in (None, *get_args(HaloName)):
+            raise ValueError(f"halo must be None or 'history' (got {shown(halo)}).")
+        if halo is not None and not hasattr(os, "posix_fallocate"):
+            raise ValueError("halo='history' shares files in memory as Linux has them. Use halo=None on this system.")
+        check_choice("final", final, get_args(Final))
+        check_choice("mode", mode or "min", get_args(Mode))
+        super().__init__(ClusterScheme(), **options)
+        self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
+        self.num_clusters, self.assignment = clusters, assignment
+        self.clusters_per_batch, self.halo, self.seed = clusters_per_batch, halo, seed
+        self.final, self.monitor, self.mode = final, monitor, mode
+        self.report: dict[int, Counts] = {}
+        self.consensus = 0.0
+        self.result = ""
+        self._fit: WorkerFit | None = None  # in fit only
+        self._history: HistoryExchange | None = None
+        self._store: StoreProcess | None = None
+        self._starting: TrainerFn | None = None
+        self._lost: list[int] = []
+        self._first = 0  # of the ranks that are left
+        self._rejoins = ""  # in a rank that takes the place of one that was killed: where the others meet
+
+    @property
+    @override
+    def approximation(self) -> str:
+        stale = ", stale halo rows" if self.halo else ""
+        return f"clusters as mini-batches{stale}" + (f", codec {self.codec}" if self.codec else "")
+
+    @abstractmethod
+    def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
+        """Returns this rank's worker; `peers` are None where it is the only one."""
+
+    def _check_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Refuses what cannot be trained on clusters."""
+        name = type(self).__name__
+        if counted_mask("train_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".'
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"{name} averages every averaging_interval batches and steps after each: accumulate_grad_batches must be 1 "
+                f"(got {trainer.accumulate_grad_batches}). Raise clusters_per_batch for larger batches."
+            )
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{name} averages what one backward of a batch has given, which manual optimisation does not separate. "
+                'Use "sampling" or "dgcl".'
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32."
+            )
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes for all: after a fit that rank 0 has not survived, the first that has."""
+        return self.global_rank == self._first
+
+    @property
+    def _fits(self) -> bool:
+        state = getattr(self._trainer, "state", None)
+        return (self._starting or getattr(state, "fn", None)) == TrainerFn.FITTING
+
+    @override
+    def layout(self) -> LayoutSpec:
+        """Returns, in a fit, a layout whose parts are the clusters."""
+        if not self._fits:
+            return super().layout()
+        data = getattr(self._trainer, "datamodule", None)
+        if data is not None and data.partition is not None and not isinstance(data.partition, str):
+            raise ValueError(
+                f"{type(self).__name__} assigns nodes to clusters by itself, and GraphDataModule(partition=...) gives a rank for "
+                f'every node. Leave it out, or pass assignment="metis" or "random" to {type(self).__name__}.'
+            )
+        if self.num_clusters < self.world_size:
+            raise ValueError(f"{self.num_clusters} clusters are too few for {self.world_size} workers. Raise clusters.")
+        return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
+
+    @override
+    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+        self._starting = None if trainer is None else trainer.state.fn
+        self._note_who_needs_whom()
+        try:
+            super().before_ranks_start(trainer, given, self_check)
+        finally:
+            self._starting = None
+
+    def _note_who_needs_whom(self) -> None:
+        """Workers of a fit do without each other; all others wait for each other in every layer."""
+        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
+        self.scheme.restarts = self.restarts if self.scheme.survives_lost_ranks else 0
+
+    @override
+    def setup_environment(self) -> None:
+        if self._lost:
+            raise RuntimeError(
+                f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, and this needs all {self.world_size}. The "
+                "result is in the module: save a checkpoint, and validate, test or predict in a new run."
+            )
+        self._note_who_needs_whom()
+        self.layout()  # what it refuses, it refuses here on all ranks
+        self._rejoins = os.environ.pop(REJOIN_VARIABLE, "")
+        super().setup_environment()
+        self._run = uuid.uuid4().hex
+        if self._fits and self.world_size > 1 and self.global_rank == 0 and STORE_VARIABLE not in os.environ:
+            # It comes up while the graph is partitioned.
+            self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
+
+    @override
+    def _make_world(self) -> World:
+        if not self._rejoins:
+            return super()._make_world()
+        if self._start_method == "popen":  # the script's next call is of all ranks again
+            next_store(self.global_rank, self.world_size, self.timeout)
+        data = self.check_data(getattr(self._trainer, "datamodule", None))
+        known = SharedKeys(StoreAddress.of(self._rejoins, EXCHANGE_S)).find("graph")
+        assert known is not None
+        vars(data).update(json.loads(known))
+        data.prepare_for(self.layout())
+        return World(0, 1, self.root_device, self.timeout)
+
+    def _host(self) -> str:
+        return own_address(os.environ["MASTER_ADDR"], self.num_nodes)
+
+    @override
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        return () if self._fits else super().checked_stages(trainer)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._fits:
+            self._check_fit(trainer, self._module)
+        super().setup(trainer)
+
+    @override
+    def binds(self, shard: Shard) -> bool:
+        return not self._fits and super().binds(shard)
+
+    @override
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        if self._fits:
+            self._separate(trainer, shard)
+        super().begin_stage(trainer, shard)
+        if self._fits:
+            for owner in (self._module, getattr(trainer, "datamodule", None)):
+                self._in_use.enter_context(self._left_over_first(owner))
+        if self._history is not None:
+            self._binding = HistoryBinding(self._module, self._history)
+            self._in_use.enter_context(graph_in_use(self._binding.context))
+
+    def _turn_to(self, batch: Any) -> None:
+        """Has layers see a batch and the history of what is not in it."""
+        if self._history is not None:
+            assert self._fit is not None and isinstance(self._binding, HistoryBinding)
+            halo = batch.halo
+            self._history.turn_to(torch.from_numpy(halo.own), torch.from_numpy(halo.ids), self._fit.worker.reached)
+            self._binding.turn_to(batch.x, halo.x, batch.edge_index, batch.get("edge_weight"))
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._turn_to(batch)
+        return super().training_step(batch, *args, **kwargs)
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._turn_to(batch)
+        return super().validation_step(batch, *args, **kwargs)
+
+    def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
+        module = self._module
+        if embeddings_of(module, shard.types):
+            raise ValueError(
+                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
+                'node. Use strategy="sampling".'
+            )
+        validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
+        if self.final == "best" and self.world_size > 1 and not validates:
+            raise ValueError(
+                'final="best" compares workers by what validation logs, and there is none in this run. Give '
+                'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
+            )
+        data = self.check_data(getattr(trainer, "datamodule", None))
+        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed, self.halo is not None)
+        if clusters.batches < self.world_size:
+            raise ValueError(
+                f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
+                f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
+            )
+        self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
+        seed = RandomStreams(self.world).seed  # workers are independent, in hooks as in steps
+        epochs = trainer.max_epochs
+        pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
+        worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
+        comparison = Comparison(self.final, self.monitor, self.mode)
+        of_fit = worker, clusters, self.average == "gradients", comparison
+        codec = make_codec(self.codec, self.stochastic_rounding, seed)
+        self._fit = WorkerFit(module, *of_fit, leaves_snapshots=self.scheme.restarts > 0, codec=codec)
+        if self._rejoins:
+            seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # another than those of all others
+        else:
+            worker.enter()
+            if worker.peers is not None and self.global_rank == 0:
+                worker.peers.keys.put("graph", json.dumps(data.known()).encode())
+                self._fit.leave_snapshot(trainer)
+        torch.manual_seed(seed)
+        history = None if self.halo is None else History.shared(sum(shard.counts), self.world)
+        self.world.barrier()
+        if worker.peers is not None:
+            launcher: Any = self._launcher
+            launcher.ranks_are_independent(worker.peers.store.place)
+        self.world.close()
+        self._world = World(0, 1, self.root_device, self.timeout)
+        if history is not None:
+            self._history = HistoryExchange(history, self.world, self.meter)
+
+    @override
+    def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
+        if self._fit is None:
+            return super().stage_callbacks(shard)
+        return [self.progress, GossipMetrics(self._fit.worker, self._history), self._fit]
+
+    def _connect(self) -> Peers:
+        """Connects this worker to the others; runs on every rank."""
+        given = os.environ.get(STORE_VARIABLE) if self._store is None else self._store.address()
+        place = self._rejoins or self.world.broadcast_object(f"{given} {self._run}")  # rank 0's
+        store = StoreAddress.of(place, EXCHANGE_S)
+        keys = SharedKeys(store)
+        life = keys.add(f"lives/{self.global_rank}", 1) - 1
+        return Peers(
+            store, keys, Heartbeat(store, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life
+        )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self._fit is None or not isinstance(dataloader, OneBatch):
+            return dataloader
+        # On the CPU, a thread would take the time that it saves from training.
+        ahead = self.root_device.type != "cpu" and not self.hooks_move_batches(self._trainer.datamodule)
+        batches = self._fit.batches(
+            dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None
+        )
+        return dataloader if batches is None else batches
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, Begun):
+            assert self._fit is not None
+            batch = self._fit.arrived()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @contextmanager
+    def _left_over_first(self, owner: Any) -> Iterator[None]:
+        """While open, the first hook of `owner`, the module or datamodule, sees batches that others left undone, and nothing that
+        stands for them."""
+        hook = owner.on_before_batch_transfer
+
+        @wraps(hook)
+        def on_before_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+            if isinstance(batch, LeftOver):
+                assert self._fit is not None
+                batch = self._fit.left_over()
+                if batch is None:
+                    self._end_epoch()
+            return hook(batch, dataloader_idx)
+
+        patches = Patches()
+        patches.put(owner, {"on_before_batch_transfer": on_before_batch_transfer})
+        try:
+            yield
+        finally:
+            patches.release()
+
+    def _end_epoch(self) -> None:
+        """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
+        loop: Any = self._module.trainer.fit_loop
+        loop.epoch_loop.on_advance_end(loop._data_fetcher)
+        raise StopIteration
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._fit is not None
+        self._fit.comparison.losses.append(closure_loss.detach())
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Averages with others, before gradients are clipped."""
+        assert self._fit is not None
+        self._fit.average()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._lost:
+            super().barrier(name)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._fit is None:
+            return super().reduce_boolean_decision(decision, all)
+        return self._fit.worker.agrees(decision, all)
+
+    @override
+    def on_train_end(self) -> None:
+        """Comes to a result with the other workers; none of them waits for one that has died."""
+        super().on_train_end()
+        assert self._fit is not None
+        fit, worker = self._fit, self._fit.worker
+        scores = fit.end(self.timeout.total_seconds())
+        self.report, self.consensus = worker.all_counts(), worker.consensus(scores)
+        self._lost = [rank for rank in range(self.world_size) if rank not in scores]
+        if worker.peers is not None:
+            undone = 0 if self._module.trainer.should_stop else worker.undone()
+            self.result = fit.load_result(scores)
+            worker.part()
+            self._first = min(scores)
+            if self.is_global_zero:
+                end_for_lost_agents({rank // self.num_processes for rank in self._lost})
+                show(self.report, self._lost, undone, self.consensus, self.result)
+
+    @override
+    def outcome(self) -> dict[str, Any]:
+        return {"report": self.report, "consensus": self.consensus, "result": self.result}
+
+    @override
+    def kept_state(self) -> dict[str, Any]:
+        return super().kept_state() | ({} if self._fit is None else {"pool": self._fit.position()})
+
+    @override
+    def teardown(self) -> None:
+        if self._fit is not None:
+            self._fit.worker.close()
+            self._fit.release(self._trainer)
+        if self._store is not None:
+            self._store.leave()
+        if self._history is not None:
+            self._history.history.close()
+        self._fit = self._store = self._history = None
+        super().teardown()

@@ -1,0 +1,167 @@
+"""One worker's part of a fit: its batches, its averages with others, and the common result."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch_geometric.data import Data
+from typing_extensions import override
+
+from lightning_gnn.comm.codec import Codec
+from lightning_gnn.strategies.gossip.averaging import Averages, Comparison, mean_of, weights_of
+from lightning_gnn.strategies.gossip.clusters import ClusterBatches, Clusters, PooledBatches
+from lightning_gnn.strategies.gossip.differences import Differences
+from lightning_gnn.strategies.gossip.snapshot import load_snapshot, snapshot_of
+from lightning_gnn.strategies.gossip.worker import Scores, Worker
+
+
+class WorkerFit(pl.Callback):
+    """Connects a worker with Lightning's loop; it averages gradients or else parameters. With `leaves_snapshots`, those that are
+    started again begin with another's; with a `codec`, workers that meet send each other differences, encoded."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        worker: Worker,
+        clusters: Clusters,
+        gradients: bool,
+        comparison: Comparison,
+        leaves_snapshots: bool = False,
+        codec: Codec | None = None,
+    ) -> None:
+        self.worker, self.comparison, self._leaves_snapshots = worker, comparison, leaves_snapshots
+        self._module, self._clusters = module, clusters
+        self._averages = Averages(module, gradients, worker.through_host)
+        if codec is not None:
+            worker.differences = Differences(codec, self._averages.sizes)
+        self._pooled: PooledBatches | None = None
+        self._validates_every: int | None = None  # epochs, as the Trainer was told
+
+    def batches(
+        self, mask: str | None, saved: dict[str, Any], device: torch.device | None
+    ) -> PooledBatches | ClusterBatches | None:
+        """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
+        is the :meth:`position` of the checkpoint that the run resumes with; empty without one. Batches are made ahead for
+        `device`, unless that is None."""
+        if mask == "val_mask":
+            return ClusterBatches(self._clusters, self._clusters.validated())
+        if mask != "train_mask" or self._pooled is not None:
+            return self._pooled if mask == "train_mask" else None
+        trainer, pool = self._module.trainer, self.worker.pool
+
+        def epoch() -> int:
+            # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+            progress: Any = trainer.fit_loop.epoch_progress.current
+            return progress.processed
+
+        # Only now is a checkpoint's epoch known.
+        pool.begin = epoch() * pool.size
+        if saved.get("size") == pool.size:
+            pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
+        if self.worker.life:
+            self.worker.give_back_all()
+        self._pooled = PooledBatches(
+            self.worker, self._clusters, lambda: (epoch(), epoch() + 1 == trainer.max_epochs), device
+        )
+        return self._pooled
+
+    def position(self) -> dict[str, Any]:
+        """Returns where the pool is, for checkpoints."""
+        begin, done = self.worker.position()
+        return {"size": self.worker.pool.size, "begin": begin, "done": done}
+
+    def arrived(self) -> Data:
+        """Returns the batch that was begun first, on the device."""
+        assert self._pooled is not None
+        return self._pooled.arrived()
+
+    def left_over(self) -> Data | None:
+        """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
+        assert self._pooled is not None
+        self.worker.leave(self._averages.vector)
+        return self._pooled.left_over()
+
+    def average(self) -> None:
+        total = self.worker.meet(self._averages.vector)
+        if total is not None:
+            self._averages.take(total)
+
+    def end(self, seconds: float) -> dict[int, Scores]:
+        """Returns the scores of the workers that have come to the end; waits for those that live, for some seconds."""
+        self.worker.leave(self._averages.vector)
+        if self._pooled is not None:
+            self._pooled.give_back()
+        self.worker.publish(self._module.parameters())
+        return self.worker.agree(self.comparison.scores, weights_of(self._module), seconds)
+
+    def load_result(self, scores: dict[int, Scores]) -> str:
+        """Gives the module the result of the workers with these scores; returns what that is, in words."""
+        chosen, result = self.comparison.choose(scores, self.worker.me)
+        self._module.load_state_dict(mean_of([self.worker.weights_of(worker) for worker in chosen]))
+        return result
+
+    def leave_snapshot(self, trainer: pl.Trainer) -> None:
+        if self._leaves_snapshots:
+            self.worker.leave_snapshot(snapshot_of(trainer, self._module))
+
+    def _rejoin(self, trainer: pl.Trainer) -> None:
+        """Goes on in the place of a worker that was killed: with another's state, in the epoch that all are in now."""
+        assert self._pooled is not None
+        other, snapshot = self.worker.newest_snapshot()
+        load_snapshot(trainer, self._module, snapshot)
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = self._pooled.first_epoch()
+        total = self.worker.enter(self._averages.vector)
+        if total is not None:
+            self._averages.take(total)
+        epoch = trainer.current_epoch
+        print(f"Worker {self.worker.me} is back, in epoch {epoch}, with the state of worker {other}.", file=sys.stderr)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.worker.life:
+            self._rejoin(trainer)
+        if trainer.enable_validation:
+            between = "stale rows" if self._clusters.with_halo else "nothing"
+            rank_zero_info(
+                f"Validation during fit is approximate: each worker validates its own weights, on clusters that see {between} of "
+                "what is outside. trainer.validate and trainer.test, after fit, are exact."
+            )
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Has the last epoch validated, whatever ``check_val_every_n_epoch`` is: workers are compared by their last weights."""
+        self.leave_snapshot(trainer)
+        epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
+        if self.worker.size > 1 and self.comparison.compares and every and trainer.current_epoch + 1 == epochs:
+            self._validates_every, trainer.check_val_every_n_epoch = every, epochs if epochs % every else every
+
+    def release(self, trainer: pl.Trainer) -> None:
+        """Ends the thread that makes batches, and leaves the Trainer as its user made it."""
+        if self._pooled is not None:
+            self._pooled.close()
+        if self._validates_every is not None:
+            trainer.check_val_every_n_epoch = self._validates_every
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self._pooled is not None
+        self._pooled.trained()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.comparison.end_epoch()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.worker.leave(self._averages.vector, for_good=False)  # nobody shall wait meanwhile
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.worker.come_back()
+        if self.worker.size > 1:
+            self.comparison.end_validation(trainer)

@@ -1,0 +1,347 @@
+"""A worker: the pool and the pairing, carried out between processes, and what it counts of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.comm.peers import Bring, Heartbeat, PeerServer, SharedKeys, StoreAddress
+from lightning_gnn.strategies.gossip.differences import Difference, Differences, Whole
+from lightning_gnn.strategies.gossip.operations import (
+    Await,
+    InProcess,
+    IsAlive,
+    Notified,
+    Notify,
+    Operation,
+    Pick,
+    Steps,
+    Visit,
+    answer,
+    carry_out,
+)
+from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing
+from lightning_gnn.strategies.gossip.pool import Pool
+
+T = TypeVar("T")
+
+Scores: TypeAlias = tuple[float | None, ...]
+"""What workers are compared by, the first that any of them has a number in; the least is best."""
+
+_LOOK_S = 0.5
+"""How often who waits for a partner looks whether it lives."""
+
+_REST_S = 0.02
+"""How often who has nothing left to do looks whether others need its help."""
+
+SKETCH_SIZE = 1024
+"""Numbers in a sketch. Squared distances are right in the mean; their standard deviation is at most sqrt(2 / 1024), 4.4 %."""
+
+
+@dataclass
+class Counts:
+    """What a worker has done (Tables 4.8 and 4.9 of the thesis, and what it took).
+
+    Attributes:
+        averages: exchanges with others; with push-sum, how often it took in what had come.
+        partners: how often with whom; with push-sum, to whom it has sent.
+        waits: partners that it waited for; in vain: those that did not come in time.
+        waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
+        taken_over: batches of workers that had died or stopped.
+        sent: bytes of vectors that others got.
+        lives: how often it has been started again after it was killed; what it had done since its last epoch's end is lost.
+    """
+
+    batches: int = 0
+    averages: int = 0
+    partners: dict[str, int] = field(default_factory=dict)
+    waits: int = 0
+    in_vain: int = 0
+    waited: float = 0.0
+    idle: float = 0.0
+    seconds: float = 0.0
+    taken_over: int = 0
+    sent: int = 0
+    lives: int = 0
+
+    def add_partner(self, partner: int) -> None:
+        self.partners[str(partner)] = self.partners.get(str(partner), 0) + 1
+
+
+@dataclass
+class Peers:
+    """How a worker reaches the others: the store that all share, and the servers where they connect to each other; `life` is
+    how often this one has been started again."""
+
+    store: StoreAddress
+    keys: SharedKeys
+    heartbeat: Heartbeat
+    server: PeerServer
+    life: int = 0
+
+    def address_of(self, worker: int) -> str:
+        """Returns where a worker's server is: not the same in all of its lives."""
+        found = self.keys.find(f"address/{worker}")
+        assert found is not None
+        return found.decode()
+
+
+class Worker:
+    """One worker of a run; `patience` is in seconds that it waits for a partner. With `differences`, workers that meet send each
+    other these."""
+
+    differences: Differences | None = None
+
+    through_host = True
+    """Whether what workers average passes through the memory of their hosts."""
+
+    def __init__(
+        self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
+    ) -> None:
+        self.pool, self.pairing, self.interval = pool, pairing, interval
+        self.peers = peers
+        self.me, self.size = pairing.me, pairing.size
+        self.counts = Counts()
+        self.left = False
+        self.reached = 0  # items that had been taken, by all workers, when this one took its last
+        self._keys = InProcess() if peers is None else peers.keys
+        self.life = self.pairing.life = 0 if peers is None else peers.life
+        self._patience = patience
+        self._random = random.Random(seed * 1_000_003 + self.me)
+        self._began, self._sent_before = time.perf_counter(), 0
+
+    def take(self) -> int | None:
+        item = self._carry_out(self.pool.take(self.me))
+        self.reached = item + 1 if item is not None else self.pool.end or 0
+        return item
+
+    def done(self, item: int) -> None:
+        self._carry_out(self.pool.done(self.me, item))
+
+    def give_back(self, item: int) -> None:
+        self._carry_out(self.pool.give_back(self.me, item))
+
+    def left_over(self) -> list[int]:
+        """Waits until all items are done; or sooner, if some are nobody's any more: returns these, now this worker's."""
+        began = time.perf_counter()
+        while True:
+            mine, others = self._carry_out(self.pool.take_over(self.me))
+            if mine or not others:
+                self.counts.idle += time.perf_counter() - began
+                self.counts.taken_over += len(mine)
+                return mine
+            time.sleep(_REST_S)
+
+    def position(self) -> tuple[int, list[int]]:
+        """Returns where the pool is: see :meth:`~lightning_gnn.strategies.gossip.pool.Pool.position`."""
+        return self._carry_out(self.pool.position())
+
+    def undone(self) -> int:
+        """Returns how many items nobody has done."""
+        if self.pool.end is None:
+            return 0
+        begin, done = self.position()
+        return self.pool.end - begin - len(done)
+
+    def give_back_all(self) -> None:
+        """See :meth:`~lightning_gnn.strategies.gossip.pool.Pool.give_back_all`."""
+        self._carry_out(self.pool.give_back_all(self.me))
+
+    def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Takes part from now on; in the place of one that was killed, goes on with its counts, and returns as :meth:`meet`."""
+        if self.peers is None:
+            return None
+        self.peers.keys.put(f"address/{self.me}", self.peers.server.address.encode())
+        if self.life and (before := self.all_counts().get(self.me)) is not None:
+            self.counts = before
+            self._began -= before.seconds
+            self._sent_before = before.sent
+        self.counts.lives = self.life
+        return self._meet(self.pairing.enter(), own)
+
+    def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
+        """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
+        `own` returns what the partner gets, float, on the CPU if it passes there; with `differences` it gets that rounded."""
+        self.counts.batches += 1
+        if self.left:
+            return None
+        return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), own)
+
+    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
+        """Is not chosen from now on; gives its own to who waits for it."""
+        if not self.left and self.size > 1:
+            self._meet(self.pairing.leave(for_good), own)
+        self.left = self.left or for_good
+
+    def come_back(self) -> None:
+        if not self.left and self.size > 1:
+            self._carry_out(self.pairing.come_back())
+
+    def _meet(self, steps: Steps[Any], own: Callable[[], Tensor] | None) -> Tensor | None:
+        total: list[Tensor] = []
+
+        def exchange(operation: Await | Visit) -> bool:
+            assert self.peers is not None and own is not None
+            mine: Whole | Difference = Whole(own())
+            if self.differences is not None:
+                mine = Difference(own(), self.differences, operation.partner, operation.meeting)
+            if isinstance(operation, Visit):
+                address = self.peers.address_of(operation.partner)
+                found = self.peers.server.visit(address, self.me, operation.meeting, mine)
+            else:
+                found = self._await(operation, mine)
+            if found is not None:
+                total.append(mine.total(found))
+            return found is not None
+
+        meeting: Meeting | None = self._carry_out(steps, exchange)
+        if meeting is not None and meeting.partner is not None:
+            self.counts.averages += meeting.exchanged
+            self.counts.waits += meeting.waited
+            self.counts.in_vain += meeting.waited and not meeting.exchanged
+            if meeting.exchanged:
+                self.counts.add_partner(meeting.partner)
+        return total[0] if total else None
+
+    def _await(self, operation: Await, own: Bring) -> Tensor | None:
+        assert self.peers is not None
+        began = time.perf_counter()
+        try:
+            while (left := began + self._patience - time.perf_counter()) > 0:
+                found = self.peers.server.wait(operation.partner, operation.meeting, own, min(left, _LOOK_S))
+                if found is not None or not self.peers.heartbeat.is_alive(operation.partner):
+                    return found
+            return None
+        finally:
+            self.counts.waited += time.perf_counter() - began
+
+    def _carry_out(self, steps: Steps[T], exchange: Callable[[Any], bool] | None = None) -> T:
+        def how(operation: Operation) -> Any:
+            if isinstance(operation, Pick):
+                return self._random.choice(operation.options)
+            if isinstance(operation, IsAlive):
+                return self.peers is None or self.peers.heartbeat.is_alive(operation.worker)
+            if isinstance(operation, (Notify, Notified)):
+                assert self.peers is not None
+                if isinstance(operation, Notified):
+                    return self.peers.server.notified()
+                return self.peers.server.notify(self.peers.address_of(operation.worker))
+            if isinstance(operation, (Await, Visit)):
+                assert exchange is not None
+                return exchange(operation)
+            return answer(self._keys, operation)
+
+        return carry_out(steps, how)
+
+    def agrees(self, decision: bool, all: bool) -> bool:
+        """Returns what comes of a decision that Lightning asks all ranks for: each worker decides for itself."""
+        return decision
+
+    def publish(self, parameters: Iterable[Tensor]) -> None:
+        """Lets the others know what this worker has done so far, and where its parameters are."""
+        self.counts.seconds = time.perf_counter() - self._began
+        if self.peers is not None:
+            self.counts.sent = self._sent_before + self.peers.server.sent_bytes
+            self.peers.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
+            self.peers.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
+
+    def all_counts(self) -> dict[int, Counts]:
+        """Returns what each worker has published last, by worker."""
+        if self.peers is None:
+            return {self.me: self.counts}
+        found = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
+        return {worker: Counts(**json.loads(text)) for worker, text in found.items() if text is not None}
+
+    def consensus(self, workers: Collection[int]) -> float:
+        """Returns how far the parameters of some workers were from each other when each has published last: :func:`distance`,
+        estimated from sketches (:func:`sketch`)."""
+        if self.peers is None:
+            return 0.0
+        found = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
+        sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
+        return distance(sketches) if sketches else 0.0
+
+    def leave_snapshot(self, snapshot: bytes) -> None:
+        """Leaves what a worker that is started again begins with; of the last two, in turns, none changes while it is read."""
+        if self.peers is not None:
+            keys, number = self.peers.keys, self.peers.keys.add("snapshots", 1)
+            before = keys.get(f"snapshot/{self.me}")
+            slot = 1 - int(before.split()[1]) if before else 0
+            keys.put(f"snapshot/{self.me}/{slot}", snapshot)
+            keys.swap(f"snapshot/{self.me}", before, f"{number} {slot}")
+
+    def newest_snapshot(self) -> tuple[int, bytes]:
+        """Returns the snapshot that any other worker has left last, and whose it is."""
+        assert self.peers is not None
+        keys = self.peers.keys
+        while True:
+            left = {worker: keys.get(f"snapshot/{worker}") for worker in range(self.size) if worker != self.me}
+            worker, newest = max(left.items(), key=lambda each: int((each[1] or "0").split()[0]))
+            found = keys.find(f"snapshot/{worker}/{newest.split()[1]}")
+            if found is not None and keys.get(f"snapshot/{worker}") == newest:
+                return worker, found
+
+    def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
+        """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live, for
+        some seconds. Their weights are then there for :meth:`weights_of`."""
+        if self.peers is None:
+            return {self.me: scores}
+        keys, deadline = self.peers.keys, time.monotonic() + seconds
+        if not keys.get(f"score/{self.me}"):  # else it was killed after this, and others may have begun to read
+            keys.put(f"weights/{self.me}", weights)
+            keys.put(f"score/{self.me}", json.dumps(scores).encode())
+        while not (agreed := keys.get("agreed")):
+            found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
+            missing = [worker for worker, text in found.items() if text is None]
+            if time.monotonic() > deadline or not any(self.peers.heartbeat.is_alive(worker) for worker in missing):
+                scores_of = {worker: json.loads(text) for worker, text in found.items() if text is not None}
+                # Who is first decides who has come to the end.
+                keys.swap("agreed", "", json.dumps(scores_of))
+            else:
+                time.sleep(_REST_S)
+        return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
+
+    def weights_of(self, worker: int) -> bytes:
+        assert self.peers is not None
+        found = self.peers.keys.find(f"weights/{worker}")
+        assert found is not None
+        return found
+
+    def part(self) -> None:
+        """Parts from the others."""
+        if self.peers is not None:
+            self.peers.keys.add(f"gone/{self.me}", 1)
+        self.close()
+
+    def close(self) -> None:
+        if self.peers is not None:
+            self.peers.heartbeat.stop()
+            self.peers.server.close()
+
+
+def sketch(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a projection ``[SKETCH_SIZE]``, float64, of all values of some tensors, which keeps distances.
+
+    Each value is added to one of the numbers, drawn at random, with a random sign; the same for all workers. Source: count
+    sketch, Charikar, Chen and Farach-Colton (2002); as a random projection, Weinberger et al., "Feature Hashing for Large Scale
+    Multitask Learning" (ICML 2009), Lemma 2.
+    """
+    values = torch.cat([torch.zeros(0), *(each.detach().reshape(-1).cpu() for each in tensors)]).double()
+    drawn = torch.randint(2 * SKETCH_SIZE, values.shape, generator=torch.Generator().manual_seed(0))
+    signs = 1.0 - 2.0 * (drawn % 2)
+    return torch.zeros(SKETCH_SIZE, dtype=torch.float64).index_add_(0, drawn // 2, values * signs)
+
+
+def distance(vectors: Sequence[Tensor]) -> float:
+    """Returns how far vectors x_1..x_P are from their mean m, relative to it: sqrt(sum of ``|x_r - m|^2`` / P) / ``|m|``."""
+    rows = torch.stack(list(vectors)).double()
+    offsets = rows - rows[0]  # so that equal ones give 0, whatever is rounded
+    root = (offsets - offsets.mean(0)).square().sum(1).mean().sqrt()
+    return float(root / rows.mean(0).norm()) if root else 0.0

@@ -1,0 +1,25 @@
+"""Neighbour sampling for training in mini-batches: one hop, numbering, and what is composed of them. No ranks.
+
+Loops are compiled by numba at first use and kept on disk.
+"""
+
+from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
+from lightning_gnn.strategies.sampling.neighbors import InEdges, Neighbors, random_walks, sample_neighbors
+from lightning_gnn.strategies.sampling.numbering import Numbering
+from lightning_gnn.strategies.sampling.saint import saint_edges, saint_nodes, saint_norms, saint_walks
+from lightning_gnn.strategies.sampling.sampler import NeighborSampler
+
+__all__ = [
+    "InEdges",
+    "NeighborSampler",
+    "Neighbors",
+    "Numbering",
+    "induced_subgraph",
+    "random_walks",
+    "saint_edges",
+    "saint_nodes",
+    "saint_norms",
+    "saint_walks",
+    "sample_hops",
+    "sample_neighbors",
+]

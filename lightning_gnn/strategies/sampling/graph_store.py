@@ -1,0 +1,654 @@
+"""The graph as a sampler sees it: neighbours and rows of any node, wherever they lie.
+
+Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
+owner of a node draws its neighbours); GNNLab (Yang et al., EuroSys 2022), whose cache has what samples drew most often. Parts of
+this machine are read through the memory-mapped store, which all of its ranks share; the owners of others are asked, once for all
+nodes of a hop.
+
+N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
+range. A graph without types has one of each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.typing import EdgeType, NodeType
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.one_copy import one_copy
+from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
+from lightning_gnn.data.attributes import GraphData
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.kernels import CSR
+from lightning_gnn.partition.in_edges import counts_of
+from lightning_gnn.partition.shard import owners_of
+from lightning_gnn.strategies.sampling.near_cache import NearCache, Rows, most_worth
+from lightning_gnn.strategies.sampling.neighbors import (
+    InEdges,
+    Neighbors,
+    Score,
+    best_of,
+    random_numbers,
+    sample_neighbors,
+)
+from lightning_gnn.strategies.sampling.sampler import seed_of_type
+
+T = TypeVar("T")
+
+Names = Mapping[Any, Sequence[str]]
+"""By node type, and edge type, what there is a row of for each."""
+
+_IDS = torch.empty(0, dtype=torch.long)
+
+_FEW = 1 << 20
+"""Ids that are kept as they come, before they are counted."""
+
+
+class _Uses:
+    """How often each of some nodes was asked for.
+
+    Attributes:
+        ids, counts: nodes, ascending, and how often, int64 ``[n]``.
+    """
+
+    def __init__(self) -> None:
+        self.ids = self.counts = _IDS
+        self._later = list[Tensor]()
+        self._size = 0
+
+    def add(self, ids: Tensor) -> None:
+        self._later.append(ids)
+        self._size += len(ids)
+        # As many again as are counted: so an id is sorted a few times only, whatever an epoch asks for.
+        if self._size > max(_FEW, len(self.ids)):
+            self.sum_up()
+
+    def sum_up(self, *others: _Uses) -> None:
+        """Counts what was added, and what others have."""
+        added, self._later, self._size = torch.cat([_IDS, *self._later]), [], 0
+        pairs = [(self.ids, self.counts), (added, torch.ones_like(added))]
+        for other in others:
+            other.sum_up()
+            pairs.append((other.ids, other.counts))
+        ids, counts = (torch.cat(each) for each in zip(*pairs))
+        self.ids, place = ids.unique(return_inverse=True)
+        self.counts = torch.zeros_like(self.ids).index_add_(0, place, counts)
+
+
+@dataclass
+class _FarCache:
+    """Features of nodes on other machines that are kept here, and what those who ask this rank keep.
+
+    Attributes:
+        rows: by node type, ids, ascending, and their features.
+        kept: by rank that asks, nodes here whose features it keeps, by type.
+    """
+
+    rows: dict[NodeType, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[int, dict[NodeType, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which edges are drawn, beside how many: see :class:`~lightning_gnn.SamplingStrategy`, whose arguments these are."""
+
+    weight_attr: str | None = None
+    time_attr: str | None = None
+    temporal_strategy: str = "uniform"
+    score: Score | None = None
+    labor: bool = False
+
+
+class _Part:
+    """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type.
+
+    Args:
+        made: what the store does not have as it is needed, see :func:`_made_of`.
+    """
+
+    def __init__(
+        self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]
+    ) -> None:
+        types, (source_type, _, target_type) = cut.types, kind
+        self._first, self._first_source, self._first_edge = (
+            int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
+        )
+        # Sources are rows of the rank, of all types, and then of its halo.
+        self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
+        self._first_row, self._num_targets = int(types.begins(source_type)[rank]), types.total(target_type)
+        self._edges = made.get("edges")
+        stored = _stored_of(cut, rank, kind, choice)
+        self._csr = CSR(made["indptr"], made.get("source", stored["source"]), None, self._owned + len(halo))
+        self._choice: dict[str, Any] = {
+            name: made.get(name, stored.get(name)) for name in ("weight", "time") if name in {**stored, **made}
+        }
+        self._kind, self._score = kind, choice.score
+        self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
+        if choice.labor:  # which node of the graph a column is, for those that edges of this type read
+            own = torch.arange(self._first_source - self._first_row, self._first_source - self._first_row + self._owned)
+            self._choice["source_keys"] = torch.cat([own, halo])
+        if "time" in self._choice:
+            self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
+
+    def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None) -> Neighbors:
+        """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
+        rows = targets % self._num_targets - self._first
+        choice = self._choice | ({"until": until} if "time" in self._choice else {})
+        scored = self._score is not None and fanout >= 0
+        found = sample_neighbors(
+            self._csr, rows, -1 if scored else fanout, seed, replace=replace, keys=targets, **choice
+        )
+        uniform = random_numbers(self._csr, rows, targets, seed, found) if scored else None
+        sources = found.sources
+        far = sources >= self._owned
+        sources = sources + (self._first_source - self._first_row)
+        sources[far] = self._halo[found.sources[far] - self._owned]
+        edges = found.edges if self._edges is None else self._edges[found.edges]
+        found = Neighbors(found.offsets, sources, edges + self._first_edge)
+        if uniform is None or self._score is None:
+            return found
+        ends = found.edges, found.sources, rows[found.targets()] + self._first
+        of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
+        return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
+
+    def reads(self) -> Tensor:
+        """Returns how many edges read each row, the rank's own and then its halo's; of another type than their sources' they
+        read none."""
+        return torch.from_numpy(counts_of(self._csr.indices.numpy(), self._csr.num_cols))
+
+
+def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
+    if name not in attributes:
+        raise ValueError(
+            f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}."
+        )
+    return attributes[name].index_select(0, ids)
+
+
+def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str, Tensor]:
+    """Returns what a rank's edges of a type have in the store: ends, and weight and time where these are of edges, ``[E]``."""
+    types = cut.types
+    begin, first, count = (int(each[rank]) for each in (types.begins(kind), types.offsets(kind), types.edges[kind]))
+    source, target = torch.from_numpy(cut.edge_index_of(rank)[:, begin : begin + count])
+    named, of_edges = {"weight": choice.weight_attr, "time": choice.time_attr}, cut.attributes[types.key(kind)]
+    chosen = {name: of_edges[attr][first : first + count] for name, attr in named.items() if attr and attr in of_edges}
+    return {"source": source, "target": target, **chosen}
+
+
+def _made_of(
+    cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice
+) -> dict[str, Tensor]:
+    """Returns what is made of that: where each target's edges begin; of edges in a mask, which these are and what they have;
+    of times of nodes, those of all rows."""
+    types, (source_type, _, target_type) = cut.types, kind
+    stored, made = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
+    target = stored.pop("target")
+    mask = None if messages is None else cut.attributes[types.key(kind)].get(messages)
+    if mask is not None:
+        first, last = types.offsets(kind)[rank : rank + 2].tolist()
+        edges = made["edges"] = mask[first:last].nonzero().view(-1)
+        made |= {name: values[edges] for name, values in stored.items()}
+        target = target[edges]
+    rows = int(types.nodes[target_type][rank])
+    counts = counts_of(target.numpy(), rows, int(types.begins(target_type)[rank]))
+    made["indptr"] = bounds(torch.from_numpy(counts))
+    of_nodes = cut.attributes[types.key(source_type)]
+    if "time" not in stored and choice.time_attr and choice.time_attr in of_nodes:
+        values, owned = of_nodes[choice.time_attr], int(np.diff(cut.offsets)[rank])
+        first, last = types.offsets(source_type)[rank : rank + 2].tolist()
+        # Columns of other types' nodes stay 0: no edge reads them.
+        times = made["time"] = values.new_zeros(owned + len(halo))
+        begin = int(types.begins(source_type)[rank])
+        times[begin : begin + last - first] = values[first:last]
+        if len(values):
+            times[owned:] = values[halo.clamp(max=len(values) - 1)]
+    return made
+
+
+class Counts(NamedTuple):
+    """Rows of features on other machines that were requested, and found in the far cache; bytes received from other machines;
+    rows of features of this machine from the near cache, and from the store."""
+
+    requested: int
+    hits: int
+    received: int
+    near_hits: int
+    near_misses: int
+
+
+class GraphStore:
+    """Neighbours and rows of all nodes. Where ranks lie on several machines, all of them make its calls in step.
+
+    Each rank asks one rank of every other machine, which reads the parts of all ranks there.
+
+    Args:
+        cut: the partitioned graph, in the store of this machine.
+        world: the ranks.
+        near: ranks of this machine.
+        cache_bytes: of features of nodes on other machines that are kept here, the far cache: those that most edges of this
+            rank read, until :meth:`learn_cache`.
+        messages: a mask of edges; of types that have it, other edges join no neighbours.
+        choice: which edges are drawn.
+        near_bytes: of features of nodes on this machine that its ranks keep in memory, the near cache: those that most edges of
+            the machine read, until :meth:`learn_cache`; 0 reads all from the store.
+
+    Raises:
+        ValueError: see :class:`~lightning_gnn.strategies.sampling.near_cache.NearCache`.
+
+    Attributes:
+        types: of the graph.
+        machine, here: of each rank, the number of its machine, int64 ``[P]``; this one's.
+        teams: by rank, who answers it on each machine; itself on its own.
+        servers: by other machine, who answers this rank there.
+        askers: the ranks that this one answers.
+        requested, hits: rows of features that lie on other machines, and those of them found in the cache.
+        near_hits, near_misses: rows of features of this machine, for its batches and others', from the near cache and from the
+            store; without one, none are counted.
+        uses: by node type, of which nodes rows were among those that a cache may have; None: nobody needs to know.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        world: World,
+        near: Sequence[int],
+        cache_bytes: int = 0,
+        messages: str | None = None,
+        choice: Choice = Choice(),
+        near_bytes: int = 0,
+    ) -> None:
+        self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
+        self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
+        halos = {
+            rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank])
+            for rank in near
+        }
+        own = {kind: _made_of(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
+        made = one_copy(world, near, [values for of_kind in own.values() for values in of_kind.values()])
+        self._parts: dict[EdgeType, dict[int, _Part]] = {kind: {} for kind in own}
+        for rank, halo in halos.items():
+            tensors = iter(made[rank])
+            for kind, names in own.items():
+                of_kind = dict(zip(names, tensors))
+                self._parts[kind][rank] = _Part(cut, rank, kind, halo, choice, of_kind)
+        self.channel = None
+        self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
+        self.teams: dict[int, list[int]] = {}
+        self.servers: dict[int, int] = {}
+        self.askers: list[int] = []
+        if len(near) < world.size:
+            self.channel = GroupChannel(world)
+            self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
+        self.requested = self.hits = self.near_hits = self.near_misses = 0
+        self._cache_bytes = cache_bytes if self.channel is not None else 0
+        self.uses: dict[NodeType, _Uses] | None = None
+        self._cache = _FarCache()
+        self._newest = [self._cache]  # of all clones
+        self._near_cache: NearCache | None = None
+        if near_bytes:
+            features = {name: cut.attributes[self.types.key(name)]["x"] for name in self._with_features()}
+            self._near_cache = NearCache(features, self.types, world, near, near_bytes)
+        self._fill_caches({})
+
+    def _meet(self, machines: Sequence[Sequence[int]]) -> None:
+        """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
+        for number, ranks in enumerate(machines):
+            self.machine[list(ranks)] = number
+        self.here = int(self.machine[self.rank])
+        for ranks in machines:
+            for place, rank in enumerate(ranks):
+                self.teams[rank] = [rank if rank in on else on[place % len(on)] for on in machines]
+        self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.here}
+        self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
+
+    @property
+    def has_near_cache(self) -> bool:
+        return self._near_cache is not None
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    def clone(self) -> GraphStore:
+        """Returns a store of the same parts for another thread, with counts and a channel of its own; all ranks call it."""
+        other = copy.copy(self)
+        other.channel = None if self.channel is None else GroupChannel(self._world)
+        other.requested = other.hits = other.near_hits = other.near_misses = 0
+        other.uses = None
+        return other
+
+    def of_graph(self) -> GraphData:
+        """Returns a batch of a graph without types that has what belongs to the graph, and nothing else yet."""
+        cut = self._cut
+        return GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
+
+    def in_batches(self, name: str, values: Tensor) -> Tensor:
+        """Returns rows of an attribute, which travel as they are stored, as batches have them."""
+        return self._cut.in_batches(name, values)
+
+    def names(self, kind: NodeType | EdgeType) -> list[str]:
+        """Returns the names of what has a row per node, or per edge, of a type."""
+        return sorted(self._cut.attributes[self.types.key(kind)])
+
+    def lowest_class(self, kind: NodeType | EdgeType, name: str) -> int | None:
+        """Returns the smallest value that nodes, or edges, of a type have; None for real numbers, which are no classes."""
+        values = self._cut.attributes[self.types.key(kind)][name]
+        return None if values.is_floating_point() else int(values.min())
+
+    def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+        return self._cut.ids_of(kind, ids)
+
+    def count_uses(self) -> None:
+        """Has the rows counted that are requested from now on; without a cache there is nothing to count them for."""
+        if self._cache_bytes or self._near_cache is not None:
+            self.uses = {name: _Uses() for name in self._with_features()}
+
+    def learn_cache(self, clones: Sequence[GraphStore]) -> None:
+        """Fills the caches with what this store and its clones requested most often, which is counted no longer; on all ranks,
+        while no batch is made of theirs. Clones have the far one from :meth:`take_cache` on."""
+        if self.uses is None:
+            return
+        found, self.uses = self.uses, None
+        for name, uses in found.items():
+            uses.sum_up(*(clone.uses[name] for clone in clones if clone.uses is not None))
+        for clone in clones:
+            clone.uses = None
+        self._fill_caches(found)
+
+    def take_cache(self) -> None:
+        """Goes over to the cache that was filled last, in step on all ranks, while this store makes no batch."""
+        self._cache = self._newest[0]
+
+    def _with_features(self) -> list[NodeType]:
+        return [name for name in self.types.nodes if "x" in self.names(name)]
+
+    def _fill_caches(self, uses: Mapping[NodeType, _Uses]) -> None:
+        if self._cache_bytes:
+            self._fill_far_cache(uses)
+        if self._near_cache is not None:
+            self._near_cache.fill(self._reads(), {name: (each.ids, each.counts) for name, each in uses.items()})
+
+    def _reads(self) -> dict[NodeType, Rows]:
+        """Returns by type the nodes that edges of this rank read, and how many of them read each."""
+        rank, found = self._world.rank, dict[NodeType, Rows]()
+        halo, owned = torch.from_numpy(self.types.ids(self._cut.halos[rank])), int(np.diff(self._cut.offsets)[rank])
+        for name in self._with_features():
+            reads = sum(
+                (self._parts[kind][rank].reads() for kind in self.types.edges if kind[0] == name), halo.new_zeros(1)
+            )
+            rows = reads.nonzero().view(-1)
+            own, of_halo = rows[rows < owned], rows[rows >= owned] - owned
+            first = int(self._offsets[name][rank] - self.types.begins(name)[rank])
+            found[name] = torch.cat([own + first, halo[of_halo]]), reads[rows]
+        return found
+
+    def _fill_far_cache(self, uses: Mapping[NodeType, _Uses]) -> None:
+        """Fetches rows of features of nodes on other machines: those of most uses per byte, then those that most edges read."""
+        wanted, worth, row_bytes = dict[NodeType, Tensor](), dict[NodeType, Tensor](), dict[NodeType, int]()
+        for name, (ids, reads) in self._reads().items():
+            known = uses.get(name, _Uses())
+            read_far, used_far = (self.machines_of(name, each) != self.here for each in (ids, known.ids))
+            wanted[name], place = torch.cat([known.ids[used_far], ids[read_far]]).unique(return_inverse=True)
+            score = torch.cat([known.counts[used_far], reads[read_far].double() / (1 + reads.sum())]).float()
+            row_bytes[name] = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
+            worth[name] = torch.zeros(len(wanted[name])).index_add_(0, place, score) / max(row_bytes[name], 1)
+        kept = most_worth(worth, row_bytes, self._cache_bytes)
+        cached = {name: ids[kept[name]] for name, ids in wanted.items()}
+        counts, cache = (self.requested, self.hits), _FarCache()
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, cache.kept)
+        cache.rows = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
+        self._cache = self._newest[0] = cache
+        self.requested, self.hits = counts
+
+    def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
+        """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
+        return _places_in(self._cache.kept.get(rank, {}).get(name, _IDS), ids)[0]
+
+    def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which nodes of a type have their features in the cache, bool ``[n]``, and where there."""
+        return _places_in(self._cache.rows[name][0] if name in self._cache.rows else _IDS, ids)
+
+    def cache(self, name: NodeType, places: Tensor) -> Tensor:
+        """Returns features from the cache."""
+        return self._cache.rows[name][1].index_select(0, places)
+
+    def count(self, name: NodeType, ids: Tensor, cached: Tensor) -> None:
+        """Counts features of nodes on other machines that a batch needs, and those of them in the cache, bool ``[n]``."""
+        self.requested, self.hits = self.requested + len(cached), self.hits + int(cached.sum())
+        if self.uses is not None:
+            self.uses[name].add(ids)
+
+    def hops(
+        self, seeds: Sequence[int], replace: bool, until: Tensor | None = None
+    ) -> Callable[[EdgeType, Tensor, int], Neighbors]:
+        """Returns what answers the hops of one batch, see :func:`~lightning_gnn.strategies.sampling.hops.sample_hops`.
+
+        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies. `seeds` are
+        those of the random numbers for the batch of each rank: who answers draws what the asking rank would. With times, `until`
+        has the latest of each copy, int64 ``[copies]``.
+        """
+        numbers = {kind: number for number, kind in enumerate(self.types.edges)}
+
+        def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+            limits = [] if until is None else [until[targets // self.types.total(kind[2])]]
+
+            def draw(rank: int, targets: Tensor, *limits: Tensor) -> Neighbors:
+                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace, *limits)
+
+            if self.channel is None:
+                return draw(self.rank, targets, *limits)
+            machine = self.machines_of(kind[2], targets % self.types.total(kind[2]))
+            order = torch.argsort(machine, stable=True)
+            counts = torch.bincount(machine, minlength=len(self.servers) + 1).tolist()
+            fields = [values[order].split(counts) for values in (targets, *limits)]
+            own, answers = self._ask(
+                {there: [parts[there] for parts in fields] for there in self.servers},
+                [_IDS] * len(fields),
+                lambda rank, question: _fields(draw(rank, *question)),
+                [_IDS] * 3,
+                lambda: draw(self.rank, *(parts[self.here] for parts in fields)),
+            )
+            found = {self.here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
+            return _stitched([found[there] for there in range(len(found))], order)
+
+        return hop
+
+    def drawn(
+        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None = None
+    ) -> Neighbors:
+        """Returns sampled in-edges of targets on this machine, nodes or copies of them; `until` as :func:`sample_neighbors`."""
+        parts, offsets = self._parts[kind], self._offsets[kind[2]]
+        if len(parts) == 1:
+            [part] = parts.values()
+            return part.neighbors(targets, fanout, seed, replace, until)
+        owner = _owners(targets % int(offsets[-1]), offsets)
+        order = torch.argsort(owner, stable=True)
+        counts = torch.bincount(owner, minlength=self._world.size).tolist()
+        by_rank = targets[order].split(counts)
+        limits = [None] * len(counts) if until is None else until[order].split(counts)
+        found = [parts[rank].neighbors(by_rank[rank], fanout, seed, replace, limits[rank]) for rank in sorted(parts)]
+        return _stitched(found, order)
+
+    def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
+        """Returns on which machine each node, or edge, of a type lies."""
+        return self.machine[_owners(ids, self._offsets[kind])]
+
+    def exchange(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns what ranks of other machines send this one, by rank: those that it sends something to."""
+        assert self.channel is not None
+        return self.channel.start(messages, list(messages))()
+
+    def _ask(
+        self,
+        questions: Mapping[int, Sequence[Tensor]],
+        like: Sequence[Tensor],
+        answer: Callable[[int, list[Tensor]], Sequence[Tensor]],
+        answered: Sequence[Tensor],
+        meanwhile: Callable[[], T],
+    ) -> tuple[T, dict[int, list[Tensor]]]:
+        """Asks all other machines and answers those that ask this rank: two exchanges.
+
+        Args:
+            questions: by machine.
+            like, answered: tensors of the dtypes and trailing dimensions of a question's and an answer's.
+            answer: returns what answers the question of a rank.
+            meanwhile: is called while answers travel.
+
+        Returns:
+            What `meanwhile` returned, and the answers by machine.
+        """
+        assert self.channel is not None
+        asked = self.channel.start(
+            {self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers
+        )
+        replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
+        replied = self.channel.start(replies, list(self.servers.values()))
+        own, found = meanwhile(), replied()
+        return own, {there: unpacked(found[rank], answered) for there, rank in self.servers.items()}
+
+    def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows of nodes, or edges, of a type that lie on this machine."""
+        if self._near_cache is None or not _is_kept(kind, name) or not len(ids):
+            return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
+        rows, hits = self._near_cache.rows(kind, ids)
+        self.near_hits, self.near_misses = self.near_hits + hits, self.near_misses + len(ids) - hits
+        if self.uses is not None:
+            self.uses[kind].add(ids)
+        return rows
+
+    def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
+        """Returns rows for a rank that asks: of features those that it does not have in its cache."""
+        return self.read(kind, name, ids[~self.keeps(rank, kind, ids)] if _is_kept(kind, name) else ids)
+
+    def rows(
+        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], kept: dict[int, dict[Any, Tensor]] | None = None
+    ) -> dict[Any, dict[str, Tensor]]:
+        """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
+
+        Args:
+            wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
+            kept: for a cache: takes by rank what it asks this one for.
+        """
+        if self.channel is None:
+            return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
+        fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
+        machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
+        distinct, inverse, parts = {}, {}, {}
+        for kind, (ids, _) in wanted.items():
+            far = machines[kind] != self.here
+            found, inverse[kind] = ids[far].unique(return_inverse=True)
+            machine = self.machines_of(kind, found)
+            order = machine.argsort(stable=True)
+            inverse[kind] = _inverse(order)[inverse[kind]]
+            distinct[kind] = found[order]
+            parts[kind] = distinct[kind].split(torch.bincount(machine, minlength=len(self.teams)).tolist())
+
+        def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
+            asked = dict(zip(wanted, question))
+            found = [self.read_for(rank, kind, name, asked[kind]) for kind, name in fields]
+            if kept is not None:
+                kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
+            return found
+
+        def near() -> dict[Any, dict[str, Tensor]]:
+            return {
+                kind: {name: self.with_near(kind, name, ids, machines[kind] == self.here) for name in names}
+                for kind, (ids, names) in wanted.items()
+            }
+
+        out, answers = self._ask(
+            {there: [parts[kind][there] for kind in wanted] for there in self.servers},
+            [_IDS] * len(wanted),
+            answer,
+            [self.read(kind, name, _IDS) for kind, name in fields],
+            near,
+        )
+        for number, (kind, name) in enumerate(fields):
+            rows = torch.cat([answers[there][number] for there in sorted(answers)])
+            if _is_kept(kind, name):
+                known, place = self.cached(kind, distinct[kind])
+                self.count(kind, distinct[kind], known)
+                came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
+                rows[~known] = came
+                if len(place):
+                    rows[known] = self.cache(kind, place)
+            far = (machines[kind] != self.here).nonzero().view(-1)
+            out[kind][name].index_copy_(0, far, rows.index_select(0, inverse[kind]))
+        return out
+
+    def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
+        """Returns rows of ids, ``[n, ...]``: those that lie here, bool ``[n]``, while others are still to come."""
+        here = near.nonzero().view(-1)
+        found = self.read(kind, name, ids[here])
+        return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
+
+    def take_counts(self) -> Counts:
+        """Returns what was counted since the last call."""
+        received = 0 if self.channel is None else self.channel.bytes_received
+        taken = Counts(self.requested, self.hits, received, self.near_hits, self.near_misses)
+        self.requested = self.hits = self.near_hits = self.near_misses = 0
+        if self.channel is not None:
+            self.channel.bytes_received = 0
+        return taken
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Returns where each place is in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which ids are among ascending ones, bool ``[n]``, and where those are."""
+    if not len(ascending):
+        return torch.zeros(len(ids), dtype=torch.bool), _IDS
+    place = torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)
+    known = ascending[place] == ids
+    return known, place[known]
+
+
+def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
+    return isinstance(kind, str) and name == "x"
+
+
+def _fields(found: Neighbors) -> list[Tensor]:
+    return [found.counts, found.sources, found.edges]
+
+
+def _neighbors(fields: Sequence[Tensor]) -> Neighbors:
+    counts, sources, edges = fields
+    return Neighbors(bounds(counts), sources, edges)
+
+
+def bounds(counts: Tensor) -> Tensor:
+    """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
+    return torch.from_numpy(owners_of(offsets, ids.numpy()))
+
+
+def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
+    """Returns the edges of targets that were sampled in groups; `order` is the position of each target, group after group."""
+    counts = torch.cat([each.counts for each in found])
+    wanted = torch.empty_like(counts)
+    wanted[order] = counts
+    offsets = bounds(wanted)
+    begins = counts.cumsum(0) - counts
+    place = torch.repeat_interleave(offsets[:-1][order] - begins, counts) + torch.arange(int(counts.sum()))
+    sources, edges = (torch.empty(len(place), dtype=torch.long) for _ in range(2))
+    sources[place] = torch.cat([each.sources for each in found])
+    edges[place] = torch.cat([each.edges for each in found])
+    return Neighbors(offsets, sources, edges)

@@ -1,0 +1,493 @@
+"""Mini-batches of one rank, made ahead of training in the background."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import HeteroSamplerOutput
+from torch_geometric.typing import EdgeType, NodeType
+from typing_extensions import override
+
+from lightning_gnn.data.ahead import BatchThread, Copies, Sent
+from lightning_gnn.data.draws import OtherNodes, draw_others
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS
+from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
+from lightning_gnn.strategies.sampling.graph_store import GraphStore
+from lightning_gnn.strategies.sampling.hops import Hop, sample_hops
+from lightning_gnn.strategies.sampling.neighbors import Neighbors
+from lightning_gnn.strategies.sampling.numbering import Numbering
+from lightning_gnn.strategies.sampling.seeds import SeedBatches
+
+
+class BatchMaker:
+    """Makes a batch of seeds: samples, and fetches what its nodes and edges have.
+
+    Args:
+        store: the graph.
+        fanouts: by edge type, per hop, the in-edges drawn of each node; -1 for all.
+        replace, directed: see :class:`~lightning_gnn.strategies.sampling.NeighborSampler`.
+    """
+
+    own_masks: Sequence[str] = MASKS
+    """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+    of_seeds: Sequence[str] = ()
+    """What edges have as seeds, under these names: those that carry messages come without."""
+
+    def __init__(
+        self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
+    ) -> None:
+        self.store, self._fanouts = store, fanouts
+        self._replace, self._directed = replace, directed
+        self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
+        self._names = {kind: store.names(kind) for kind in (*store.types.nodes, *store.types.edges)}
+        seeded = store.types.input_type
+        self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
+        for kind in store.types.edges:
+            self._names[kind] = [name for name in self._names[kind] if name not in self.of_seeds]
+        self._expander: Expander | None = None
+        if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
+            self._expander = Expander(store, fanouts, replace, self._names)
+
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
+        """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
+
+        Args:
+            seeds: ids in the partitioned graph, of the input type where there are types.
+            random_seeds: of each rank's batch.
+            asked: the seeds of the ranks that this one answers, if they are known.
+        """
+        found = self._sample({self.store.types.input_type: seeds}, random_seeds, asked)
+        return self._with_seeds(self._batch(*found), seeds)
+
+    def _with_seeds(self, batch: Data | HeteroData, seeds: Tensor) -> Data | HeteroData:
+        """Returns the batch, with what tells which of its nodes are the seeds: the first ones."""
+        nodes = part_of(batch, self.store.types.input_type)
+        for name in MASKS:
+            nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
+        nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
+        return batch
+
+    def _sample(
+        self, seeds: Mapping[NodeType, Tensor], random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> tuple[HeteroSamplerOutput, GraphStore | Neighbourhood]:
+        """Returns the sampled neighbourhood of distinct nodes, by type, which come first, and who has its rows."""
+        if self._expander is not None:
+            found = self._expander.run(seeds, random_seeds, asked)
+            return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
+        hop = self.store.hops(random_seeds, self._replace)
+        return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
+
+    def _trees(
+        self, roots: Sequence[tuple[NodeType, Tensor]], until: Tensor, random_seeds: list[int]
+    ) -> tuple[HeteroSamplerOutput, dict[NodeType, Tensor]]:
+        """Returns what was sampled around nodes of some types, each in a tree of its own, and by type each node's tree.
+
+        `until` has the latest time of each tree, ``[n]``, those of the first type's nodes first.
+        """
+        types = self.store.types
+        totals = {name: types.total(name) for name in types.nodes}
+        hop = in_trees(self.store.hops(random_seeds, False, until), totals)
+        trees = len(until)  # whose nodes' ids are too many for an array
+        numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
+        numbers = torch.arange(trees).split([len(nodes) for _, nodes in roots])
+        copies: dict[NodeType, Tensor] = {}
+        for (name, nodes), tree in zip(roots, numbers):
+            ids = tree * totals[name] + nodes
+            copies[name] = torch.cat([copies[name], ids]) if name in copies else ids
+        out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
+        tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
+        out.node = {name: ids % totals[name] for name, ids in out.node.items()}
+        return out, tree_of
+
+    def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
+        """Returns the batch of what was sampled, whose rows `source` has."""
+        store = self.store
+        batch = HeteroData() if store.types.is_hetero else store.of_graph()
+        ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
+        rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
+        for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
+            part_of(batch, name).n_id = store.original(name, out.node[name])
+        for kind in store.types.edges:
+            edges = part_of(batch, kind)
+            edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
+            edges.e_id = store.original(kind, out.edge[kind])
+        for name in store.types.nodes:
+            nodes = part_of(batch, name)
+            for attribute, values in rows[name].items():
+                nodes[attribute] = store.in_batches(attribute, values)
+            if out.num_sampled_nodes is not None:
+                nodes.num_sampled_nodes = out.num_sampled_nodes[name]
+            if "x" not in nodes:
+                nodes.num_nodes = len(nodes.n_id)
+        for kind in store.types.edges:
+            edges = part_of(batch, kind)
+            for attribute, values in rows[kind].items():
+                edges[attribute] = values
+            if out.num_sampled_edges is not None:
+                edges.num_sampled_edges = out.num_sampled_edges[kind]
+        return batch
+
+
+def part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
+    """Returns where a batch keeps what the nodes, or the edges, of a type have: in itself, where there are no types."""
+    return batch if isinstance(batch, Data) else batch[kind]
+
+
+def in_trees(drawn: Hop, totals: Mapping[NodeType, int]) -> Hop:
+    """Returns a hop whose sources are copies in the trees of their targets: of node i, i + N t in tree t, by type's N."""
+
+    def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+        found = drawn(kind, targets, fanout)
+        tree = torch.repeat_interleave(targets // totals[kind[2]], found.counts)
+        return Neighbors(found.offsets, tree * totals[kind[0]] + found.sources, found.edges)
+
+    return hop
+
+
+class TemporalBatchMaker(BatchMaker):
+    """Makes a batch in which each seed has a tree of its own, of nothing later than the seed.
+
+    Args:
+        store: a graph with times.
+        *args, **options: see :class:`BatchMaker`.
+    """
+
+    @override
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
+        """Returns the batch, as PyG's NeighborLoader gives it with ``time_attr``: ``batch [n]`` has each node's tree, and
+        ``seed_time`` is that of each seed."""
+        store, seeded = self.store, self.store.types.input_type
+        assert store.choice.time_attr is not None
+        until = store.rows({seeded: (seeds, [store.choice.time_attr])})[seeded][store.choice.time_attr]
+        out, tree_of = self._trees([(seeded, seeds)], until, random_seeds)
+        batch = self._with_seeds(self._batch(out, store), seeds)
+        for name, tree in tree_of.items():
+            part_of(batch, name).batch = tree
+        part_of(batch, seeded).seed_time = until
+        return batch
+
+
+@dataclass(frozen=True)
+class Links:
+    """Which edges are seeds, and what they are compared with; ids are those of the partitioned graph.
+
+    Attributes:
+        ends: returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``.
+        num_negatives: pairs for each edge whose target is drawn from all other nodes of its type.
+        kind: the type of the edges.
+        others: draws the negatives by original ids; None where they are drawn by those of the partitioned graph.
+        held_out: of edges that are no messages, in evaluation: what their negatives depend on beside the edge, in place of the
+            batch's random seed. Nothing is taken out for them.
+    """
+
+    ends: Callable[[Tensor], Tensor]
+    num_negatives: int
+    kind: EdgeType = ONE_TYPE
+    others: OtherNodes | None = None
+    held_out: Sequence[int] | None = None
+
+
+class EdgeBatchMaker(BatchMaker):
+    """Makes a batch of edges, whose ends are the seeds of the neighbourhood.
+
+    Edges of the batch carry no messages in it, in either direction, nor do others between the same nodes: they would tell what
+    is to be learnt. With types, others are those of the same type, and of types the other way round that have an
+    ``edge_train_mask``.
+
+    Args:
+        links: which edges.
+        *args, **options: see :class:`BatchMaker`.
+    """
+
+    of_seeds = ("edge_label", "edge_label_time")
+
+    def __init__(self, links: Links, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._links, types, kind = links, self.store.types, links.kind
+        # Of seeds, beside their times; and what is added to labels, so that 0 is of negatives.
+        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(kind)]
+        self._shift = 0
+        if links.num_negatives and "edge_label" in self._told:
+            self._shift = int(self.store.lowest_class(kind, "edge_label") == 0)
+        # By type of edges that may tell of a seed: whether they join the ends of a seed as it does, and the other way round.
+        self._telling: dict[EdgeType, tuple[bool, bool]] = {}
+        for each in types.edges if links.held_out is None else ():
+            masked = EDGE_MASKS[0] in self.store.names(each)
+            forth = each == kind or (masked and kind[0] == kind[2] == each[0] == each[2])
+            back = (each == kind or masked) and (each[0], each[2]) == (kind[2], kind[0])
+            if forth or back:
+                self._telling[each] = forth, back
+
+    @override
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
+        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
+
+        ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
+        on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
+        raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
+        has ``edge_type``. With types, the batch has these of the type that the edges are of.
+        """
+        kind, store = self._links.kind, self.store
+        source, target = self._links.ends(seeds)
+        others = self._drawn(seeds, target, None, random_seeds)
+        sources = torch.cat([source, source.repeat_interleave(self._links.num_negatives)])
+        nodes, local = _numbered(kind, sources, torch.cat([target, others]))
+        batch = self._batch(*self._sample(nodes, random_seeds))
+        first, second = local[:, : len(seeds)]
+        taken = {}
+        for each, (forth, back) in self._telling.items():
+            num, (row, col) = len(part_of(batch, each[2]).n_id), part_of(batch, each).edge_index
+            pairs = [first * num + second] * forth + [second * num + first] * back
+            taken[each] = torch.isin(row * num + col, torch.cat(pairs))
+        told = store.rows({kind: (seeds, self._told)})[kind] if self._told else {}
+        return self._with_edges(batch, seeds, told, local, taken)
+
+    def _drawn(self, seeds: Tensor, targets: Tensor, until: Tensor | None, random_seeds: list[int]) -> Tensor:
+        """Returns the targets of the negatives of each seed, ``[n K]``."""
+        links, store = self._links, self.store
+        numbers = links.held_out or [random_seeds[store.rank]]
+        if links.others is None:
+            total = store.types.total(links.kind[2])
+            return draw_others(seeds, targets, links.num_negatives, total, *numbers).view(-1)
+        keys = store.original(links.kind, seeds)
+        return links.others.draw(keys, targets, until, links.num_negatives, *numbers).view(-1)
+
+    def _with_edges(
+        self,
+        batch: Data | HeteroData,
+        seeds: Tensor,
+        told: Mapping[str, Tensor],
+        local: Tensor,
+        taken: Mapping[EdgeType, Tensor],
+    ) -> Data | HeteroData:
+        """Returns the batch with the edges that are its seeds and what these have, and without some messages, by type bool
+        ``[E]``.
+
+        `local` has the seeds' ends and negatives in local numbers, see :meth:`make`.
+        """
+        for kind, out in taken.items():
+            edges, kept = part_of(batch, kind), ~out
+            if "num_sampled_edges" in edges:
+                edges.num_sampled_edges = [int(hop.sum()) for hop in kept.split(edges.num_sampled_edges)]
+            for name in ("e_id", *self._names[kind]):
+                edges[name] = edges[name][kept]
+            edges.edge_index = edges.edge_index[:, kept]
+        into = part_of(batch, self._links.kind)
+        into.edge_label_index = local
+        into.input_id = self.store.original(self._links.kind, seeds)
+        label = told.get("edge_label", torch.ones(len(seeds)))
+        label = label + self._shift if self._shift else label
+        into.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
+        if "edge_type" in told:
+            into.edge_label_type = told["edge_type"]
+        return batch
+
+
+def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
+    """Returns the distinct nodes of each type at the ends of pairs, and the pairs in their numbers, ``[2, n]``."""
+    if kind[0] == kind[2]:
+        nodes, local = torch.stack([sources, targets]).unique(return_inverse=True)
+        return {kind[0]: nodes}, local
+    (source, row), (target, col) = (ids.unique(return_inverse=True) for ids in (sources, targets))
+    return {kind[0]: source, kind[2]: target}, torch.stack([row, col])
+
+
+class TemporalEdgeBatchMaker(EdgeBatchMaker):
+    """Makes a batch of edges in which each end has a tree of its own, of nothing later than the edge.
+
+    An edge's time is its ``edge_label_time``, or else its time as a message. Messages between its two ends that are no earlier
+    than the edge are taken out of its trees; where messages have no times of their own, all between its ends.
+
+    Args:
+        links, *args, **options: see :class:`EdgeBatchMaker`.
+    """
+
+    @override
+    def make(
+        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
+    ) -> Data | HeteroData:
+        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it with ``time_attr``.
+
+        As :meth:`EdgeBatchMaker.make`; ``batch [N]`` has the seed in whose trees a node is, ``edge_label_time [n + n K]`` the
+        times of ``edge_label_index``. A negative has the source and the time of its edge.
+        """
+        store, num, count, kind = self.store, len(seeds), self._links.num_negatives, self._links.kind
+        moment: Any = store.choice.time_attr
+        names = [name for name in ("edge_label_time", moment) if name in store.names(kind)]
+        told = store.rows({kind: (seeds, [*names, *self._told])})[kind]
+        until = told[names[0]]
+        source, target = self._links.ends(seeds)
+        others = self._drawn(seeds, target, until, random_seeds)
+        edge = torch.arange(num)
+        edge_of = torch.cat([edge, edge, edge.repeat_interleave(count)])
+        roots = [(kind[0], source), (kind[2], torch.cat([target, others]))]
+        out, tree_of = self._trees(roots, until[edge_of], random_seeds)
+        batch = self._batch(out, store)
+        for name, tree in tree_of.items():
+            part_of(batch, name).batch = edge_of[tree]
+        taken = {}
+        for each, (forth, back) in self._telling.items():
+            edges = part_of(batch, each)
+            of = part_of(batch, each[2]).batch[edges.edge_index[1]]
+            ends = torch.stack([out.node[each[0]][edges.edge_index[0]], out.node[each[2]][edges.edge_index[1]]])
+            pairs = torch.stack([source, target])[:, of]
+            taken[each] = torch.zeros_like(of, dtype=torch.bool)
+            for same in [pairs] * forth + [pairs.flip(0)] * back:
+                taken[each] |= (ends == same).all(0)
+            if moment in told and moment in edges:
+                taken[each] &= edges[moment] >= told[moment][of]
+        first_target = num if kind[0] == kind[2] else 0
+        rows = torch.cat([edge, edge.repeat_interleave(count)])
+        local = torch.stack([rows, first_target + torch.arange(num + num * count)])
+        batch = self._with_edges(batch, seeds, told, local, taken)
+        part_of(batch, kind).edge_label_time = until[edge_of[num:]]
+        return batch
+
+
+class SampledBatches:
+    """The training loader of a rank: an epoch's batches, some of them ahead.
+
+    Ranks on several machines answer each other while they make batches, so all make as many: when training stops early, those
+    that were begun are made to the end. Of several samplers (DistDGL, section III-D), each takes the same steps on all ranks and
+    asks on channels of its own, so that none waits for another.
+
+    Args:
+        makers: make them, one per sampler; what a batch is does not depend on which.
+        batches: which seeds each has.
+        seeds: of this rank, nodes or edges.
+        stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
+        rank: this one.
+        seed: of all random numbers; None to leave the seeds in order.
+        ahead: batches that are made ahead; 0 makes each when it is needed.
+        epoch: returns the number of the epoch whose batches are made.
+        device: where a batch is when it is taken. Where memory can be pinned for it, samplers copy each batch as soon as it is
+            made, on streams of their own, while the device computes.
+        others: seeds of the ranks that this one answers; None if they are to tell it.
+
+    Attributes:
+        waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[BatchMaker],
+        batches: SeedBatches,
+        seeds: Tensor,
+        stand_in: Tensor,
+        rank: int,
+        seed: int | None,
+        ahead: int,
+        epoch: Callable[[], int],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        others: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self._others = others
+        self.makers, self.batches = makers, batches
+        self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
+        self._seed, self._ahead, self._epoch = seed, ahead, epoch
+        self.waited = 0.0
+        self._epochs = 0
+        self._seconds = [0.0] * len(makers)
+        self._copies = [Copies(device) for _ in makers]
+        self._running: Generator[Data | HeteroData, None, None] | None = None
+
+    def __len__(self) -> int:
+        return self.batches.steps
+
+    def __iter__(self) -> Iterator[Data | HeteroData]:
+        self.close()
+        store, *others = (maker.store for maker in self.makers)
+        # No batch of this loader is being made, here or elsewhere, and all ranks begin its epochs alike.
+        store.learn_cache(others)
+        for each in (store, *others):
+            each.take_cache()
+            if not self._epochs and self._seed is not None:
+                each.count_uses()
+        self._epochs += 1
+        epoch = self._epoch()
+        of_ranks = {
+            rank: self.batches.of_epoch(seeds, rank, None if self._seed is None else _mixed(self._seed, epoch, rank))
+            for rank, seeds in {self._rank: self._seeds, **(self._others or {})}.items()
+        }
+
+        def make(step: int, sampler: int) -> Sent:
+            began = time.perf_counter()
+            try:
+                batch = self._made(epoch, step, {rank: of[step] for rank, of in of_ranks.items()}, self.makers[sampler])
+                return self._copies[sampler].send(batch)
+            finally:
+                self._seconds[sampler] += time.perf_counter() - began
+
+        arrived = self._copies[0].arrived
+        self._running = self._ahead_of(make) if self._ahead else (arrived(make(step, 0)) for step in range(len(self)))
+        return self._running
+
+    def close(self) -> None:
+        """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
+
+    def _made(self, epoch: int, step: int, of_ranks: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
+        counts = self.batches.counts(step)
+        random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
+        given = {rank: each if len(each) else self._stand_in for rank, each in of_ranks.items()}
+        own = given.pop(self._rank)
+        batch = maker.make(own, random_seeds, None if self._others is None else given)
+        if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
+            batch.seed_counts = counts
+        return batch
+
+    def _ahead_of(self, make: Callable[[int, int], Sent]) -> Generator[Data | HeteroData, None, None]:
+        """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.
+
+        Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
+        """
+        steps, samplers = len(self), len(self.makers)
+        threads = [BatchThread(f"lightning_gnn sampler {sampler}") for sampler in range(samplers)]
+
+        def begin(step: int) -> Future[Sent]:
+            return threads[step % samplers].begin(partial(make, step, step % samplers))
+
+        begun = deque(begin(step) for step in range(min(self._ahead, steps)))
+        try:
+            for step in range(steps):
+                began = time.perf_counter()
+                sent = begun.popleft().result()
+                self.waited += time.perf_counter() - began
+                if step + self._ahead < steps:
+                    begun.append(begin(step + self._ahead))
+                yield self._copies[step % samplers].arrived(sent)
+        finally:
+            for thread in threads:
+                thread.end()
+            for thread in threads:
+                thread.join()
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Returns the seconds that samplers, added up, made batches and training waited for them, since the last call."""
+        seconds = sum(self._seconds)
+        taken = seconds, self.waited if self._ahead else seconds
+        self._seconds, self.waited = [0.0] * len(self.makers), 0.0
+        return taken
+
+
+def _mixed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,49 @@
+"""What sampling cost, as logged metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.comm.group import World
+from lightning_gnn.strategies.sampling.loader import SampledBatches
+
+
+class SamplingMetrics(pl.Callback):
+    """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
+
+    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
+    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
+    than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
+    features that lie on other machines, the share that was kept here. With ``feature_cache``,
+    ``sampling/feature_cache_hits`` and ``sampling/feature_cache_misses``: rows of features that ranks read on their own
+    machines, for their batches and others', from memory and from the store.
+    """
+
+    def __init__(self, batches: Callable[[], SampledBatches | None], world: World) -> None:
+        self._batches, self._world = batches, world
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batches = self._batches()
+        if batches is None:
+            return
+        seconds, waited = batches.take_seconds()
+        stores = [maker.store for maker in batches.makers]
+        counts = [sum(each) for each in zip(*(store.take_counts() for store in stores))]
+        own = torch.tensor([seconds, waited, *counts], dtype=torch.float64, device=self._world.device)
+        by_rank = self._world.all_gather(own, "Sampling metrics").cpu()
+        longest, total = by_rank.amax(0), by_rank.sum(0)
+        asked, hits, received, near_hits, near_misses = total[2:]
+        values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
+        if stores[0].channel is not None:
+            values["sampling/remote_bytes"] = received
+            values["sampling/cache_hit_rate"] = hits / asked.clamp(min=1)
+        if stores[0].has_near_cache:
+            values["sampling/feature_cache_hits"] = near_hits
+            values["sampling/feature_cache_misses"] = near_misses
+        log_values(trainer, values)

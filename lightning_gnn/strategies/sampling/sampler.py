@@ -1,0 +1,276 @@
+"""A neighbour sampler over a graph that one process holds; any PyG ``NodeLoader`` or ``LinkLoader`` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import (
+    BaseSampler,
+    EdgeSamplerInput,
+    HeteroSamplerOutput,
+    NegativeSampling,
+    NodeSamplerInput,
+    SamplerOutput,
+)
+from torch_geometric.sampler.neighbor_sampler import edge_sample
+from torch_geometric.typing import EdgeType, NodeType
+from typing_extensions import override
+
+from lightning_gnn.arguments import fanouts_by_type
+from lightning_gnn.kernels.csr import CSR
+from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
+from lightning_gnn.strategies.sampling.neighbors import Neighbors, check_choices, check_ids, sample_neighbors
+from lightning_gnn.strategies.sampling.numbering import Numbering
+
+
+class NeighborSampler(BaseSampler):
+    """Samples the neighbourhoods of seed nodes hop by hop, as PyG's own sampler does, which needs compiled extras.
+
+    A sample depends on the seeds and one number only, not on threads; each node's draws depend on that number and on its id, so
+    that samplers that hold parts of a graph draw the same. Its buffers are used again from batch to batch: one thread at a time.
+
+    Args:
+        csr: in-edges, rows are targets; a mapping by edge type for a heterogeneous graph. See :meth:`from_data`.
+        fanouts: in-edges per node and hop, -1 for all; for a heterogeneous graph also a mapping by edge type, in which 0
+            leaves a type out of a hop.
+        replace: draw with replacement.
+        directed: keep the edges that were drawn; False for all edges between the sampled nodes.
+        disjoint: every seed has a tree of its own, no node is shared; ``batch`` has each node's tree. So it is with times. With
+            ``directed=False`` these are the ego graphs of ShaDow (Zeng et al., NeurIPS 2021), each root in its seed's row.
+        weight: of each slot, floating ``[E]``, by edge type for a heterogeneous graph: odds, see :func:`sample_neighbors`; edges
+            of weight 0 are as if they were not there.
+        time: of each slot, int64 ``[E]``, by edge type as well: edges that are later than their tree's seed are not drawn.
+        strategy: ``"uniform"``, or ``"last"`` for the latest edges.
+        labor: targets draw by one random number per source and edge type, so that a sample has fewer nodes: see `source_keys`
+            of :func:`sample_neighbors`. All hops share the numbers.
+
+    Raises:
+        ValueError: fan-outs that are no fan-outs or do not fit the edge types, matrices that disagree on numbers of nodes,
+            choices that exclude each other.
+    """
+
+    def __init__(
+        self,
+        csr: CSR | Mapping[EdgeType, CSR],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        *,
+        replace: bool = False,
+        directed: bool = True,
+        disjoint: bool = False,
+        weight: Tensor | Mapping[EdgeType, Tensor] | None = None,
+        time: Tensor | Mapping[EdgeType, Tensor] | None = None,
+        strategy: str = "uniform",
+        labor: bool = False,
+    ):
+        self.is_hetero = not isinstance(csr, CSR)
+        self.csr: dict[EdgeType, CSR] = {ONE_TYPE: csr} if isinstance(csr, CSR) else dict(csr)
+        self.fanouts = fanouts_by_type(fanouts, list(self.csr))
+        self.num_nodes = _num_nodes(self.csr)
+        self.replace, self.directed, self.strategy = replace, directed, strategy
+        self.weight, self.time = _by_type(weight), _by_type(time)
+        self.disjoint = disjoint or bool(self.time)
+        check_choices(replace, bool(self.weight), bool(self.time), strategy, labor)
+        if labor and disjoint:
+            raise ValueError(
+                "disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one."
+            )
+        self._ids = {name: torch.arange(size) for name, size in self.num_nodes.items()} if labor else {}
+        for name, values in (("weight", self.weight), ("time", self.time)):
+            for kind, value in values.items():
+                if kind not in self.csr or len(value) != self.csr[kind].num_edges:
+                    edges = self.csr[kind].num_edges if kind in self.csr else "no"
+                    raise ValueError(f"{name} has {len(value)} entries for {kind}, which has {edges} edges.")
+        self._numberings: dict[NodeType, Numbering] = {}
+
+    @classmethod
+    def from_data(
+        cls,
+        data: Data | HeteroData,
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        *,
+        weight_attr: str | None = None,
+        time_attr: str | None = None,
+        **options: Any,
+    ) -> NeighborSampler:
+        """Returns a sampler of a graph in memory.
+
+        Args:
+            data: with ``edge_index`` (of each edge type).
+            fanouts, options: see the class.
+            weight_attr: name of the edges' weights.
+            time_attr: name of times of edges, or of nodes: an edge then has its source's.
+        """
+        hetero = isinstance(data, HeteroData)
+        csr, weight, time = {}, {}, {}
+        for kind, store in zip(data.edge_types, data.edge_stores) if hetero else [(ONE_TYPE, data)]:
+            sizes = (data[kind[0]].num_nodes, data[kind[2]].num_nodes) if hetero else (data.num_nodes, data.num_nodes)
+            source, target = store.edge_index
+            csr[kind] = CSR.from_coo(target, source, sizes[1], sizes[0])
+            nodes = data[kind[0]] if hetero else data
+            if weight_attr is not None and weight_attr in store:
+                weight[kind] = csr[kind].permute(store[weight_attr])
+            if time_attr is not None and (time_attr in store or time_attr in nodes):
+                of_edges = time_attr in store and store.is_edge_attr(time_attr)
+                values = store[time_attr] if of_edges else nodes[time_attr][source]
+                time[kind] = csr[kind].permute(values)
+        for name, found in ((weight_attr, weight), (time_attr, time)):
+            if name is not None and not found:
+                raise ValueError(f"The graph has no attribute {name!r}.")
+        made: Any = csr if hetero else csr[ONE_TYPE]
+        return cls(made, fanouts, weight=weight or None, time=time or None, **options)
+
+    def sample(
+        self,
+        seeds: Tensor | Mapping[NodeType, Tensor],
+        seed: int = 0,
+        seed_time: Tensor | Mapping[NodeType, Tensor] | None = None,
+    ) -> SamplerOutput | HeteroSamplerOutput:
+        """Returns the sampled neighbourhood of `seeds` in local numbers, seeds first.
+
+        Args:
+            seeds: ids, int64 ``[n]``; by node type for a heterogeneous graph. A duplicate has a row of its own, as in PyG,
+                and the same draws.
+            seed: same seeds and seed, same sample.
+            seed_time: of each seed, int64 ``[n]``, by node type as well, where edges have times.
+
+        Returns:
+            PyG's output (by type): ``node`` ids ``[n_id]``, ``row`` and ``col`` local sources and targets, ``edge`` positions
+            in the list of edges, ``num_sampled_nodes`` and ``num_sampled_edges`` per hop (None for ``directed=False``).
+
+        Raises:
+            ValueError: no seeds, or seeds outside the graph.
+        """
+        by_type = dict(seeds) if isinstance(seeds, Mapping) else {ONE_TYPE[0]: seeds}
+        until: dict[NodeType, Any] = dict(seed_time) if isinstance(seed_time, Mapping) else {ONE_TYPE[0]: seed_time}
+        self._check_seeds(by_type, until)
+        trees = 0
+        if self.disjoint:
+            for name, ids in by_type.items():
+                by_type[name] = torch.arange(trees, trees + len(ids)) * self.num_nodes[name] + ids
+                trees += len(ids)
+        limit = torch.cat([until[name] for name in by_type]) if self.time else None
+
+        hop = partial(self._hop, seed=seed, limit=limit)
+        out = sample_hops(by_type, self.fanouts, hop, self._numberings_for(trees), self.directed)
+        if self.disjoint:
+            out.batch = {name: ids // self.num_nodes[name] for name, ids in out.node.items()}
+            out.node = {name: ids % self.num_nodes[name] for name, ids in out.node.items()}
+        return out if self.is_hetero else output_of_one_type(out)
+
+    def induced(self, nodes: Tensor | Mapping[NodeType, Tensor]) -> SamplerOutput | HeteroSamplerOutput:
+        """Returns all edges between `nodes`, ids int64 ``[n]`` (by node type), in local numbers: positions in `nodes`.
+
+        Of the nodes of some parts, ``torch.isin(part, chosen).nonzero().view(-1)``, this is Cluster-GCN's batch (Chiang et al.,
+        KDD 2019); see :mod:`lightning_gnn.strategies.sampling.saint` for others.
+
+        Raises:
+            ValueError: no nodes, or nodes outside the graph.
+        """
+        if self.disjoint:
+            raise ValueError("disjoint=True and times tell of seeds, of which an induced subgraph has none.")
+        by_type = dict(nodes) if isinstance(nodes, Mapping) else {ONE_TYPE[0]: nodes}
+        self._check_seeds(by_type, {})
+        out = induced_subgraph(by_type, list(self.csr), self._hop, self._numberings_for(0))
+        return out if self.is_hetero else output_of_one_type(out)
+
+    def _hop(
+        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int = 0, limit: Tensor | None = None
+    ) -> Neighbors:
+        source, _, target = kind
+        choices: dict[str, Any] = {"seed": seed_of_type(seed, list(self.csr).index(kind)), "keys": targets}
+        if fanout != -1:
+            choices["replace"] = self.replace
+        if kind in self.weight:
+            choices["weight"] = self.weight[kind]
+        if self._ids:
+            choices["source_keys"] = self._ids[source]
+        if not self.disjoint:
+            return sample_neighbors(self.csr[kind], targets, fanout, **choices)
+        tree, nodes = targets // self.num_nodes[target], targets % self.num_nodes[target]
+        if kind in self.time and limit is not None:
+            choices.update(time=self.time[kind], until=limit[tree], strategy=self.strategy)
+        found = sample_neighbors(self.csr[kind], nodes, fanout, **choices)
+        tree = torch.repeat_interleave(tree, found.counts, output_size=len(found.sources))
+        return Neighbors(found.offsets, tree * self.num_nodes[source] + found.sources, found.edges)
+
+    def _numberings_for(self, trees: int) -> dict[NodeType, Numbering]:
+        if self.disjoint:  # ids of trees' nodes are too many for an array
+            return {name: Numbering(size * trees, dense=False) for name, size in self.num_nodes.items()}
+        if not self._numberings:
+            self._numberings = {name: Numbering(size) for name, size in self.num_nodes.items()}
+        return self._numberings
+
+    def _check_seeds(self, seeds: Mapping[NodeType, Tensor], until: Mapping[NodeType, Any]) -> None:
+        if not sum(map(len, seeds.values())):
+            raise ValueError("There are no seeds to sample for.")
+        for name, ids in seeds.items():
+            if name not in self.num_nodes:
+                raise ValueError(f"No edge type has nodes of type {name!r}; there are {sorted(self.num_nodes)}.")
+            check_ids(ids, self.num_nodes[name], "Seeds")
+            times = until.get(name)
+            if self.time and (times is None or len(times) != len(ids)):
+                raise ValueError(
+                    f"Edges have times, so every one of {len(ids)} seeds needs one (got "
+                    f"{'none' if times is None else len(times)}); loaders take input_time."
+                )
+
+    # What PyG's loaders call; the number that a sample depends on comes from torch's generator, which workers have their own of.
+
+    @override
+    def sample_from_nodes(self, inputs: NodeSamplerInput) -> SamplerOutput | HeteroSamplerOutput:
+        named = inputs.input_type is not None
+        seeds = {inputs.input_type: inputs.node} if named else inputs.node
+        out = self._sample(seeds, {inputs.input_type: inputs.time} if named else inputs.time)
+        out.metadata = (inputs.input_id, inputs.time)
+        return out
+
+    @override
+    def sample_from_edges(
+        self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
+    ) -> SamplerOutput | HeteroSamplerOutput:
+        num_nodes: Any = self.num_nodes if self.is_hetero else self.num_nodes[ONE_TYPE[0]]
+        return edge_sample(inputs, self._sample, num_nodes, self.disjoint, None, neg_sampling)
+
+    def _sample(self, seeds: Any, seed_time: Any = None, **_: Any) -> SamplerOutput | HeteroSamplerOutput:
+        return self.sample(seeds, int(torch.randint(2**62, ())), seed_time)
+
+
+def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
+    node, kind = ONE_TYPE[0], ONE_TYPE
+    return SamplerOutput(
+        node=out.node[node],
+        row=out.row[kind],
+        col=out.col[kind],
+        edge=out.edge[kind],
+        batch=None if out.batch is None else out.batch[node],
+        num_sampled_nodes=None if out.num_sampled_nodes is None else out.num_sampled_nodes[node],
+        num_sampled_edges=None if out.num_sampled_edges is None else out.num_sampled_edges[kind],
+    )
+
+
+def _by_type(values: Tensor | Mapping[EdgeType, Tensor] | None) -> dict[EdgeType, Tensor]:
+    if values is None:
+        return {}
+    return {ONE_TYPE: values} if isinstance(values, Tensor) else dict(values)
+
+
+def seed_of_type(seed: int, number: int) -> int:
+    """Returns the seed of draws for an edge type: types share numbers of nodes, and what a node draws for each must differ."""
+    return seed + 0x9E3779B9 * number
+
+
+def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:
+    if not matrices:
+        raise ValueError("There is no edge type to sample from.")
+    sizes: dict[NodeType, int] = {}
+    for kind, csr in matrices.items():
+        for name, size in ((kind[0], csr.num_cols), (kind[2], csr.num_rows)):
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(f"Edges of {kind} tell of {size} nodes of type {name!r}, others of {sizes[name]}.")
+    return sizes

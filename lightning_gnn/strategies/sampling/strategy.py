@@ -1,0 +1,589 @@
+"""``sampling``: mini-batches of sampled neighbourhoods on a partitioned graph.
+
+Source: DistDGL, "Distributed Graph Neural Network Training for Billion-Scale Graphs" (2020): sections III-B (partition, split of
+seeds), III-C (feature store), III-D (samplers), III-E (trainer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import HeteroData
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.typing import EdgeType, NodeType
+from typing_extensions import override
+
+from lightning_gnn.arguments import (
+    Fanouts,
+    check_choice,
+    check_flags,
+    check_numbers,
+    check_seed,
+    check_whole,
+    check_words,
+    checked_batches,
+    checked_bytes,
+    fanouts_by_type,
+    is_one_of,
+    shown,
+)
+from lightning_gnn.callbacks.of_strategies import StrategyCallback
+from lightning_gnn.data.draws import OtherNodes
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.nn.bind import check_columns
+from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.partition.layout import LayoutSpec, by_machine
+from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.steps.predictions import in_files
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.edge_cut import EdgeCutScheme
+from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
+from lightning_gnn.strategies.sampling.loader import (
+    BatchMaker,
+    EdgeBatchMaker,
+    Links,
+    SampledBatches,
+    TemporalBatchMaker,
+    TemporalEdgeBatchMaker,
+    part_of,
+)
+from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
+from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
+from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
+from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
+from lightning_gnn.strategies.steps import StepStrategy
+
+T = TypeVar("T")
+
+_IN_BATCHES = {"layers": False, "batches": True, None: None}
+"""By how stages are evaluated, what a :class:`~lightning_gnn.partition.layout.LayoutSpec` says of it."""
+
+_NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
+
+
+class SamplingScheme(EdgeCutScheme):
+    """The edge cut of ``dgcl``, whose parts also have their share of each mask and node type; between machines first."""
+
+    keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
+
+    def __init__(self, keep_constant: bool = True, in_batches: bool | None = None) -> None:
+        super().__init__(keep_constant)
+        self._in_batches = in_batches
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
+        return replace(
+            layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches
+        )
+
+
+class SamplingStrategy(GNNStrategy):
+    """Training in mini-batches of sampled neighbourhoods; ``Trainer(strategy="sampling")``.
+
+    Each rank trains on seeds of its own, whose sampled neighbourhoods come to it as a PyG ``Data`` like those of PyG's
+    NeighborLoader: seeds first, ``batch_size``, ``n_id``, ``e_id``, ``num_sampled_nodes``; masks are true for seeds. A module
+    that predicts edges, such as :class:`~lightning_gnn.LinkPredictor`, gets batches of edges like those of PyG's
+    LinkNeighborLoader: ``edge_label_index``, ``edge_label``. Gradients are summed over ranks, weighted by seeds. Validation, test
+    and prediction use whole neighbourhoods, exactly as under ``dgcl``.
+
+    Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
+    all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
+    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layers"`` they are
+    as under ``dgcl``: a step gets the rank's part, and layer after layer computes each row once.
+
+    Args:
+        fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
+            ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
+            ``"author__writes__paper"``; 0 then leaves a type out of a hop. By default the datamodule's, or else (15, 10).
+        batch_size: seeds, nodes or edges, of a batch on each rank, at most; of GraphSAINT what is drawn, nodes, edges or
+            walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
+        replace: draw with replacement.
+        directed: keep the edges that were drawn; False for all between the nodes that were reached.
+        method: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
+            that it has fewer nodes (LABOR-0 with as many edges, NeurIPS 2023, appendix A.3); or, for modules that predict
+            nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
+            (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
+            whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
+        walk_length: steps of a walk of ``"saint_walk"``.
+        clusters: in a batch of ``"cluster"``.
+        samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
+        prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
+        cache_mb: memory of each rank for features of nodes on other machines, in MB, the far cache: those that most edges read,
+            and from the second epoch on those that batches of the first asked for most often.
+        feature_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
+            its ranks share: rows are chosen in the same way, and 4 bytes for each node, where its row is, are taken from it.
+            Other rows are read from the store, whose pages the system may have in memory or not. By default, or with 0, all are.
+        loss_reduction: ``"mean"`` if the loss of a training step is a mean over the seeds of the rank's batch, ``"sum"`` if it is
+            a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
+        seed: of sampling and of the order of seeds.
+        weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
+            types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
+        time_attr: name of times, int64, of nodes (an edge then has its source's) or of edges, as in PyG: each seed has a tree of
+            its own, of edges that are no later than the seed, which has a time of that name; or, if it is an edge, one of the
+            name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
+            as well, of all neighbours that are no later.
+        temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
+        score: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
+            :class:`~lightning_gnn.strategies.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those
+            with the highest are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken,
+            in evaluation or with a fan-out of -1, it is not asked.
+        evaluation: ``"layers"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
+            model that ``dgcl`` takes; ``"batches"``, they take batches of all neighbours within as many hops as there are
+            fan-outs: as exact where the model has no more layers, and ranks need no memory for their edges, but nodes that
+            several batches reach are computed in each. By default ``"batches"`` for a ``HeteroData`` and with times, else
+            ``"layers"``.
+        keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
+            unknown method, or one that does not go with other arguments, no number of bytes; from ``setup``, other fan-outs or
+            another batch size on the datamodule, a method that does not go with the module or the graph, fan-outs for other
+            edge types than it has; from the first stage, a ``feature_cache`` that has no room for features, or for which there
+            is no memory.
+    """
+
+    strategy_name = "sampling"
+    trains_on_batches = True
+    equal_buffers = False  # running statistics are those of a rank's own batches until training ends
+
+    def __init__(
+        self,
+        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        batch_size: int | None = None,
+        replace: bool = False,
+        directed: bool = True,
+        prefetch: int = 2,
+        cache_mb: float = 64.0,
+        seed: int = 0,
+        keep_constant: bool = True,
+        method: Method = "neighbor",
+        walk_length: int = 2,
+        clusters: int = 10,
+        samplers: int = 1,
+        weight_attr: str | None = None,
+        time_attr: str | None = None,
+        temporal_strategy: Literal["uniform", "last"] = "uniform",
+        score: Score | None = None,
+        evaluation: Literal["layers", "batches"] | None = None,
+        feature_cache: int | str | None = None,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        **options: Any,
+    ) -> None:
+        self._given = checked_batches(fanouts, batch_size), batch_size
+        if method is None or not is_one_of(method, METHODS):
+            raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
+        check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
+        check_seed(seed)
+        check_numbers(cache_mb=cache_mb)
+        for name, count in (("walk_length", walk_length), ("clusters", clusters), ("samplers", samplers)):
+            if count < 1:
+                raise ValueError(f"{name} is at least 1 (got {count}).")
+        for name, value in (("prefetch", prefetch), ("cache_mb", cache_mb)):
+            if value < 0:
+                raise ValueError(f"{name} is at least 0 (got {value}).")
+        if samplers > 1 and prefetch < samplers:
+            raise ValueError(
+                f"samplers={samplers} make as many batches at a time, but prefetch={prefetch}. Use prefetch={samplers} or more."
+            )
+        if method not in _OF_NEIGHBORS and (replace or not directed):
+            raise ValueError(
+                f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
+            )
+        labor = method == "labor"
+        named = {"weight_attr": weight_attr, "time_attr": time_attr}
+        check_words(**{name: value for name, value in named.items() if value is not None})
+        check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
+        if score is not None and (not callable(score) or replace or labor or temporal_strategy == "last"):
+            raise ValueError(
+                "score is a function of in-edges that decides which are drawn, without replacement (got "
+                f"{shown(score)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
+            )
+        if method not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or score):
+            raise ValueError(
+                f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
+            )
+        if evaluation not in ("layers", "batches", None):
+            raise ValueError(f"evaluation is 'layers' or 'batches' (got {shown(evaluation)}).")
+        if evaluation == "layers" and time_attr:
+            raise ValueError(
+                "evaluation='layers' looks at the whole graph, and with time_attr each node sees what was there at its time. "
+                "Leave one of them out."
+            )
+        super().__init__(SamplingScheme(keep_constant, _IN_BATCHES[evaluation]), **options)
+        self.loss_reduction = loss_reduction
+        self.evaluation = evaluation
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
+        self.replace, self.directed, self.method = replace, directed, method
+        self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
+        self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
+        off = feature_cache is None or (type(feature_cache) is int and feature_cache == 0)
+        self.feature_cache = 0 if off else checked_bytes("feature_cache", feature_cache)
+        self._choose(None, None)
+        self._loaders: dict[str | None, SampledBatches] = {}
+        self._predicted: tuple[Tensor, list[int]] | None = None
+        self._depth_known = self._trained = False
+
+    @property
+    @override
+    def approximation(self) -> str:
+        return "sampled mini-batches"
+
+    def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:
+        """Takes fan-outs and batch size from the datamodule where they are not given here."""
+        if self.method not in _OF_NEIGHBORS and (self._given[0] or fanouts):
+            raise ValueError(f"fanouts tell how neighbours are drawn, and method={self.method!r} draws none.")
+        usual: Fanouts = [15, 10]
+        self.fanouts = _one_of("fanouts", self._given[0], fanouts, usual)
+        self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
+
+    @override
+    def check_data(self, data: Any) -> GraphDataModule:
+        data = super().check_data(data)
+        self._choose(data.fanouts, data.batch_size)
+        if isinstance(data.source, HeteroData):  # known before it is partitioned
+            fanouts_by_type(self.fanouts, data.source.edge_types)
+        return data
+
+    def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
+        """Returns this rank's loader of a mask's nodes, None for all; on all ranks. It samples for training; for the rest it
+        takes all neighbours where layers do not exchange; else it is None."""
+        cut, module, rank = data.stored_cut(by_rows=True), self._module, self.global_rank
+        types, training = cut.types, mask == "train_mask"
+        if not training and not self._evaluates_in_batches(types):
+            return None
+        name = None if mask is None else counted_mask(mask, module)
+        edges = name in EDGE_MASKS
+        kind: Any = (cut.edge_type or ONE_TYPE) if edges else types.input_type
+        self._check_choice(cut, kind)
+        split = SplitSeeds.of(cut, kind, name, self.num_processes)
+        if self.method in _OF_NEIGHBORS:
+            own, size = split.seeds(rank), self.batch_size
+            if mask is None:
+                everyone = torch.cat([split.seeds(each) for each in range(self.world_size)])
+                self._predicted = cut.ids_of(kind)[everyone], split.sizes
+            makers_of = {
+                "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
+                "labor": BatchMaker,
+                "shadow": EgoBatchMaker,
+            }
+            make: Callable[..., BatchMaker] = makers_of[self.method]
+            if edges:
+                make, size = self._edge_batches(cut, kind, training)
+            batches = SeedBatches(split.sizes, size)
+            how: tuple[Any, ...] = (self._fanouts_of(types), self.replace, self.directed)
+            if not training and self.choice.temporal_strategy != "last":
+                how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
+        else:
+            draw, count, per_step = node_draw(
+                cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed
+            )
+            own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
+            training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
+            training_nodes[seeds_in(cut, kind, name)] = True
+            make, how = partial(SubgraphBatchMaker, draw, training_nodes, split.first), ()
+        # What is learnt of edges must not be read off those that are held out.
+        messages = counted_mask("train_mask", module)
+        makers = [make(store, *how) for store in self._stores(cut, mask, messages if messages in EDGE_MASKS else None)]
+        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if make is BatchMaker else None
+        seed, trainer = self.seed if training else None, module.trainer
+        # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        self._loaders[mask] = SampledBatches(
+            makers,
+            batches,
+            own,
+            split.first,
+            rank,
+            seed,
+            self.prefetch,
+            lambda: progress.processed,
+            torch.device("cpu") if self.hooks_move_batches(data) else self.root_device,
+            others,
+        )
+        return self._loaders[mask]
+
+    def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
+        """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""
+        self._close(mask)
+        known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
+        if known:
+            return [known[0].clone() for _ in range(self.samplers)]
+        near, cache_bytes = self.world.ranks_here(), int(self.cache_mb * 1e6)
+        store = GraphStore(cut, self.world, near, cache_bytes, messages, self.choice, self.feature_cache)
+        return [store, *(store.clone() for _ in range(1, self.samplers))]
+
+    def _edge_batches(self, cut: Cut, kind: EdgeType, training: bool) -> tuple[Callable[..., BatchMaker], int]:
+        """Returns what makes batches of edges of a type, and how many edges are in one."""
+        count, moment = getattr(self._module, "sampled_negatives", 0), self.choice.time_attr
+        links, size = Links(partial(cut.ends, kind=kind), count, kind), self.batch_size
+        if moment is not None or not training:
+            times = cut.attributes[cut.types.key(kind[2])].get(moment) if moment else None
+            links = replace(links, others=OtherNodes(cut.ids_of(kind[2]), times))
+        if not training:
+            compared = getattr(self._module, "eval_negatives", count)
+            size = max(1, size * (2 + count) // (2 + compared))  # for about as many nodes
+            links = replace(links, num_negatives=compared, held_out=(self.seed, -1))
+        return partial(EdgeBatchMaker if moment is None else TemporalEdgeBatchMaker, links), size
+
+    def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
+        """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""
+        types, choice = cut.types, self.choice
+        of_nodes, of_edges = (
+            {kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges)
+        )
+
+        def check(name: str, values: Tensor, what: str, wanted: bool) -> None:
+            if values.dim() != 1 or not wanted:
+                raise ValueError(
+                    f"{name!r} of {what} must be one number each (got {values.dtype} {list(values.shape)})."
+                )
+
+        if choice.weight_attr:
+            found = {kind: of[choice.weight_attr] for kind, of in of_edges.items() if choice.weight_attr in of}
+            if not found:
+                raise ValueError(f"weight_attr={choice.weight_attr!r}: no edges have an attribute of that name.")
+            for kind, values in found.items():
+                check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
+        if choice.time_attr == "edge_label_time":
+            raise ValueError(
+                "time_attr names the times of messages, and edge_label_time are those of seeds. Give edges or nodes times under "
+                "another name."
+            )
+        if choice.time_attr:
+            every: dict[Any, Any] = {**of_nodes, **of_edges}
+            names = ["edge_label_time", choice.time_attr] if seeded in of_edges else [choice.time_attr]
+            for kind, of in every.items():
+                for name in {choice.time_attr, *(names if kind == seeded else ())} & of.keys():
+                    check(name, of[name], f"{kind}", of[name].dtype == torch.long)
+            if choice.time_attr not in {name for of in every.values() for name in of}:
+                raise ValueError(
+                    f"time_attr={choice.time_attr!r}: neither nodes nor edges have an attribute of that name."
+                )
+            if not every[seeded].keys() & {*names}:
+                of_what = f"nodes of type {seeded!r}" if seeded in of_nodes else "edges"
+                raise ValueError(
+                    f"time_attr={choice.time_attr!r}: seeds need a time each, and {of_what} have no attribute "
+                    f"{' or '.join(names)}. Give them one, int64."
+                )
+
+    def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
+        """Returns the fan-outs of each edge type of the graph."""
+        if isinstance(self.fanouts, dict) and not types.is_hetero:
+            raise ValueError("fanouts by edge type are for a HeteroData; the graph has no types: give one list.")
+        return fanouts_by_type(self.fanouts, list(types.edges))
+
+    @property
+    def num_hops(self) -> int:
+        """How far neighbourhoods reach."""
+        return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
+
+    @override
+    def binds(self, shard: Shard) -> bool:
+        return not self._evaluates_in_batches(shard.types)
+
+    def _evaluates_in_batches(self, types: Types) -> bool:
+        """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
+        by_default = types.is_hetero or self.choice.time_attr is not None
+        return self.evaluation == "batches" or (by_default and self.evaluation is None)
+
+    @override
+    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+        self._fanouts_of(types)
+        if self.evaluation == "batches" and not self._evaluates_in_batches(types):
+            raise ValueError(
+                "evaluation='batches' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, each row "
+                "computed once."
+            )
+        if self.evaluation == "layers" and types.is_hetero and counted_mask("val_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f"evaluation='layers' looks at the whole graph, and {type(module).__name__} predicts edges of a HeteroData, "
+                "which are taken in batches. Leave it out."
+            )
+        if self.method not in _NEIGHBOURHOODS and types.is_hetero:
+            raise ValueError(
+                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
+            )
+        if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
+            raise ValueError(
+                f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
+                'Use method="neighbor".'
+            )
+        if not self._evaluates_in_batches(types):
+            super().check_model(module, types)
+            return
+        check_columns(module)  # layers see whole samples: none needs to be exact on a part
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if not isinstance(dataloader, OneBatch):
+            return dataloader
+        batches = self._batches(dataloader.data, dataloader.mask)
+        if batches is None:
+            return dataloader
+        return batches if dataloader.mask is not None else OneBatch(batches, dataloader.data, None)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        depths = [part.num_layers for part in self._module.modules() if isinstance(part, BasicGNN)]
+        self._depth_known = self._trained = False
+        if len(depths) == 1:
+            self._compare_depth(depths[0])
+        ours = [
+            SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world),
+            StrategyCallback(on_train_epoch_end=lambda *_: self._end_training()),
+        ]
+        self._callbacks.extend(ours)
+        trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
+
+    def _depth(self, propagations: Mapping[str, int]) -> int:
+        """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
+        layers = dict(self._module.named_modules())
+        relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
+        # To score edges, rows of their sources are read, and go no further.
+        ends = ("expand",) if getattr(self._module, "predicts_edges", False) else ()
+        return sum(max(1, count // relations[name]) for name, count in propagations.items() if name not in ends)
+
+    def _compare_depth(self, propagations: int) -> None:
+        """Warns once of fan-outs that are too few or too many for the model."""
+        # The depth of ego graphs is a choice of its own, and subgraphs have none.
+        if self._depth_known or not propagations or self.method not in _NEIGHBOURHOODS:
+            return
+        self._depth_known = True
+        if propagations != self.num_hops:
+            too_few = propagations > self.num_hops
+            outcome = "neighbours of the farthest nodes are missing" if too_few else "the last are sampled in vain"
+            rank_zero_warn(
+                f"fanouts={self.fanouts} sample {self.num_hops} hops, but the model propagates along edges {propagations} "
+                f"times: {outcome}. Give one fan-out per layer."
+            )
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._trained = True
+        if self._binding is not None:
+            self._binding.release()
+        if "num_seeds" in batch:
+            own = torch.tensor([batch.num_seeds], device=self.root_device)
+            batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
+        if self._shared is not None:
+            for owners in self._shared.owners.values():
+                owners.idle = batch.seed_counts[self.global_rank] == 0
+        with graph_in_use(None):
+            return super().training_step(batch, *args, **kwargs)
+
+    def _end_training(self) -> None:
+        """Lets layers see the whole graph, by the edge-cut exchange, until the next step of training; with types, batches do.
+
+        Running statistics, which each rank has taken of its own batches, are averaged.
+        """
+        if not self._trained:
+            return
+        self._trained = False
+        for buffer in self._module.buffers():
+            if buffer.is_floating_point():
+                self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
+        if self._binding is not None:
+            self._binding.bind()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._end_training()
+        output = super().validation_step(*args, **kwargs)
+        if self._binding is not None:
+            self._compare_depth(self._depth(self._binding.context.propagations))
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._end_training()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._end_training()
+        if not isinstance(batch, SampledBatches):
+            return super().predict_step(batch, *args, **kwargs)
+        return self._gather_predictions(self._predict_batches(batch, *args, **kwargs))
+
+    def _predict_batches(self, batches: SampledBatches, *args: Any, **kwargs: Any) -> Any:
+        shard: Any = self._shard
+        pieces: list[list[Tensor]] = []
+        spec: Any = None
+        for batch in batches:
+            batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
+            output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
+            leaves, spec = torch.utils._pytree.tree_flatten(output)
+            batch_type = shard.types.input_type
+            nodes = part_of(batch, batch_type)
+            for leaf in leaves:
+                found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
+                    raise ValueError(
+                        f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {batch_type!r}. Return "
+                        f"tensors with a row for each of them, such as out['{batch_type}'], or for the first batch_size."
+                    )
+            pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
+        return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
+
+    def _gather_predictions(self, output: Any) -> Any:
+        """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
+        if self.predictions == "shards":
+            return output
+        assert self._predicted is not None
+        ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
+        if self.predictions == "file":
+            own = ids.split(counts)[self.global_rank].cpu()
+            return in_files(self.world, self._predictions_folder, output, own, len(ids))
+
+        def gather(leaf: Tensor) -> Tensor:
+            rows = self.world.all_gather_rows(leaf.contiguous(), counts)
+            return torch.empty_like(rows).index_copy_(0, ids, rows)
+
+        gathered = torch.utils._pytree.tree_map(gather, output)
+        return gathered if self.predictions == "all" or self.is_global_zero else None
+
+    @override
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        # Training on samples is not that of one device; what must be is the evaluation within it.
+        # With times, evaluation is in batches, too.
+        stages = super().checked_stages(trainer) if self.choice.time_attr is None else ()
+        return [stage for stage in stages if stage != "fit"]
+
+    def _close(self, mask: str | None) -> None:
+        """Ends the loader of a stage, if there is one; all ranks call it."""
+        loader = self._loaders.pop(mask, None)
+        if loader is not None:
+            loader.close()
+            for maker in loader.makers:
+                maker.store.close()
+
+    @override
+    def teardown(self) -> None:
+        for mask in list(self._loaders):
+            self._close(mask)
+        super().teardown()
+
+
+def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
+    if own is None:
+        return default if of_data is None else of_data
+    if of_data is not None and own != of_data:
+        raise ValueError(
+            f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them."
+        )
+    return own

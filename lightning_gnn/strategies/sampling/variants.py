@@ -1,0 +1,185 @@
+"""Batches other than sampled neighbourhoods: ego graphs, GraphSAINT's subgraphs, clusters.
+
+Sources: ShaDow (Zeng et al., NeurIPS 2021), GraphSAINT (Zeng et al., ICLR 2020), Cluster-GCN (Chiang et al., KDD 2019). What
+lies on other machines is requested in bulk and in step, as for neighbours.
+
+N nodes and E edges of the whole graph, all in ids of the partitioned graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.sampler import HeteroSamplerOutput
+from typing_extensions import override
+
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.sources import MASKS
+from lightning_gnn.partition.adjacency import Adjacency
+from lightning_gnn.partition.budget import check_metis
+from lightning_gnn.partition.metis import part_graph
+from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.strategies.sampling.graph_store import GraphStore
+from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
+from lightning_gnn.strategies.sampling.loader import BatchMaker, in_trees
+from lightning_gnn.strategies.sampling.numbering import Numbering
+
+Method = Literal["neighbor", "labor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
+
+METHODS = get_args(Method)
+"""Names of the ways to make batches: neighbourhoods of the seeds, the first two; ego graphs; nodes and all edges between them."""
+
+Draw = Callable[[GraphStore, Tensor, Sequence[int]], Tensor]
+"""Returns the nodes of a batch, distinct and ascending, of the store, the batch's seeds and the random seeds of each rank."""
+
+_STEP = 0x9E3779B97F4A7C15
+"""Between the random seeds of a walk's steps: a walk that comes to a node again goes on afresh."""
+
+
+class EgoBatchMaker(BatchMaker):
+    """Makes a batch of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
+
+    @override
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+        """Returns the batch, as PyG's ShaDowKHopSampler gives it, but with labels of all nodes.
+
+        All edges between the nodes that were drawn around a seed. Ego graph after ego graph: ``batch [n]``, which one a node
+        belongs to, ``ptr``, and ``root_n_id``, the rows of the seeds, for which masks are true.
+        """
+        node, kind = ONE_TYPE[0], ONE_TYPE
+        num, trees = self.store.types.total(node), len(seeds)
+        hop = in_trees(self.store.hops(random_seeds, self._replace), {node: num})
+        numberings = {node: Numbering(num * trees, dense=False)}  # ids of trees' nodes are too many for an array
+        copies = {node: torch.arange(trees) * num + seeds}
+        out = sample_hops(copies, self._fanouts, hop, numberings, directed=False)
+        nodes = out.node[node]
+        tree = nodes // num
+        order = tree.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        row, col = ({kind: place[ends[kind]]} for ends in (out.row, out.col))
+        batch = self._batch(HeteroSamplerOutput({node: nodes[order] % num}, row, col, out.edge), self.store)
+        batch.batch, batch.root_n_id = tree[order], place[:trees]
+        batch.ptr = torch.cat([tree.new_zeros(1), torch.bincount(tree, minlength=trees).cumsum(0)])
+        for name in MASKS:
+            batch[name] = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, batch.root_n_id, True)
+        batch.input_id, batch.batch_size = self.store.original(node, seeds), trees
+        return batch
+
+
+class SubgraphBatchMaker(BatchMaker):
+    """Makes a batch of some nodes and all edges between them.
+
+    Args:
+        draw: which nodes.
+        training: the labelled training nodes, bool ``[N]``.
+        stand_in: one of them, ``[1]``, for a batch that has none: a mean over nothing would be nan.
+        store: see :class:`BatchMaker`.
+    """
+
+    own_masks = ("train_mask",)
+
+    def __init__(self, draw: Draw, training: Tensor, stand_in: Tensor, store: GraphStore) -> None:
+        super().__init__(store, {ONE_TYPE: [-1]})
+        self._draw, self._training, self._stand_in = draw, training, stand_in
+
+    @override
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+        """Returns the batch, as PyG's GraphSAINT loaders and ClusterLoader give it, without norms.
+
+        ``train_mask`` is true for labelled training nodes, other masks are the graph's; ``num_seeds`` counts the former, and
+        is 0 where a stand-in is the only one.
+        """
+        nodes = self._draw(self.store, seeds, random_seeds)
+        idle = not bool(self._training[nodes].any())
+        if idle:
+            nodes = torch.cat([nodes, self._stand_in])
+        hop = self.store.hops(random_seeds, False)
+        found = induced_subgraph({ONE_TYPE[0]: nodes}, [ONE_TYPE], hop, self._numberings)
+        batch = self._batch(found, self.store)
+        batch.train_mask = self._training[nodes]
+        batch.num_seeds = 0 if idle else int(batch.train_mask.sum())
+        return batch
+
+
+def node_draw(
+    cut: Cut, rank: int, method: str, batch_size: int, walk_length: int, clusters: int, seed: int
+) -> tuple[Draw, int, int]:
+    """Returns how a method draws the nodes of a batch, how many draws an epoch has, and how many a step; on all ranks alike.
+
+    An epoch draws about as many nodes as the graph has. For the arguments see
+    :class:`~lightning_gnn.strategies.sampling.strategy.SamplingStrategy`.
+    """
+    most = int(np.diff(cut.offsets).max())
+    if method == "cluster":
+        count = clusters * max(1, -(-most // batch_size))
+        return cluster_draw(cut, rank, count, seed), count, clusters
+    draw, nodes = saint_draw(cut, method, batch_size, walk_length)
+    return draw, max(1, -(-most // nodes)), 1
+
+
+def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Draw, int]:
+    """Returns how GraphSAINT draws the nodes of a batch from the whole graph (section 3.4), and how many at most.
+
+    Args:
+        method: ``"saint_node"``: sources of edges drawn uniformly, so nodes in proportion to their degree; ``"saint_edge"``: both
+            ends of an in-edge of each of some uniform nodes, which are, of edges that go both ways, edges in proportion to the
+            sum of one over the degrees of their ends; ``"saint_walk"``: walks to in-neighbours from uniform nodes.
+        count: draws: nodes, edges or walks; what is drawn twice is there once.
+    """
+    num_nodes, num_edges = len(cut.n_id), len(cut.e_id)
+    if not num_edges:
+        raise ValueError(f"method={method!r} draws along edges, and the graph has none.")
+
+    def uniform(high: int, seed: int) -> Tensor:
+        return torch.randint(high, (count,), generator=torch.Generator().manual_seed(seed))
+
+    def nodes(store: GraphStore, seeds: Tensor, random_seeds: Sequence[int]) -> Tensor:
+        return cut.ends(uniform(num_edges, random_seeds[store.rank]))[0].unique()
+
+    def edges(store: GraphStore, seeds: Tensor, random_seeds: Sequence[int]) -> Tensor:
+        targets = uniform(num_nodes, random_seeds[store.rank]).unique()
+        found = store.hops(random_seeds, False)(ONE_TYPE, targets, 1)
+        return torch.cat([found.sources, targets[found.counts > 0]]).unique()
+
+    def walks(store: GraphStore, seeds: Tensor, random_seeds: Sequence[int]) -> Tensor:
+        here = uniform(num_nodes, random_seeds[store.rank])
+        walk, seen = torch.arange(count) * num_nodes, [here]
+        for step in range(walk_length):
+            steps = [(seed + step * _STEP) & (2**63 - 1) for seed in random_seeds]
+            found = store.hops(steps, False)(ONE_TYPE, walk + here, 1)  # walks that meet part again
+            here = here.masked_scatter(found.counts > 0, found.sources)
+            seen.append(here)
+        return torch.cat(seen).unique()
+
+    return {
+        "saint_node": (nodes, count),
+        "saint_edge": (edges, 2 * count),
+        "saint_walk": (walks, (walk_length + 1) * count),
+    }[method]
+
+
+def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:
+    """Returns how Cluster-GCN's batches are made of clusters of a rank's own nodes: METIS's, of the edges among them.
+
+    A batch's seeds are ids of clusters; of a part with fewer nodes than clusters, the last clusters are empty.
+    """
+    first, owned = int(cut.offsets[rank]), int(cut.offsets[rank + 1] - cut.offsets[rank])
+    inside = np.asarray(cut.edge_index_of(rank))
+    inside = inside[:, inside[0] < owned]
+    if owned > num_clusters > 1:
+        check_metis(inside, owned, num_clusters)
+        part = torch.from_numpy(part_graph(Adjacency.of(inside, owned), num_clusters, seed)).long()
+    else:
+        part = torch.arange(owned) % num_clusters
+    members = part.argsort(stable=True).split(torch.bincount(part, minlength=num_clusters).tolist())
+
+    def clusters(store: GraphStore, seeds: Tensor, random_seeds: Sequence[int]) -> Tensor:
+        return first + torch.cat([members[cluster] for cluster in seeds.tolist()]).sort().values
+
+    return clusters

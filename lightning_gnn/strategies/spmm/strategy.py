@@ -1,0 +1,348 @@
+"""``spmm``, ``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the graph's matrix on a process grid.
+
+Source: CAGNET, "Reducing Communication in Graph Neural Network Training" (SC'20) and its GNNSys'21 version: sections 4.1 (1D,
+Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isqrt
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import SparseMatrix, on_grid
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.lazy_ids import stored_ids
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.devices import available_bytes
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.shard import Ids
+from lightning_gnn.planning.exchanges import (
+    ExchangeCost,
+    Workload,
+    cube_exchange,
+    grid_exchanges,
+    grid_name,
+    product_exchanges,
+)
+from lightning_gnn.planning.grid import block_cost, choose, sparse_cost
+from lightning_gnn.planning.topology import Topology
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.by_call import MatrixByCall
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
+
+Permute = Literal["metis", "random"]
+
+
+class ProductScheme(Scheme):
+    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
+    :class:`SpMM15DStrategy`."""
+
+    def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
+        if not is_one_of(permute, ("metis", "random", None)):
+            raise ValueError(f"permute must be 'metis', 'random' or None (got {shown(permute)}).")
+        check_flags(keep_constant=keep_constant)
+        self.permute, self.keep_constant = permute, keep_constant
+
+    @abstractmethod
+    def check_ranks(self, world_size: int) -> None:
+        """Raises ValueError unless the products can be made by so many ranks; names numbers that can."""
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        self.check_ranks(world_size)
+        return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
+
+
+class SpMMScheme(ProductScheme):
+    """1D and 1.5D products; see :class:`SpMM15DStrategy`."""
+
+    def __init__(
+        self, replication: int | None, sparsity_aware: bool, permute: Permute | None, keep_constant: bool = True
+    ) -> None:
+        if replication is not None:
+            check_whole(replication=replication)
+        check_flags(sparsity_aware=sparsity_aware)
+        if replication is not None and replication < 1:
+            raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
+        super().__init__(permute, keep_constant)
+        self.replication, self.sparsity_aware = replication, sparsity_aware
+        self._made: ProcessGrid | None = None
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        # Of one dimension, what a nonzero reads comes from its owner, and nothing else: rows of each type by themselves.
+        types = self.replication == 1 and self.sparsity_aware
+        return replace(super().layout(world_size, num_hosts), takes_types=types)
+
+    @override
+    def followed(self) -> dict[str, Any]:
+        return {} if self._made is None else {"name": "products", "replication": self._made.replication}
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        found = grid_exchanges(work, topology)
+        own = [each.choice for each in found[not self.sparsity_aware :: 2] if each.choice is not None]
+        name = grid_name(self.replication or choose(own, None).grid.replication, self.sparsity_aware)
+        return [replace(each, followed=each.scheme == name) for each in found]
+
+    @override
+    def check_ranks(self, world_size: int) -> None:
+        ProcessGrid(world_size, self.replication or 1)
+
+    @override
+    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
+        if self.sparsity_aware or self.replication is None:
+            return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
+        offsets = np.cumsum([0, *counts])
+        return block_cost(ProcessGrid(len(counts), self.replication), offsets, row_bytes).bytes_held
+
+    @override
+    def less_memory(self, world_size: int) -> str:
+        legal = ", ".join(map(str, legal_replications(world_size)))
+        return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
+
+    @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, self.sparsity_aware, self.permute, self.keep_constant)
+
+    @override
+    def for_self_check(self) -> SpMMScheme:
+        return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        if shard.types.is_hetero:
+            self._made = ProcessGrid(world.size, 1)
+            return exchange
+        grid = self._made = self._grid(shard, offsets, shard.node_ids(world.rank), world)
+        sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
+        blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
+        exchange.make_matrix = sparse if self.sparsity_aware else blocks
+        exchange.spread = (lambda copy_bytes, result_bytes: sparse) if grid.replication > 1 else None
+        return exchange
+
+    def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
+        """Returns the grid that is asked for, or that with the replication factor that moves least."""
+        if self.replication is not None or world.size == 1:
+            return ProcessGrid(world.size, self.replication or 1)
+        grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
+        row_bytes = shard.batch.x[:1].nbytes
+        if self.sparsity_aware:
+            source, target = node_ids[stored_ids(shard.batch.edge_index).cpu().numpy()]
+            own = torch.tensor([_partial_sums(source, target, grid, offsets, world.rank) for grid in grids])
+            partial_sums = world.all_reduce_(own.to(world.device), "Choosing the replication factor").tolist()
+            sums_of = zip(grids, map(int, partial_sums))
+            costs = [sparse_cost(grid, offsets, shard.halos, sums, row_bytes) for grid, sums in sums_of]
+        else:
+            costs = [block_cost(grid, offsets, row_bytes) for grid in grids]
+        # Of the rank that has least, so that all choose alike.
+        available = available_bytes() if world.device.type == "cpu" else None
+        least = min((each for each in world.all_gather_object(available) if each is not None), default=None)
+        chosen = choose(costs, None if least is None else least // world.size)
+        rank_zero_info(
+            f"replication={chosen.grid.replication} of {', '.join(str(cost.grid.replication) for cost in costs)}: a product "
+            f"moves {chosen.rows:,} rows ("
+            + ", ".join(f"{cost.grid.replication}: {cost.rows:,}" for cost in costs)
+            + f") and holds {chosen.bytes_held / 1e6:.3g} MB more than its operands on a rank"
+        )
+        return chosen.grid
+
+
+def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, rank: int) -> int:
+    """Returns how often a node of this rank has in-edges from the chunk of another column than its own."""
+    column = grid.holders(offsets, target, source) % grid.replication
+    elsewhere = column != grid.column(rank)
+    return len(np.unique(target[elsewhere] * grid.replication + column[elsewhere]))
+
+
+class CubeScheme(ProductScheme):
+    """2D and 3D products; see :class:`SpMM2DStrategy`."""
+
+    def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
+        super().__init__(permute, keep_constant)
+        self.dimensions, self._is_column = dimensions, False
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        found = cube_exchange(work, topology, self.dimensions, self.keep_constant)
+        return [] if found is None else [replace(found, followed=True)]
+
+    @override
+    def check_ranks(self, world_size: int) -> None:
+        self._cube(world_size)
+
+    def _cube(self, ranks: int) -> ProcessCube:
+        return ProcessCube(1, ranks) if self._is_column else ProcessCube.of(ranks, self.dimensions)
+
+    @override
+    def for_memory(self) -> SpMMScheme:
+        return SpMMScheme(1, False, self.permute, self.keep_constant)
+
+    @override
+    def for_self_check(self) -> CubeScheme:
+        scheme = CubeScheme(self.dimensions, self.permute, self.keep_constant)
+        scheme._is_column = True  # there is no square of two ranks: 1 x 1 x 2, by the same products
+        return scheme
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
+        cube = self._cube(world.size)
+        exchange.make_matrix = partial(
+            SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter, keep_blocks=self.keep_constant
+        )
+        # Attention and extremes: over the edges that each rank holds of the cube.
+        dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
+        exchange.spread = lambda copy_bytes, result_bytes: dealt
+        return exchange
+
+
+class AnyProductScheme(ProductScheme):
+    """Products in the way that sends least; see :class:`SpMMStrategy`."""
+
+    @override
+    def check_ranks(self, world_size: int) -> None:
+        """Any number of ranks multiplies in 1D."""
+
+    @override
+    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+        return product_exchanges(work, topology)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        exchange = HaloExchange(shard.plan, world, meter)
+        exchange.make_matrix = partial(MatrixByCall, plan=shard.plan, offsets=shard.offsets, world=world, meter=meter)
+        return exchange
+
+
+class SpMMStrategy(GNNStrategy):
+    """Full-graph training with each product in the way that sends least, exact; ``Trainer(strategy="spmm")``.
+
+    The ways are those of the other ``spmm_`` strategies that let all ranks multiply: 1D, and 1.5D with c up to sqrt(P),
+    sparsity-aware, each also mirrored, so that partial sums travel where rows would, and rows where sums would; 2D where P is a
+    square, and 3D where it is a cube. For each width and dtype of rows, forward and backward, a product takes the way in which
+    the busiest rank sends or receives the fewest bytes; a matrix is distributed only in the ways that are taken. Layers that are
+    no products read halo rows, as under ``spmm_1d``.
+
+    Args:
+        permute: see :class:`SpMM15DStrategy`.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation.
+    """
+
+    strategy_name = "spmm"
+
+    def __init__(self, permute: Permute | None = "metis", keep_constant: bool = True, **options: Any) -> None:
+        super().__init__(AnyProductScheme(permute, keep_constant), **options)
+
+
+class SpMM15DStrategy(GNNStrategy):
+    """Full-graph training with products on a process grid, exact; ``Trainer(strategy="spmm_15d")``.
+
+    Args:
+        replication: c, a divisor of the number of ranks: partial sums of a node lie on so many of them, and each rank reads
+            1 / c of the nodes. By default the one that moves the fewest rows among those up to sqrt(P): beyond, ranks idle.
+        sparsity_aware: send only the rows that a nonzero reads, and the partial sums that one has added to; otherwise whole
+            blocks, as published.
+        permute: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks of
+            equal weight, None for ranges of the graph's own order. By default METIS if `sparsity_aware`, else random.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation; once the number of ranks is known, a replication factor that does not divide it.
+    """
+
+    strategy_name = "spmm_15d"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        for c in legal_replications(ranks):
+            if 1 < c <= isqrt(ranks):
+                yield {"replication": c}
+                yield {"replication": c, "sparsity_aware": False}
+
+    def __init__(
+        self,
+        replication: int | None = None,
+        sparsity_aware: bool = True,
+        permute: Permute | Literal["auto"] | None = "auto",
+        keep_constant: bool = True,
+        **options: Any,
+    ) -> None:
+        if isinstance(permute, str) and permute == "auto":
+            permute = "metis" if sparsity_aware else "random"
+        super().__init__(SpMMScheme(replication, sparsity_aware, permute, keep_constant), **options)
+
+
+class SpMM1DStrategy(SpMM15DStrategy):
+    """:class:`SpMM15DStrategy` with replication 1, CAGNET's Algorithm 1; ``Trainer(strategy="spmm_1d")``.
+
+    Args:
+        sparsity_aware, permute, keep_constant, **options: see :class:`SpMM15DStrategy`.
+    """
+
+    strategy_name = "spmm_1d"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {"sparsity_aware": False}  # with it, rows are those of dgcl
+
+    def __init__(
+        self,
+        sparsity_aware: bool = True,
+        permute: Permute | Literal["auto"] | None = "auto",
+        keep_constant: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(1, sparsity_aware, permute, keep_constant, **options)
+
+
+class SpMM2DStrategy(GNNStrategy):
+    """Full-graph training with 2D products (SUMMA), exact; ``Trainer(strategy="spmm_2d")``; P is a square.
+
+    Args:
+        permute: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or None
+            for ranges of the graph's own order.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`; and keep the blocks of the matrix that
+            a rank multiplies with, 1 / q of it in 2D and 1 / q^2 in 3D. Otherwise each has 1 / P, and they travel in each
+            product.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown permutation; once the number of ranks is known, one that is no square.
+    """
+
+    strategy_name = "spmm_2d"
+    dimensions = 2
+
+    def __init__(self, permute: Permute | None = "random", keep_constant: bool = True, **options: Any) -> None:
+        super().__init__(CubeScheme(self.dimensions, permute, keep_constant), **options)
+
+
+class SpMM3DStrategy(SpMM2DStrategy):
+    """:class:`SpMM2DStrategy` on a cube of ranks, whose layers are added up; ``Trainer(strategy="spmm_3d")``; P is a cube."""
+
+    strategy_name = "spmm_3d"
+    dimensions = 3

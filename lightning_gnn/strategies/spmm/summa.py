@@ -1,0 +1,196 @@
+"""2D and 3D products: blocks of the matrix travel, as well as blocks of rows.
+
+Source: CAGNET (SC'20) sections 4.3 and 4.4, SUMMA on a square of ranks, and on each layer of a cube; see
+:class:`~lightning_gnn.partition.grid.ProcessCube` for who holds what. Rows come in and go out whole, as each rank owns them,
+so that dense layers see all columns of a node: they are turned into columns of blocks inside a block's owners, and back.
+
+SUMMA's stages begin at another block on each rank of a row and of a column, as Cannon's algorithm does: so in each stage a rank
+sends its block of the matrix to one rank and its rows to one, and gets one of each. In one order for all, q - 1 of q would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.kernels import CSR, spmm
+from lightning_gnn.partition.grid import ProcessCube
+from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategies.spmm.blocks import ProductMessages
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a block of the matrix is packed, as it travels and is kept: without its empty rows, which on many ranks most rows are.
+
+    Packed are, as bytes: which rows have entries and how many, int32 ``[R]`` each; columns, int32, and values, ``[E]`` each.
+    Source: doubly compressed sparse rows, Buluc and Gilbert (IPDPS'08).
+
+    Attributes:
+        shape: rows and columns of the block.
+        filled, entries: R, E.
+        dtype: of values; None for ones.
+    """
+
+    shape: tuple[int, int]
+    filled: int
+    entries: int
+    dtype: torch.dtype | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each part."""
+        item = 0 if self.dtype is None else self.dtype.itemsize
+        return [4 * self.filled, 4 * self.filled, 4 * self.entries, item * self.entries]
+
+    def expanded(self, packed: Tensor) -> tuple[CSR, Tensor | None]:
+        """Returns a block's entries, and their values in slot order."""
+        *parts, values = packed.split(self.sizes)
+        rows, counts, indices = (part.view(torch.int32) for part in parts)
+        indptr = torch.zeros(self.shape[0] + 1, dtype=torch.int64, device=packed.device)
+        indptr[rows.long() + 1] = counts.long()
+        csr = CSR(indptr.cumsum(0), indices, None, self.shape[1])
+        return csr, None if self.dtype is None else values.clone().view(self.dtype)  # a copy, since it must be aligned
+
+
+def _packed(csr: CSR, values: Tensor | None) -> tuple[_Form, Tensor]:
+    counts = csr.indptr.diff()
+    rows = counts.nonzero().view(-1)
+    parts = [rows.int(), counts[rows].int(), csr.indices, *([] if values is None else [values])]
+    form = _Form((csr.num_rows, csr.num_cols), len(rows), csr.num_edges, None if values is None else values.dtype)
+    return form, torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+
+
+class SummaMatrix(Matrix):
+    """One rank's block of a matrix over all nodes and of its transpose.
+
+    Memory beside the operands: the blocks of the matrix of this rank's row and layer, or three stages' of them; three stages'
+    blocks of rows, and the partial sums of a block row's columns.
+
+    Args:
+        entries: the matrix's entries whose row this rank owns, in relabelled ids.
+        cube: who stands where.
+        offsets: first node of each rank and the end, ``[P + 1]``.
+        world, meter: the ranks, and where traffic is counted.
+        keep_blocks: the matrix does not change, so its blocks travel once, when it is distributed; otherwise in each product.
+    """
+
+    def __init__(
+        self, entries: Triples, cube: ProcessCube, offsets: Ids, world: World, meter: Meter, keep_blocks: bool = True
+    ) -> None:
+        self.keep_blocks = keep_blocks
+        self.cube, self.offsets, self.world, self.meter = cube, offsets, world, meter
+        self.row, self.column, self.layer = cube.place(world.rank)
+        self._sizes = np.diff(offsets[:: cube.side]).tolist()  # of each block
+        self._dtype = None if entries.value is None else entries.value.dtype
+        self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
+
+    def _distribute(self, entries: Triples) -> list[tuple[_Form, Tensor | None]]:
+        """Returns by stage the blocks of this rank's row and layer, packed; None for others' that are not kept."""
+        cube, world = self.cube, self.world
+        starts = torch.from_numpy(np.ascontiguousarray(self.offsets[:: cube.side]))
+        mine = distribute(entries, on_grid(cube, self.offsets), world)
+        # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
+        shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
+        total = 0
+        for block in cube.blocks_of_row(self.row):
+            shift[block] = total - int(starts[block])
+            total += self._sizes[block]
+        block_of = torch.bucketize(mine.row.cpu().contiguous(), starts, right=True) - 1
+        rows = mine.row + shift[block_of].to(mine.row.device)
+        here = self.layer * cube.side + self.column
+        csr = CSR.from_coo(rows, mine.col - int(starts[here]), total, self._sizes[here])
+        form, own = _packed(csr.of_slots(), None if mine.value is None else csr.permute(mine.value))
+        counts = torch.tensor([form.filled, form.entries], device=world.device)
+        filled, num_entries = world.all_gather(counts, "Distributing a matrix").T.tolist()
+        in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
+        widths = self._sizes[self.layer * cube.side :]
+        forms = [
+            _Form((total, width), filled[peer], num_entries[peer], self._dtype) for peer, width in zip(in_row, widths)
+        ]
+        if not self.keep_blocks:
+            return [(form, own if peer == world.rank else None) for peer, form in zip(in_row, forms)]
+        blocks = [own if peer == world.rank else own.new_empty(sum(form.sizes)) for peer, form in zip(in_row, forms)]
+        others = [(peer, block) for peer, block in zip(in_row, blocks) if peer != world.rank]
+        sends = [(peer, own) for peer, _ in others if len(own)]
+        world.transport.start_each(sends, [(peer, block) for peer, block in others if len(block)])()
+        return list(zip(forms, blocks))
+
+    @override
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
+        cube, rank = self.cube, self.world.rank
+        messages = ProductMessages(self.world, self.meter, call)
+        blocks = self._blocks[call.direction == "backward"]
+        columns = cube.widths(x.size(1))
+        width = columns[self.column]
+        rows = self._turned(x, columns, messages)
+        in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
+        in_column = [cube.rank(stage, self.column, self.layer) for stage in range(cube.side)]
+        total = x.new_zeros((blocks[0][0].shape[0], width), dtype=torch.promote_types(x.dtype, torch.float32))
+
+        def fetch(turn: int) -> tuple[Callable[[], None], _Form, Tensor, Tensor]:
+            stage, to_row, to_column = cube.stage(rank, turn), *cube.readers(rank, turn)
+            sends, receives, into = [(in_column[to_column], rows)], [], rows
+            form, block = blocks[stage]
+            if not self.keep_blocks:
+                own = blocks[self.column][1]
+                assert own is not None
+                sends.append((in_row[to_row], own))
+            if block is None:
+                block = x.new_empty(sum(form.sizes), dtype=torch.uint8)
+                receives.append((in_row[stage], block))
+            if stage != self.row:
+                into = x.new_empty((form.shape[1], width))
+                receives.append((in_column[stage], into))
+            return messages.start([(peer, each) for peer, each in sends if peer != rank], receives), form, block, into
+
+        # Two ahead: where a rank has a turn's blocks itself, it sends and receives those of the next one at once.
+        coming = [fetch(turn) for turn in range(min(2, cube.side))]
+        for turn in range(cube.side):
+            wait, form, block, into = coming.pop(0)
+            wait()
+            if turn + 2 < cube.side:
+                coming.append(fetch(turn + 2))
+            csr, values = form.expanded(block)
+            spmm(csr, into, values, out=total, accumulate=True)
+        out = self._turned_back(self._summed(total, messages), columns, messages)
+        messages.end()
+        return out
+
+    def _turned(self, x: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
+        """Returns this rank's columns of all rows of its block, of whole rows ``[N, f]``."""
+        ranks = self.cube.owners(self.layer * self.cube.side + self.row)
+        counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
+        parts = [part.contiguous() for part in x.split(columns, 1)]
+        block = x.new_empty((sum(counts), columns[self.column]))
+        pieces = block.split(counts)
+        pieces[self.column].copy_(parts[self.column])
+        messages.swap(ranks, parts, pieces)
+        return block
+
+    def _turned_back(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
+        """Returns this rank's whole rows, ``[N, f]``, of its columns of all rows of its block."""
+        ranks = self.cube.owners(self.layer * self.cube.side + self.row)
+        counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
+        pieces = block.split(counts)
+        parts = [block.new_empty((counts[self.column], width)) for width in columns]
+        parts[self.column] = pieces[self.column]
+        messages.swap(ranks, pieces, parts)
+        return torch.cat(parts, 1)
+
+    def _summed(self, total: Tensor, messages: ProductMessages) -> Tensor:
+        """Returns the sum over layers of the rows of this rank's block, in the order of layers."""
+        cube = self.cube
+        if cube.layers == 1:
+            return total
+        pieces = total.split([self._sizes[block] for block in cube.blocks_of_row(self.row)])
+        return messages.sum([cube.rank(self.row, self.column, layer) for layer in range(cube.layers)], pieces)

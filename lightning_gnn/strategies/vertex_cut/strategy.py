@@ -1,0 +1,289 @@
+"""``vertex_cut``: every edge on one rank; nodes that several ranks hold have one master and mirrors.
+
+Source: CDFGNN, "Cache-based Distributed Full-batch GNN training": sections 3 (vertex cut), 4 (adaptive cache), 5 (quantised
+messages) and 6 (hierarchical partition).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import NoneType
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
+from lightning_gnn.comm.codec import CodecName
+from lightning_gnn.comm.detect import hosts_of
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.partition.layout import LayoutSpec, by_machine
+from lightning_gnn.partition.types import Types
+from lightning_gnn.partition.vertex_cut import METHODS
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
+from lightning_gnn.strategies.vertex_cut.loaded_edges import LoadedEdges
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
+
+EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "streaming"]
+
+
+class VertexCutScheme(Scheme):
+    """S copies rows from masters to the mirrors that read them, R sums partial results at masters. See
+    :class:`VertexCutStrategy`."""
+
+    def __init__(
+        self,
+        partition: EdgeMethod | None,
+        hosts: int | None,
+        host_weight: float,
+        cache: AdaptiveThreshold | LargestChanges | float | None,
+        monitor: str | None,
+        keep_constant: bool,
+        cache_within_hosts: bool = False,
+    ) -> None:
+        self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
+        self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self.cache_within_hosts = cache_within_hosts
+        self.approximation = "" if cache is None else "cached messages"
+        self._rule: AdaptiveThreshold | LargestChanges | None = None
+        self._messages: MessageCache | None = None
+        self._world: World | None = None
+        self._loaded: LoadedEdges | None = None
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        hosts = self.hosts or num_hosts
+        if world_size % hosts:
+            legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
+            raise ValueError(
+                f"hosts={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
+                f"{', '.join(map(str, legal))}."
+            )
+        groups = by_machine(world_size, hosts)
+        weight = self.host_weight if groups else 0.0
+        types = self.cache is None
+        return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight, takes_types=types)
+
+    @override
+    def for_self_check(self) -> VertexCutScheme:
+        return VertexCutScheme("random", None, 0.0, None, self.monitor, self.keep_constant)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        assert shard.holders is not None
+        make_exchange: MakeExchange = send_directly
+        if self.cache is not None:
+            if self._messages is None or self._world is not world:  # one for both directions of edges
+                self._rule = None if isinstance(self.cache, float) else replace(self.cache)
+                self._messages, self._world = self._make_cache(self._near(world)), world
+            make_exchange = self._messages.make_exchange
+        make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
+        exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
+        exchange.make_matrix, exchange.spread = make, lambda copy_bytes, result_bytes: make
+        return exchange
+
+    @override
+    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
+        binding = super().bind(module, shard, world, meter)
+        self._loaded = LoadedEdges(binding.context, shard.edge_counts)
+        return binding
+
+    @override
+    def unbind(self) -> None:
+        self._messages = self._world = self._loaded = None
+
+    def _near(self, world: World) -> Sequence[int]:
+        """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
+        if self.cache_within_hosts or world.stand_ins:
+            return ()
+        hosts = hosts_of(world) if self.hosts is None else np.arange(world.size).reshape(self.hosts, -1).tolist()
+        if len(hosts) == 1:
+            rank_zero_info(
+                "All ranks are on one machine, where rows go as they are, neither cached nor encoded: to do either takes longer. "
+                "cache_within_hosts=True does so all the same."
+            )
+        return next(ranks for ranks in hosts if world.rank in ranks)
+
+    def _make_cache(self, near: Sequence[int]) -> MessageCache:
+        cache: Any = self.cache
+        if isinstance(cache, LargestChanges):
+            return LargestChangesCache(cache.share, near)
+        if isinstance(cache, float):
+            return MessageCache(cache, near)
+        return MessageCache(cache.epsilon, near, cache.factors)
+
+    @override
+    def take_loss(self, part: torch.Tensor) -> None:
+        if self._messages is not None:
+            before = self._messages.loss
+            self._messages.loss = part if before is None else before + part
+
+    @override
+    def callbacks(self, world: World) -> Sequence[pl.Callback]:
+        found: list[pl.Callback] = [] if self._loaded is None else [self._loaded]
+        if self._messages is not None:
+            found.append(CacheSchedule(self._messages, self._rule, self.monitor, world))
+        return found
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"threshold": asdict(self._rule)} if isinstance(self._rule, AdaptiveThreshold) else {}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the threshold up where it was; what is in caches is not kept, so the first epoch sends everything."""
+        if isinstance(self._rule, AdaptiveThreshold) and "threshold" in state:
+            saved = state["threshold"]
+            self._rule.epsilon, self._rule.mean, self._rule.first = saved["epsilon"], saved["mean"], saved.get("first")
+
+
+class VertexCutStrategy(GNNStrategy):
+    """Full-graph training over a vertex cut, exact unless told otherwise; ``Trainer(strategy="vertex_cut")``.
+
+    Every edge lies on one rank, so that edges balance whatever their degrees: for graphs with hubs. A node has one master, which
+    owns its row, and mirrors where its edges lie. Masters copy rows to the mirrors that read them, mirrors send partial sums to
+    masters, and nothing else travels. What ranks load, the in-edges of their masters, is about as even as what they compute.
+
+    Args:
+        partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
+            balances them best and cuts fastest; ``"streaming"`` (2PS-L) takes memory of nodes and not of edges; ``"auto"`` is the
+            first of these three for which there is memory; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare
+            with. None: ``"auto"`` for a folder of files, else ``"ne"``.
+        hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
+            the Trainer's ``num_nodes``.
+        host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
+        cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
+            row's size: a number is that share; ``"adaptive"`` one that follows the training loss, or `monitor` (CDFGNN 4.1);
+            an :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` the same with other numbers.
+            ``"largest"``, or a :class:`~lightning_gnn.strategies.vertex_cut.thresholds.LargestChanges`, sends a given share:
+            the rows that have changed most. The last epoch, validation, test and predict are exact.
+        monitor: an accuracy that the module logs in training, ``"train_acc"`` say, for ``"adaptive"`` to follow in place of the
+            loss, as CDFGNN has it: something that rises from 0 to 1. None: the loss that ``training_step`` returns, or hands to
+            ``manual_backward``, for which nothing need be logged; see
+            :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold`.
+        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        cache_within_hosts: with a `cache`, cache and encode what ranks of one machine send each other, too. By default that goes
+            as it is, exactly: through shared memory, to look for what to leave out takes longer than to send it.
+        redraw_every: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's masks stay and
+            rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them. An
+            approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Raises:
+        ValueError: an unknown partitioner, a threshold, weight or number of epochs out of range; once the number of ranks is
+            known, hosts that do not divide it; once the model is, factors of an
+            :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` for layers that it does not have.
+    """
+
+    strategy_name = "vertex_cut"
+    scheme: VertexCutScheme
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        yield {}
+        # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
+        yield {"codec": "int8"}
+
+    def __init__(
+        self,
+        partition: EdgeMethod | None = None,
+        hosts: int | None = None,
+        host_weight: float = 0.1,
+        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
+        monitor: str | None = None,
+        keep_constant: bool = True,
+        cache_within_hosts: bool = False,
+        redraw_every: int = 1,
+        **options: Any,
+    ) -> None:
+        if partition is not None and not is_one_of(partition, METHODS):
+            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
+        if hosts is not None:
+            check_whole(hosts=hosts)
+        check_whole(redraw_every=redraw_every)
+        check_numbers(host_weight=host_weight)
+        if monitor is not None:
+            check_words(monitor=monitor)
+        check_flags(keep_constant=keep_constant, cache_within_hosts=cache_within_hosts)
+        if hosts is not None and hosts < 1:
+            raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
+        if not 0 <= host_weight <= 1:
+            raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
+        if isinstance(cache, str) and cache == "adaptive":
+            cache = AdaptiveThreshold()
+        elif isinstance(cache, str) and cache == "largest":
+            cache = LargestChanges()
+        elif isinstance(cache, (int, float)) and not isinstance(cache, bool) and 0 <= cache < math.inf:
+            cache = float(cache)
+        elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)):
+            what = "'adaptive', 'largest', a threshold of at least 0, or None"
+            raise ValueError(f"cache must be {what} (got {shown(cache)}).")
+        if redraw_every < 1:
+            raise ValueError(f"redraw_every is a number of epochs, at least 1 (got {redraw_every}).")
+        if redraw_every > 1 and cache is None:
+            raise ValueError(
+                f"redraw_every={redraw_every} keeps dropout's masks so that a cache finds rows that have hardly changed, and "
+                'there is none: add cache="adaptive", or leave redraw_every out.'
+            )
+        if cache is not None and options.get("recompute") is True:
+            raise ValueError(
+                "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
+                "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
+            )
+        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant, cache_within_hosts)
+        super().__init__(scheme, **options)
+        self.redraw_every = redraw_every
+
+    @override
+    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+        super().check_model(module, types)
+        if isinstance(self.scheme.cache, AdaptiveThreshold):
+            layers = [name for name, child in module.named_modules() if isinstance(child, MessagePassing)]
+            self.scheme.cache.check_names([*layers, "expand", "reduce"])
+
+    @property
+    @override
+    def approximation(self) -> str:
+        drawn = f"random numbers drawn every {self.redraw_every} epochs" if self.redraw_every > 1 else ""
+        return ", ".join(filter(None, [super().approximation, drawn]))
+
+
+class CachedVertexCutStrategy(VertexCutStrategy):
+    """:class:`VertexCutStrategy` as CDFGNN has it: adaptive cache, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
+
+    ``cache="largest", codec="bfp4"`` sends far less, but harmed two of four graphs (docs/vertex-cut.md).
+
+    Args:
+        cache: see :class:`VertexCutStrategy`.
+        codec: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`VertexCutStrategy`.
+    """
+
+    strategy_name = "vertex_cut_cached"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
+        return iter(())  # see VertexCutStrategy
+
+    def __init__(
+        self,
+        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = "adaptive",
+        codec: CodecName | None = "int8",
+        **options: Any,
+    ) -> None:
+        super().__init__(cache=cache, codec=codec, **options)

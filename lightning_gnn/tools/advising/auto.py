@@ -1,0 +1,80 @@
+"""``auto_gnn``: the exact full-graph scheme that advice has first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_gnn.planning import Topology
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.tools.advising.advice import Advice, advise_on
+from lightning_gnn.tools.advising.candidates import Candidate, candidates
+from lightning_gnn.tools.advising.machine import Machine, available_cores
+
+
+class AutoStrategy(GNNStrategy):
+    """Full-graph training, exact, under the scheme that suits graph, model and machine; ``Trainer(strategy="auto_gnn")``.
+
+    Before the first ``fit`` (or other call), rank 0 rehearses a few training steps of each scheme and predicts epochs, as
+    ``lightning-gnn advise`` does; all ranks take the first. For CPU ranks.
+
+    Args:
+        topology: what joins the ranks, rank i being device i: a name, the path of a JSON file, or a topology
+            (docs/planning.md). By default CPU ranks of this machine, or of the Trainer's ``num_nodes`` like it.
+        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+
+    Attributes:
+        advice: what was predicted, in the order of :func:`~lightning_gnn.tools.advising.advice.advise`; on rank 0, empty before.
+
+    Raises:
+        ValueError: devices are not CPUs; no such topology.
+        RuntimeError: the model could not be rehearsed under any scheme.
+    """
+
+    strategy_name = "auto_gnn"
+
+    @classmethod
+    @override
+    def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
+        return []  # it is one of the others
+
+    def __init__(self, topology: str | Topology | None = None, **options: Any) -> None:
+        super().__init__(DGCLScheme(), **options)
+        self.topology = topology
+        self.advice: list[Advice] = []
+        self._chosen: Candidate | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type != "cpu":
+            raise ValueError(
+                f"auto_gnn rehearses on the CPU, which tells little about {self.root_device.type}. Name a scheme, such as "
+                'strategy="dgcl"; lightning-gnn advise --speed predicts for devices of a given speed.'
+            )
+        super().setup_environment()
+        if self._chosen is None and self.world_size > 1:
+            chosen = self.world.broadcast_object(self._choose() if self.global_rank == 0 else "")
+            if isinstance(chosen, str):
+                raise RuntimeError(chosen)
+            self._chosen = chosen
+            self.scheme = chosen.strategy().scheme
+
+    def _choose(self) -> Candidate | str:
+        module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes
+        assert module is not None
+        machine = Machine.of(ranks, hosts, self.topology, available_cores())
+        exact = [each for each in candidates(ranks) if each.exact]
+        data = self.check_data(getattr(module.trainer, "datamodule", None))
+        self.advice = advise_on(machine, module, data, module.trainer, exact, overhead=0.0)  # the same for all
+        first, *others = self.advice
+        if not first.applies:
+            return f"auto_gnn could not rehearse the model under any scheme. {first.candidate}: {first.reason}"
+        rest = ", ".join(f"{each.candidate} {1e3 * each.seconds:.3g}" for each in others if each.applies)
+        rank_zero_info(
+            f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({rest})"
+        )
+        return first.candidate

@@ -1,0 +1,61 @@
+"""``lightning-gnn compare``: one model and graph under several strategies, measured side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionConfigFile
+
+from lightning_gnn.tools import comparing
+from lightning_gnn.tools.comparing.cells import Comparison, add_task, make_cells
+from lightning_gnn.tools.comparing.run import check, run
+from lightning_gnn.tools.parser import Parser
+
+USAGE = "lightning-gnn compare --config FILE [--output FOLDER] [--again failed] [--KEY VALUE ...]"
+DESCRIPTION = (
+    "Train one model on one graph under several strategies, each in processes of its own, and compare what they took. The "
+    "sections model and data are those of fit. docs/compare.md explains keys and columns."
+)
+
+
+def compare(arguments: Sequence[str]) -> None:
+    parser = compare_parser()
+    config = parser.parse_args(list(arguments))
+    given = json.loads(parser.dump(config, format="json"))
+    for section in ("model", "data"):
+        if given.get(section) is None:
+            parser.error(f"there is no {section}: give the section of a file for fit, --config FILE.")
+    given.pop("config", None)
+    devices, output = given.pop("devices"), Path(given.pop("output"))
+    try:
+        cells = make_cells(given.pop("cells", None) or [], devices)
+        comparison = check(Comparison(**given, cells=cells, output=output))
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        found = run(comparison)
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(any(cell["status"] != "finished" for cell in found["cells"]))
+
+
+def compare_parser() -> Parser:
+    """Returns the parser of the command's options; most are arguments of :func:`~lightning_gnn.compare`."""
+    parser = Parser(prog="lightning-gnn compare", usage=USAGE, description=DESCRIPTION)
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these keys.")
+    add_task(parser)
+    parser.add_argument(
+        "--cells", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md."
+    )
+    parser.add_argument(
+        "--devices", type=int | list[int], default=2, help="Ranks of cells that do not say; each of a list."
+    )
+    parser.add_argument("--output", type=str, default="comparison", help="Folder for results; those there are used.")
+    own: set[str | int] = {"model", "data", "cells", "devices", "output", "trainer"}
+    parser.add_function_arguments(comparing.compare, as_group=False, skip=own)
+    parser.add_argument("--trainer", type=dict[str, Any], default={}, help="More arguments of the Trainer.")
+    return parser

@@ -1,0 +1,266 @@
+"""``lightning-gnn plan``: what a plan puts on each link, and what one exchange of rows takes; printed by ``plan_print.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
+from lightning_gnn.checks.memory import training_bytes
+from lightning_gnn.data.shards import Cut
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload
+from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads
+from lightning_gnn.planning.presets import PRESETS, find_topology
+from lightning_gnn.planning.relation import Relation
+from lightning_gnn.planning.tables import rank_plan
+from lightning_gnn.planning.topology import MAX_DEVICES, Topology
+from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.tools.advising.advice import quiet_trainer
+from lightning_gnn.tools.advising.candidates import candidates
+from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
+from lightning_gnn.tools.commands.plan_print import memory_table, printed
+from lightning_gnn.tools.parser import check_folder
+
+PAPER_LAYERS = 2
+"""DGCL section 7."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All that ``plan`` prints.
+
+    Attributes:
+        work, topology: what is trained, on what; no topology for no times.
+        exchanges: of the strategy first, then of all others that are registered.
+        links: of the plan that is followed, the busiest first; empty if it is none, and so is what follows.
+        balance: between kinds of hops.
+        table_bytes: of the send and receive tables, of each rank.
+        training_bytes: a low estimate of each rank's peak, see :func:`~lightning_gnn.checks.memory.training_bytes`.
+    """
+
+    work: Workload
+    topology: Topology | None
+    exchanges: tuple[ExchangeCost, ...]
+    links: tuple[LinkLoad, ...] = ()
+    balance: Balance | None = None
+    table_bytes: tuple[int, ...] = ()
+    training_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
+        """Returns the report on a strategy's scheme."""
+        own = [replace(each, scheme=each.scheme or name) for each in scheme.exchanges(work, topology)]
+        report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
+        followed = report.followed
+        if followed.plan is None or topology is None:
+            if scheme.follows_plan and followed.reason:
+                raise ValueError(followed.reason)
+            return report
+        ranks = [rank_plan(followed.plan, rank) for rank in range(topology.num_devices)]
+        peaks = (
+            training_bytes(*size, work.feature_bytes, work.row_bytes, work.num_layers, rank.num_relayed)
+            for size, rank in zip(cut.sizes(), ranks)
+        )
+        assert followed.cost is not None
+        return replace(
+            report,
+            links=tuple(link_loads(followed.plan, topology, work.row_bytes)),
+            balance=balance(followed.cost, work.row_bytes),
+            table_bytes=tuple(rank.table_bytes for rank in ranks),
+            training_bytes=tuple(peaks),
+        )
+
+    @property
+    def followed(self) -> ExchangeCost:
+        return next(each for each in self.exchanges if each.followed)
+
+    @property
+    def largest_share(self) -> float:
+        """Memory of tables over that of training (DGCL Figure 11) on the rank where it is most; the latter is too low."""
+        return max(tables / peak for tables, peak in zip(self.table_bytes, self.training_bytes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers and lists, for JSON: seconds, bytes, rows; None for what is unknown."""
+        work, plan, cost = self.work, self.followed.plan, self.followed.cost
+        found = {
+            "topology": self.topology and self.topology.name,
+            "parts": work.relation.num_devices,
+            "nodes": int(work.relation.offsets[-1]),
+            "edges": int(work.edge_index.shape[1]),
+            "layers": work.num_layers,
+            "columns": work.columns,
+            "features": work.features,
+            "row_bytes": work.row_bytes,
+            "follows": self.followed.scheme,
+            "exchanges": [each.as_dict() for each in self.exchanges],
+            "replication_factors": list(work.replication_factors),
+        }
+        if plan is None or cost is None or self.balance is None:
+            return found
+        return found | {
+            "plan": plan.name,
+            "stages": plan.num_stages,
+            "stage_seconds": cost.stage_seconds(work.row_bytes).tolist(),
+            "links": [load.as_dict(work.row_bytes) for load in self.links],
+            "balance": self.balance.as_dict(),
+            "tables": {
+                "table_bytes": list(self.table_bytes),
+                "training_bytes": list(self.training_bytes),
+                "largest_share": self.largest_share,
+            },
+        }
+
+
+def _others(
+    own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None
+) -> list[ExchangeCost]:
+    found, seen = {each.scheme: each for each in own}, {type(scheme)}
+    kind = scheme.layout(work.relation.num_devices).kind
+    for candidate in candidates(work.relation.num_devices):
+        other = candidate.strategy().scheme
+        if type(other) in seen or not candidate.full_graph or other.layout(work.relation.num_devices).kind != kind:
+            continue
+        seen.add(type(other))
+        for each in other.exchanges(work, topology):
+            name = each.scheme or candidate.name
+            found.setdefault(name, replace(each, scheme=name, followed=False))
+    return list(found.values())[len(own) :]
+
+
+class PlanCLI(GraphCLI):
+    """The options of ``plan``, checked before anything is loaded."""
+
+    name = "plan"
+    usage = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]
+                          [--output FOLDER] [--json FILE] [--KEY VALUE ...]"""
+    description = (
+        "Say what a plan puts on each link, and what an exchange of rows takes under it and under other schemes, without "
+        "starting ranks. Files and keys are those of fit; used are data, trainer.strategy, trainer.devices, trainer.num_nodes, "
+        "and for memory model. lightning-gnn advise predicts epochs."
+    )
+    options: ClassVar = {
+        "topology": Option(
+            str,
+            f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; strategies that follow no plan: "
+            "none, and no times)",
+        ),
+        "columns": Option(
+            int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"
+        ),
+        "layers": Option(int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
+        "output": Option(str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
+        "json": JSON,
+    }
+    width = 160
+    wants_module = True
+
+    @override
+    def prepare(self, scheme: Scheme, parts: int) -> None:
+        config = self.config
+        if parts < 2:
+            raise ValueError(f"plans are for several parts (got {parts}): give --parts.")
+        if parts > MAX_DEVICES:
+            raise ValueError(f"plans are for at most {MAX_DEVICES} parts (got {parts}): give --parts.")
+        for name in ("layers", "columns"):
+            if config[name] is not None and config[name] < 1:
+                raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
+        self.topology = self._topology(scheme, parts)
+        layers, columns = (_of_model(config.model, name) for name in ("num_layers", "hidden_channels"))
+        self.layers = config.layers or layers or PAPER_LAYERS
+        self.layers_from = "--layers" if config.layers else "the model's" if layers else "DGCL's"
+        self.columns = config.columns or columns or 0
+        self.columns_from = "--columns" if config.columns else "the model's" if columns else "the features'"
+        self.output = None if config.output is None else Path(config.output)
+        if self.output is not None:
+            if not scheme.follows_plan:
+                raise ValueError(
+                    f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out."
+                )
+            check_folder("--output", self.output)
+
+    def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
+        """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
+        source = self.config.topology
+        if scheme.follows_plan:
+            scheme.topology = source = source or scheme.topology  # type: ignore[attr-defined]
+            if source in (None, "auto", "measured"):
+                raise ValueError(
+                    f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
+                    "one in the strategy: DGCLStrategy(topology=...)."
+                )
+        return None if source is None else find_topology(source, parts)
+
+    def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
+        """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""
+        if self.module is None:
+            return [], "give --model, or a file that names one, as for fit."
+        try:
+            steps = Predicted(self.module, cut.shard(0).batch, self.scheme.for_memory(), quiet_trainer())
+        except RuntimeError as error:
+            return [], str(error)
+        row_bytes = cut.attributes["node"]["x"][:1].nbytes
+        working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        footprints = [steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)]
+        return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
+
+
+def _of_model(config: Any, name: str) -> int | None:
+    """Returns the first positive integer of that name in the model's configuration, the outermost; None if there is none."""
+    values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    value = values.get(name)
+    if isinstance(value, int) and value > 0:
+        return value
+    return next((found for each in values.values() if (found := _of_model(each, name)) is not None), None)
+
+
+def plan(arguments: Sequence[str]) -> None:
+    cli = PlanCLI(arguments)
+    data, console = cli.datamodule, cli.console
+    with in_a_line():
+        data.prepare_for(cli.layout)
+        cut = data.stored_cut()
+        if cut.types.is_hetero:
+            raise ValueError(
+                "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
+            )
+        x, weight = cut.attributes["node"]["x"], cut.attributes["edge"].get("edge_weight")
+        work = Workload(
+            Relation.from_halos(cut.halos, cut.offsets),
+            cut.edge_index(),
+            cli.layers,
+            cli.columns or x.size(1),
+            x.size(1),
+            x.element_size(),
+            0 if weight is None else weight.element_size(),
+            None if cut.holders is None else cut.holders.numpy().astype(np.int64),
+        )
+        report = PlanReport.of(cli.strategy.strategy_name, cli.scheme, work, cli.topology, cut)
+        peaks, unknown = cli.peaks(cut)
+        drawn = [] if cli.output is None else _draw(report, cli.output)
+    console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
+    if peaks:
+        console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
+    else:
+        console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
+    memory = [{**asdict(peak), "recompute": asdict(again)} for _, peak, again in peaks]
+    cli.write_json({**report.as_dict(), "memory": memory})
+    for file in drawn:
+        console.print(f"Written: {file}", soft_wrap=True)
+
+
+def _draw(report: PlanReport, folder: Path) -> list[Path]:
+    # Here, since all commands import this file, and matplotlib takes its time.
+    from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
+
+    assert report.topology is not None
+    row_bytes, followed = report.work.row_bytes, report.followed
+    title = f"{followed.scheme} over {report.topology.name}, rows of {row_bytes:,} bytes"
+    links = draw_links(report.links, report.topology, title)
+    costs = {each.scheme: each.cost or each.reason for each in report.exchanges if each.scheme in ("p2p", "spst")}
+    stages = draw_stages(costs, report.topology, row_bytes)
+    return [*save_picture(links, folder / "links"), *save_picture(stages, folder / "stages")]

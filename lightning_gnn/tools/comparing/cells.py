@@ -1,0 +1,287 @@
+"""What is compared: cells, checked before anything starts, and the keys by which they are found again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import lightning as L
+import torch
+import torch_geometric
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.strategies import GNNStrategy, registered
+from lightning_gnn.tools.parser import Parser, did_you_mean, unknown_word
+
+Again: TypeAlias = Literal["none", "failed", "all"]
+
+OWN_TRAINER_KEYS = (
+    *("strategy", "devices", "num_nodes", "max_epochs", "max_steps", "callbacks", "logger", "default_root_dir"),
+    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"),
+)
+"""Arguments of the Trainer that are the same in all cells, or each cell's own."""
+
+PACKAGE = Path(__file__).parent.parent
+
+FORMAT = 2
+"""Of the files that ranks write; what has run with another one runs again."""
+
+MAKES = "make"
+"""Key of a model or datamodule that a function returns: the function's import path."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of the comparison.
+
+    Attributes:
+        strategy: its name.
+        devices: ranks.
+        arguments: of the strategy.
+        label: how tables and plots call it.
+    """
+
+    strategy: str
+    devices: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label, or else strategy, arguments and number of ranks."""
+        if self.label:
+            return self.label
+        given = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
+        return f"{self.strategy}{f' {given}' if given else ''} x {self.devices}"
+
+    def configured(self) -> str | dict[str, Any]:
+        """Returns the strategy as the Trainer, or its parser, takes it."""
+        kind = registered().get(self.strategy)
+        if kind is None:
+            return self.strategy
+        return {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": dict(self.arguments)}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping) and "class_path" in value:
+        given = ", ".join(f"{name}={_short(each)}" for name, each in (value.get("init_args") or {}).items())
+        return f"{value['class_path'].rpartition('.')[2]}({given})"
+    return str(value)
+
+
+def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence[int]) -> list[Cell]:
+    """Returns the cells of a configuration, one for each number of ranks.
+
+    Args:
+        cells: names of strategies, or ``{"strategy": ..., "devices": ..., "label": ...}`` with the strategy's arguments beside.
+        devices: of cells that do not say how many ranks they have.
+    """
+    made = []
+    if isinstance(cells, (str, Mapping)) or not cells:
+        raise ValueError(
+            "cells is a list of what to compare, strategies and their arguments, such as "
+            f"[{{strategy: auto, devices: 1}}, dgcl, {{strategy: dgcl, codec: int8}}] (got {cells!r})."
+        )
+    for given in cells:
+        if not isinstance(given, (str, Mapping)) or (isinstance(given, Mapping) and "strategy" not in given):
+            raise ValueError(f"A cell is the name of a strategy, or has the key strategy (got {given!r}).")
+        options = {"strategy": given} if isinstance(given, str) else dict(given)
+        strategy, label = str(options.pop("strategy")).lower(), options.pop("label", "")
+        _check_strategy(strategy, options.keys() - {"devices"})
+        counts = options.pop("devices", devices)
+        _check_plain(options, f"arguments of {strategy!r}")
+        for count in counts if isinstance(counts, (list, tuple)) else [counts]:
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(
+                    f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r})."
+                )
+            numbered = label and isinstance(counts, (list, tuple))
+            made.append(Cell(strategy, count, options, f"{label} x {count}" if numbered else label))
+    names = [cell.name for cell in made]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"There are two cells {twice!r}. Leave one out, or give them a label each.")
+    return made
+
+
+def _check_plain(values: Any, what: str) -> None:
+    try:
+        json.dumps(values)
+    except TypeError as error:
+        raise ValueError(
+            f"{what} are numbers, texts, lists and dicts, which can be sent to other processes ({error}). Give an object as "
+            "{'class_path': ..., 'init_args': ...}."
+        ) from error
+
+
+def _check_strategy(name: str, arguments: Any) -> None:
+    known, ours = StrategyRegistry.available_strategies(), registered()
+    if name not in (*known, "auto"):
+        message = f"unknown strategy {name!r}" + did_you_mean(name, ["auto", *known])
+        raise ValueError(message if message.endswith("?") else f"{message} There are auto, {', '.join(known)}.")
+    for ending in ("_spawn", "_notebook"):
+        if name in ours and name.endswith(ending):
+            raise ValueError(f"Each cell is started anew: use {name.removesuffix(ending)!r} for {name!r}.")
+    if arguments and name not in ours:
+        raise ValueError(f"{name!r} takes no arguments here (got {', '.join(sorted(arguments))}).")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of :func:`~lightning_gnn.tools.comparing.run.compare`. The first cell is the reference of the others.
+
+    Attributes:
+        model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
+        data: datamodule, likewise.
+    """
+
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    cells: Sequence[Cell]
+    epochs: int = 10
+    warmup: int = 1
+    seed: int = 0
+    output: Path = Path("comparison")
+    timeout: float = 3600.0
+    again: Again = "none"
+    loss: str = "train_loss"
+    tolerance: float = 1e-4
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.cells:
+            raise ValueError("There are no cells: devices is an empty list.")
+        if self.epochs < 1:
+            raise ValueError(f"epochs is at least 1 (got {self.epochs}).")
+        if not 0 <= self.warmup < self.epochs:
+            raise ValueError(
+                f"warmup epochs are left out of times, so they are fewer than epochs={self.epochs} (got {self.warmup})."
+            )
+        for name, value in (("timeout", self.timeout), ("tolerance", self.tolerance)):
+            if not value > 0:
+                raise ValueError(f"{name} is a number above 0 (got {value}).")
+        if self.again not in get_args(Again):
+            raise ValueError(f"again is one of {', '.join(get_args(Again))} (got {self.again!r}).")
+        _check_plain(self.trainer, "trainer: its values")
+        taken = sorted(set(self.trainer) & set(OWN_TRAINER_KEYS))
+        if taken:
+            raise ValueError(
+                f"trainer: {', '.join(taken)} cannot be set here. Cells say strategy and devices, epochs how long they train; "
+                "nothing is logged or checkpointed."
+            )
+
+    def task(self, cell: Cell) -> dict[str, Any]:
+        """Returns what decides a cell's results, and all that its processes need to know; plain values."""
+        return {
+            **{name: dict(getattr(self, name)) for name in ("model", "data", "trainer")},
+            **{name: getattr(self, name) for name in ("epochs", "seed", "loss")},
+            "strategy": cell.configured(),
+            "devices": cell.devices,
+            "versions": {
+                "lightning_gnn": importlib.import_module("lightning_gnn").__version__,
+                "lightning": L.__version__,
+                "torch": torch.__version__,
+                "torch_geometric": torch_geometric.__version__,
+            },
+            "machine": {
+                "cores": os.cpu_count(),
+                "threads": os.environ.get("OMP_NUM_THREADS"),
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            },
+            "format": FORMAT,
+            "code": _own_code([self.model, self.data, cell.arguments]),
+        }
+
+    def key(self, cell: Cell) -> str:
+        return hashlib.blake2b(json.dumps(self.task(cell), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _own_code(values: Any) -> dict[str, str]:
+    """Returns digests of the files that define what import paths in `values` name; those of installed packages have versions."""
+    found: dict[str, str] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, Mapping):
+            look(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                look(each)
+        elif isinstance(value, str) and "." in value and all(map(str.isidentifier, value.split("."))):
+            try:
+                spec = importlib.util.find_spec(value.rpartition(".")[0])
+            except (ImportError, ValueError, AttributeError):
+                return
+            file = Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
+            if file is not None and "site-packages" not in file.parts and PACKAGE not in file.parents:
+                found[value] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+
+    look(values)
+    return found
+
+
+def task_parser() -> Parser:
+    """Returns what parses model, data and strategy of a task; errors are raised."""
+    parser = Parser(exit_on_error=False)
+    add_task(parser)
+    parser.add_subclass_arguments(GNNStrategy, "strategy", required=False)
+    return parser
+
+
+def add_task(parser: Parser) -> None:
+    parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True, required=False)
+
+
+def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sections of a task as plain values, with defaults filled in."""
+    parser = task_parser()
+    try:
+        given = {name: value for name, value in sections.items() if MAKES not in value}
+        made = parser.parse_object(given)
+        plain = json.loads(parser.dump(made, format="json"))
+    except Exception as error:  # jsonargparse's, or what an import of the user's raises
+        raise ValueError(unknown_word(parser, given) or str(error)) from error
+    return {name: value if MAKES in value else plain[name] for name, value in sections.items()}
+
+
+def section_of(value: Any, what: str) -> dict[str, Any]:
+    """Returns a model or datamodule that a Python call gives as a section of a task.
+
+    Args:
+        value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
+            itself, called without arguments; of data, also GraphDataModule's arguments.
+        what: ``"model"`` or ``"data"``, for errors.
+    """
+    if isinstance(value, Mapping):
+        if "class_path" in value or what == "model":
+            return dict(value)
+        return {"class_path": "lightning_gnn.GraphDataModule", "init_args": dict(value)}
+    if isinstance(value, str):
+        return {MAKES: value}
+    if not callable(value) or isinstance(value, torch.nn.Module):
+        raise ValueError(
+            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its import path, or "
+            f"{{'class_path': ..., 'init_args': ...}} (got a {type(value).__name__})."
+        )
+    return {MAKES: _path_of(value, what)}
+
+
+def _path_of(function: Callable[..., Any], what: str) -> str:
+    name, module = getattr(function, "__qualname__", "<"), getattr(function, "__module__", "")
+    if module == "__main__":  # the script's own name, under which cells import it
+        module = Path(getattr(sys.modules["__main__"], "__file__", None) or "<").stem
+    path = f"{module}.{name}"
+    if "<" in path:
+        raise ValueError(
+            f"{what}: {path} cannot be imported by the cells' processes. Write a function at the top of a file, not a lambda, "
+            "a function inside another, or one in a notebook."
+        )
+    return path

@@ -1,0 +1,296 @@
+"""Runs the cells of a comparison, one after the other, each in processes of its own, and keeps what they have given."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Group
+
+from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_console
+from lightning_gnn.data.store import write_atomically
+from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
+from lightning_gnn.tools.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
+from lightning_gnn.tools.comparing.results import parity, summarise
+from lightning_gnn.tools.comparing.table import ComparisonTable, number, parity_text
+from lightning_gnn.tools.parser import check_folder
+
+LAST_LINES = 15
+"""So many of a failed cell's output are kept in the JSON and the report."""
+
+IN_CELL = "LIGHTNING_GNN_CELL"
+"""Environment variable of a cell's processes."""
+
+GRACE_S = 5.0
+"""How long a cell that is ended may take before it is killed."""
+
+WIDTH = 200
+"""Columns of what is printed to a file."""
+
+Progress = Callable[[str], None]
+
+
+def compare(
+    model: Any,
+    data: Any,
+    cells: Sequence[str | Mapping[str, Any]],
+    *,
+    devices: int | Sequence[int] = 2,
+    epochs: int = 10,
+    warmup: int = 1,
+    seed: int = 0,
+    output: str | os.PathLike[str] = "comparison",
+    timeout: float = 3600.0,
+    again: Again = "none",
+    loss: str = "train_loss",
+    tolerance: float = 1e-4,
+    trainer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Trains one model on one graph under several strategies, and returns what it took; in a script, guard it by ``__main__``.
+
+    Cells run one after the other, each in processes of its own on this machine, with the same seed and initial weights. What has
+    finished is kept in `output` and found again. The folder gets ``comparison.json`` and ``comparison.html`` (docs/compare.md).
+
+    Args:
+        model: LightningModule: a class or function of a module that returns it, called without arguments; its import path; or
+            ``{"class_path": ..., "init_args": ...}`` as in YAML. It is made anew in each process.
+        data: :class:`~lightning_gnn.GraphDataModule`, likewise, or its arguments: ``{"source": ..., "source_args": ...}``.
+        cells: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and if they differ
+            ``devices``, one number or a list, and ``label``. The first is the reference of parity: ``{"strategy": "auto",
+            "devices": 1}`` is Lightning alone on one device.
+        devices: ranks of cells that do not say; of a list, each.
+        epochs: of each cell.
+        warmup: of these, left out of times, bytes and messages.
+        seed: of weights and random numbers.
+        output: folder, made if it is not there.
+        timeout: seconds that a cell may take; then it is ended and counts as failed.
+        again: run cells that have run before: ``"none"``, ``"failed"`` or ``"all"`` of them.
+        loss: logged value of the loss curves.
+        tolerance: relative difference of losses up to which an exact scheme matches the reference.
+        trainer: more arguments of the Trainer, the same for all: ``{"accelerator": "cpu", "precision": "bf16-mixed"}``.
+
+    Returns:
+        What ``comparison.json`` holds.
+
+    Raises:
+        ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
+        BlockingIOError: another comparison is writing to `output`.
+    """
+    task = section_of(model, "model"), section_of(data, "data"), make_cells(cells, devices)
+    options: Any = (epochs, warmup, seed, Path(output), timeout, again, loss, tolerance, trainer or {})
+    return run(check(Comparison(*task, *options)))
+
+
+def run(comparison: Comparison) -> dict[str, Any]:
+    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds."""
+    if IN_CELL in os.environ:
+        raise RuntimeError(
+            'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
+        )
+    console = text_console(plain_width(WIDTH))
+    output = comparison.output
+    try:
+        lock = FileLock(output / ".lock", timeout=0).acquire()
+    except Timeout as error:
+        raise BlockingIOError(
+            f"Another comparison is writing to {output}. Wait for it, or name another output."
+        ) from error
+    with lock:
+        folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
+        states = [_status(folder).get("status", "has to run") for folder in folders]
+        if comparison.again != "none":
+            states = ["has to run" if comparison.again == "all" or state != "finished" else state for state in states]
+        title = f"{len(folders)} cells, {comparison.epochs} epochs each ({comparison.warmup} of warm-up), seed {comparison.seed}"
+
+        def found() -> dict[str, Any]:
+            return collect(comparison, folders, states)
+
+        above: list[ComparisonTable] = []
+        with progress_bar("Comparing", states.count("has to run"), "cells", above=lambda: Group(*above)) as told:
+            for index, (cell, folder) in enumerate(zip(comparison.cells, folders)):
+                if states[index] != "has to run":
+                    continue
+                shown = found()["cells"]
+
+                def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
+                    row["status"] = state
+                    above[:] = [ComparisonTable(shown, title)]
+
+                report("starts")
+                states[index] = _run_cell(comparison, cell, folder, report)["status"]
+                told(1)
+                result = found()
+                write_json(output, result)
+                if not (console.is_terminal and shows_bars()):
+                    place = f"[{index + 1} of {len(folders)}] {cell.name}: "
+                    console.print(place + _in_a_line(result["cells"][index]), markup=False, highlight=False)
+        result = found()
+        write_json(output, result)
+        # Here, since importing matplotlib takes its time.
+        from lightning_gnn.tools.comparing.report import report_html
+
+        write_atomically(output / "comparison.html", report_html(result))
+    console.print(ComparisonTable(result["cells"], title))
+    for cell in result["cells"]:
+        if cell["status"] != "finished":
+            console.print(f"{cell['name']}: {_in_a_line(cell)}", markup=False, highlight=False)
+    for file in ("comparison.json", "comparison.html"):
+        console.print(f"Written: {output / file}", markup=False, highlight=False, soft_wrap=True)
+    return result
+
+
+def check(comparison: Comparison) -> Comparison:
+    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out."""
+    comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
+    for cell in comparison.cells:
+        configured = cell.configured()
+        if not isinstance(configured, str):
+            try:
+                checked({"strategy": configured})
+            except ValueError as error:
+                raise ValueError(f"cell {cell.name!r}: {error}") from error
+    names: dict[str, str] = {}
+    for cell in comparison.cells:
+        other = names.setdefault(comparison.key(cell), cell.name)
+        if other != cell.name:
+            raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Leave one out.")
+    check_folder("output", comparison.output)
+    return comparison
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    """Returns how a cell has ended; ``{}`` if it has not."""
+    try:
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress) -> dict[str, Any]:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    task = {**comparison.task(cell), "parent": os.getpid(), "started": time.time()}
+    (folder / "task.json").write_text(json.dumps(task, indent=1))
+    # A launcher's variables would make the cell one of its ranks.
+    env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, "SLURM_NTASKS")}
+    env[IN_CELL] = folder.name
+    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    began = time.monotonic()
+    with (folder / "output.txt").open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_gnn.tools.comparing.run_cell", str(folder)],
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            late = _watch(process, began + comparison.timeout, folder, comparison.epochs, report)
+        finally:
+            _end(process)
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", (folder / "output.txt").read_text(errors="replace"))
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
+    status: dict[str, Any] = {"status": "finished", "error": [], "seconds": time.monotonic() - began}
+    if late:
+        error = f"TimeoutError: not done within timeout={comparison.timeout:g} s"
+        status |= {"status": "timed out", "error": [*lines, error]}
+    elif process.returncode != 0:
+        status |= {"status": "failed", "error": lines or [f"ended with status {process.returncode}, and no output"]}
+    write_atomically(folder / "status.json", json.dumps(status, indent=1))
+    return status
+
+
+def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, report: Progress) -> bool:
+    """Waits for a cell, reporting its epochs; returns whether it was still running at the deadline."""
+    reported = 0
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return True
+        with suppress(OSError):
+            done = (folder / "epochs.jsonl").read_text().count("\n")
+            if done > reported:
+                reported = done
+                report(f"epoch {done} of {epochs}")
+        time.sleep(0.1)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for signal_number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the first
+
+
+def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
+    """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
+    cells: list[dict[str, Any]] = []
+    for each, folder, state in zip(comparison.cells, folders, states):
+        status = _status(folder)
+        row: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
+        row |= {"key": folder.name, "arguments": dict(each.arguments)}
+        row |= {"status": state, "error": [], "seconds_in_all": None}
+        if status.get("status") == state:
+            row |= {"error": status["error"], "seconds_in_all": status["seconds"]}
+        if state == "finished":
+            files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
+            # Workers of gossip may be lost on the way.
+            ranks = [json.loads(file.read_text()) for file in files if file.exists()]
+            numbers = summarise(ranks, comparison.warmup)
+            row |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
+        cells.append(row)
+    reference = cells[0] if cells[0]["status"] == "finished" else None
+    weights = reference and _weights(folders[0])
+    for cell, folder in zip(cells, folders):
+        if cell["status"] == "finished":
+            options = comparison.loss, comparison.tolerance
+            cell["parity"] = parity(cell, reference, _weights(folder), weights, *options)
+    if reference is not None:
+        reference["parity"]["kind"] = "reference"
+    first = comparison.task(comparison.cells[0])
+    names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
+    settings = {name: getattr(comparison, name) for name in names}
+    return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def write_json(output: Path, found: Mapping[str, Any]) -> None:
+    """Writes ``comparison.json``, whole or not at all; what is no number is null there."""
+    write_atomically(output / "comparison.json", json.dumps(_finite(found), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_a_line(cell: Mapping[str, Any]) -> str:
+    if cell["status"] == "finished":
+        return f"{number(cell['epoch_seconds'])} s per epoch, parity {parity_text(cell['parity'])}"
+    errors = [line for line in cell["error"] if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return f"{cell['status']}: {(errors or cell['error'] or ['no word'])[-1]}"

@@ -1,0 +1,381 @@
+"""The parity check: the user's own step on their own graph, on one device and under each scheme, in one process.
+
+Ranks are threads that take turns, and each runs the scheme's own code: what it sends, sums, weighs and logs is what it does
+in training. What carries the bytes is not: ``lightning-gnn doctor`` looks at that.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.checks.differences import (
+    LOGGED_TOLERANCE,
+    STATE,
+    TOLERANCES,
+    UNKNOWN,
+    Finding,
+    differences,
+    first_difference,
+)
+from lightning_gnn.checks.draws import draws_random_numbers
+from lightning_gnn.checks.explanation import Explanation
+from lightning_gnn.checks.record import compared, differing
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
+from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.console import progress_bar
+from lightning_gnn.data.shards import Shard, split_graph, whole_graph
+from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.strategies import registered
+from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
+from lightning_gnn.tools.parity.report import GROUPS, ParityReport, SchemeParity
+
+STEPS = 3
+"""Training steps of approximate schemes: caches send everything in the first one."""
+MAX_VALUES = 20_000_000
+"""Nodes times features of a graph that is looked at as a whole: 160 MB in float64, of which there are a few copies."""
+MAX_EDGES = 1_000_000
+"""Of such a graph: on one device, PyG makes a row for each."""
+
+
+def check_parity(
+    module: pl.LightningModule,
+    datamodule: GraphDataModule,
+    strategies: Sequence[str | GNNStrategy] | None = None,
+    devices: int = 2,
+    num_nodes: int = 1,
+    nodes: int | None = None,
+    seed: int = 0,
+) -> ParityReport:
+    """Returns how far outputs, loss, gradients and metrics of one step under each scheme are from those of one device.
+
+    ::
+
+        report = lightning_gnn.check_parity(module, datamodule)
+        print(report)
+        assert report.ok
+
+    The training step runs forward and backward, the others that the module has run forward; no optimizer steps. Copies of the
+    module run, so it stays as it is, and so do random streams and loggers.
+
+    Args:
+        module: untrained or not.
+        datamodule: the graph; its ``partition`` is used, if it has one.
+        strategies: by name, or with arguments of their own; by default all that are registered and can run on so many ranks.
+        devices, num_nodes: as of the Trainer: how many ranks.
+        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.tools.parity.check.ball`. By default the whole graph,
+            or a sample of one that is too large for it.
+        seed: of the sample, and of random numbers, which are the same for a node or an edge on any number of ranks.
+
+    Raises:
+        ValueError: an unknown strategy; a graph with node or edge types; no step to compare; a model that is refused on
+            one device, too.
+        RuntimeError: no step of the module runs on one device; the cause is the error.
+    """
+    began = time.perf_counter()
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"nodes is a number of nodes, at least 1 (got {nodes}).")
+    if devices * num_nodes < 2:
+        raise ValueError(f"A check compares several ranks with one device (got {devices * num_nodes}).")
+    given = make_strategies() if strategies is None else strategies
+    chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
+    with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
+        check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
+        check.run_references(module)
+        for strategy in chosen:
+            schemes.append(check.scheme(strategy))
+            told(1)
+    graph, dtype = check.graph, "float64" if check.dtype is not None else "dtypes as they are"
+    sizes = len(graph.n_id), len(graph.e_id), check.of_nodes
+    seconds = time.perf_counter() - began
+    return ParityReport(schemes, devices * num_nodes, *sizes, dtype, check.tolerance, seconds, check.notes)
+
+
+def explain_steps(
+    module: pl.LightningModule,
+    datamodule: GraphDataModule,
+    strategy: GNNStrategy,
+    devices: int = 2,
+    num_nodes: int = 1,
+    nodes: int | None = None,
+    seed: int = 0,
+) -> list[Explanation]:
+    """Returns what ranks send each other in each step of a module under one scheme, in the dtypes of training.
+
+    See :func:`check_parity` for the arguments and for what runs.
+
+    Raises:
+        ValueError: a graph with node or edge types; no step; the scheme cannot run on so many ranks.
+        RuntimeError: a step does not run on parts of the graph; the cause is the error.
+    """
+    with aside(), uncompiled(), quietly():
+        check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
+        return [check.explain(module, stage, strategy) for stage in check.stages(module)]
+
+
+def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
+    """Returns strategies with these names, by default all that are registered and name a scheme; raises ValueError for another
+    name."""
+    known = {name: kind for name, kind in registered().items() if name == kind.strategy_name != "auto_gnn"}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"There is no scheme {unknown[0]!r} to check. Known are {', '.join(known)}.")
+    return [known[name](**options) for name in (known if names is None else names)]
+
+
+@dataclass
+class _Reference:
+    """A step as one device runs it, and what is wrong with it already."""
+
+    trial: Trial
+    whole: Outcome
+    finding: Finding | None
+
+    @cached_property
+    def later(self) -> Outcome:
+        """The last of `STEPS` steps."""
+        return self.trial.on_whole(STEPS)
+
+
+class _Check:
+    """The steps of one module on one graph; see :func:`check_parity`."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        datamodule: GraphDataModule,
+        devices: int,
+        num_nodes: int,
+        nodes: int | None,
+        seed: int,
+    ) -> None:
+        graph = datamodule.load()
+        if isinstance(graph, HeteroData):
+            raise ValueError(
+                "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs "
+                "with devices=1."
+            )
+        self.of_nodes = graph.x.size(0)
+        self.notes: list[str] = []
+        self.graph = some_of(graph, nodes, seed)
+        self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
+        self._data = copy.copy(datamodule)
+        self._data.trainer = None
+        self._data.source, self._data.source_args, self._data.split = self.graph, None, None
+        if datamodule.partition is not None and not isinstance(datamodule.partition, str):
+            self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
+        self._data.setup("check")
+        if len(self.graph.n_id) < self.of_nodes:
+            self.notes.append(
+                f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was looked at: a ball around training nodes, "
+                "and all edges between its nodes. nodes=N, or --nodes N, takes another number."
+            )
+        if draws_random_numbers(module):
+            self.notes.append(
+                "Dropout was off: each rank draws its own, so training is alike, but not to the same digits."
+            )
+        self.dtype: torch.dtype | None = torch.float64
+        self._references: list[_Reference] = []
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype]
+
+    def stages(self, module: pl.LightningModule) -> list[str]:
+        """Returns the stages whose steps a module has; raises ValueError if there is none."""
+        stages: list[str] = []
+        counts = whole_graph(self.graph).mask_counts
+        for stage, (step, mask) in STAGES.items():
+            if not is_overridden(step, module, pl.LightningModule):
+                continue
+            if mask is not None and not counts[counted_mask(mask, module)]:
+                self.notes.append(f"{step} was left out: {counted_mask(mask, module)} is empty in what was looked at.")
+            else:
+                stages.append(stage)
+        if not stages:
+            raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
+        return stages
+
+    def run_references(self, module: pl.LightningModule) -> None:
+        """Runs the steps on one device."""
+        stages = self.stages(module)
+        tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
+        given = self.graph
+        for self.dtype in TOLERANCES:
+            self.graph = in_dtype(given, self.dtype)
+            found: list[_Reference] = []
+            errors: dict[str, Exception] = {}
+            for stage in stages:
+                try:
+                    found.append(self._reference(module, stage))
+                except UnsupportedModelError:
+                    raise
+                except Exception as problem:
+                    errors[stage] = problem
+            tried.append((self.dtype, self.graph, found, errors))
+            if not errors:
+                break
+        self.dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
+        if not found:
+            stage, error = next(iter(errors.items()))
+            raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
+        if self.dtype is None:
+            self.notes.append(
+                "The module does not run in float64, so float32 rounding may hide small differences: make constants "
+                "of the dtype of what they are combined with."
+            )
+        self.notes += [
+            f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}."
+            for stage, error in errors.items()
+        ]
+        self._references = found
+
+    def _trial(self, module: pl.LightningModule, stage: str, explanation: Explanation | None = None) -> Trial:
+        trainer = QuietTrainer(quiet_trainer(), stage, self._data)
+        prepared = quiet(copied(module), trainer)
+        prepared.configure_model()
+        prepared.setup(stage)
+        dtype = self.dtype if explanation is None else None
+        return Trial(prepared, self.graph, stage, trainer, dtype, explanation=explanation)
+
+    def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
+        trial = self._trial(module, stage)
+        whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
+        kept = first_difference(whole, again, self.tolerance)
+        return _Reference(
+            trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}.")
+        )
+
+    def explain(self, module: pl.LightningModule, stage: str, strategy: GNNStrategy) -> Explanation:
+        """Returns what ranks send each other in a step under a scheme."""
+        explanation = Explanation(STAGES[stage][0])
+        trial = self._trial(module, stage, explanation)
+        try:
+            self._on_parts(strategy, self._shards(strategy), trial, 1)
+        except Parted as error:
+            raise RuntimeError(str(Finding.of_error(error, trial.step))) from error
+        return explanation
+
+    def _shards(self, strategy: GNNStrategy) -> list[Shard]:
+        layout = strategy.scheme.layout(self._ranks, self._hosts)
+        part, holders, _ = self._data.assigned(self.graph, layout)
+        return split_graph(self.graph, np.asarray(part), layout, holders)
+
+    def scheme(self, strategy: GNNStrategy) -> SchemeParity:
+        """Returns how far a scheme is from one device."""
+        label, in_batches = strategy.strategy_name, strategy.trains_on_batches
+        approximation, not_compared = strategy.approximation, ""
+        if in_batches:
+            not_compared = (
+                f"training on {approximation} takes other steps than one device does on the whole graph, so none is "
+                "like another; lightning-gnn compare holds what they learn against each other. Evaluation was compared"
+            )
+            approximation = ""
+        references = [each for each in self._references if not (in_batches and each.trial.training)]
+        try:
+            shards = self._shards(strategy)
+        except ValueError as error:
+            return SchemeParity(
+                label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}"
+            )
+        differences: dict[str, float | None] = dict.fromkeys(GROUPS)
+        finding: Finding | None = None
+        run = partial(self._on_parts, strategy, shards)
+        for reference in references:
+            trial = reference.trial
+            steps = STEPS if approximation and trial.training else 1
+            try:
+                found = run(trial, steps)
+            except Parted as error:
+                finding = finding or Finding.of_error(error, trial.step)
+                continue
+            whole = reference.whole if steps == 1 else reference.later
+            here = self._differences(whole, found)
+            for group, difference in here.items():
+                differences[group] = max(differences[group] or 0.0, difference)
+            if not approximation:
+                least = {"metrics": max(self.tolerance, LOGGED_TOLERANCE)}
+                differs = any(difference > least.get(group, self.tolerance) for group, difference in here.items())
+                finding = finding or reference.finding
+                if differs and finding is None:
+                    first = first_difference(whole, found, self.tolerance)
+                    finding = Finding(trial.step, first.where, first.size, f"{UNKNOWN}.") if first else None
+        compared_steps = [each.trial.step for each in references]
+        return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
+
+    def _on_parts(self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, steps: int) -> Outcome:
+        bind = partial(strategy.scheme.bind, meter=Meter())
+        prepare = coding(strategy) if trial.training else None
+        return trial.on_parts(shards, bind, prepare, steps, self._seed)
+
+    def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
+        """Returns the largest difference of each group, where there is something to compare."""
+        events = compared(whole.ranks[0].events, [each.events for each in found.ranks])
+        each: dict[str, list[float]] = {
+            "outputs": [
+                *(size for _, size in events),
+                *(value for _, value in differing(found.buffers, whole.buffers, -1)),
+            ],
+            "loss": [value for _, value in differing({"": found.loss}, {"": whole.loss}, -1)],
+            "gradients": [value for _, value in differing(found.gradients, whole.gradients, -1)],
+            "metrics": [each.size for each in differences(whole, found, -1) if each.group == "metrics"],
+        }
+        return {group: max(values) for group, values in each.items() if values}
+
+
+def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
+    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph. Without a
+    number of nodes, it is the whole graph if that has at most `MAX_VALUES` and `MAX_EDGES`, else a sample that has."""
+    data = data.clone()
+    data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
+    if num_nodes is not None:
+        return ball(data, num_nodes, seed)
+    nodes = max(1, min(data.x.size(0), MAX_VALUES // data.x.size(1)))
+    found = ball(data, nodes, seed)
+    while found.edge_index.size(1) > MAX_EDGES and nodes > 1:
+        nodes //= 2
+        found = ball(data, nodes, seed)
+    return found
+
+
+def ball(data: Data, num_nodes: int, seed: int = 0) -> Data:
+    """Returns the subgraph of so many nodes: a training node, its neighbours in either direction, theirs, and so on.
+
+    Of the last neighbours, some are drawn. Where no neighbours are left, other nodes begin balls of their own, training nodes
+    first: one, then two, then four.
+    """
+    total = data.x.size(0)
+    if num_nodes >= total:
+        return data
+    rng = np.random.default_rng(seed)
+    source, target = data.edge_index.numpy()
+    order = rng.permutation(total)
+    order = order[np.argsort(~data.train_mask.numpy()[order], kind="stable")]
+    taken, starts = np.zeros(total, dtype=bool), 1
+    new = np.empty(0, dtype=np.int64)
+    while (room := num_nodes - int(taken.sum())) > 0:
+        if len(new):
+            last = np.zeros(total, dtype=bool)
+            last[new] = True
+            reached = np.unique(np.concatenate([target[last[source]], source[last[target]]]))
+            new = reached[~taken[reached]]
+        else:
+            new = order[~taken[order]][:starts]
+            starts *= 2
+        new = new if len(new) <= room else rng.choice(new, room, replace=False)
+        taken[new] = True
+    return data.subgraph(torch.from_numpy(taken))
