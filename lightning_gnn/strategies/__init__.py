@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from lightning_gnn.strategies.vertex_cut.strategy import CachedVertexCutStrategy, VertexCutStrategy
 
 _STRATEGIES = {
-    "dgcl": ("dgcl", "DGCLStrategy"),
-    "cover": ("cover", "CoverStrategy"),
-    "spmm": ("spmm", "SpMMStrategy"),
-    "spmm_1d": ("spmm", "SpMM1DStrategy"),
-    "spmm_15d": ("spmm", "SpMM15DStrategy"),
-    "spmm_2d": ("spmm", "SpMM2DStrategy"),
-    "spmm_3d": ("spmm", "SpMM3DStrategy"),
-    "vertex_cut": ("vertex_cut", "VertexCutStrategy"),
-    "vertex_cut_cached": ("vertex_cut", "CachedVertexCutStrategy"),
-    "sampling": ("sampling", "SamplingStrategy"),
-    "gossip": ("gossip", "GossipStrategy"),
-    "cluster_allreduce": ("gossip", "ClusterAllReduceStrategy"),
+    "dgcl": ("dgcl.strategy", "DGCLStrategy"),
+    "cover": ("cover.strategy", "CoverStrategy"),
+    "spmm": ("spmm.strategy", "SpMMStrategy"),
+    "spmm_1d": ("spmm.strategy", "SpMM1DStrategy"),
+    "spmm_15d": ("spmm.strategy", "SpMM15DStrategy"),
+    "spmm_2d": ("spmm.strategy", "SpMM2DStrategy"),
+    "spmm_3d": ("spmm.strategy", "SpMM3DStrategy"),
+    "vertex_cut": ("vertex_cut.strategy", "VertexCutStrategy"),
+    "vertex_cut_cached": ("vertex_cut.strategy", "CachedVertexCutStrategy"),
+    "sampling": ("sampling.strategy", "SamplingStrategy"),
+    "gossip": ("gossip.strategy", "GossipStrategy"),
+    "cluster_allreduce": ("gossip.strategy", "ClusterAllReduceStrategy"),
 }
 """By name, the module and the class of each strategy."""
 
