@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from lightning_gnn.comm.group import World, raise_together
-from lightning_gnn.comm.peers import connect, own_address, receive
+from lightning_gnn.comm.sockets import connect, own_address, receive
 from lightning_gnn.console import text_console
 from lightning_gnn.data.store import LARGEST_MANIFEST, StoreError, read_manifest, write_copy
 

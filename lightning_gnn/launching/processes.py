@@ -27,12 +27,12 @@ from typing_extensions import override
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.peers import REJOIN_VARIABLE, store_for_children
 from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.ports import listener_of
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
+from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, store_for_children
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy

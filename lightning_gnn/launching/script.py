@@ -27,7 +27,6 @@ from typing_extensions import override
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.peers import REJOIN_VARIABLE
 from lightning_gnn.comm.processes import end_after, end_with_parent, here
 from lightning_gnn.launching import program
 from lightning_gnn.launching.failures import (
@@ -43,6 +42,7 @@ from lightning_gnn.launching.failures import (
 )
 from lightning_gnn.launching.ports import listener_of
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
+from lightning_gnn.launching.worker_store import REJOIN_VARIABLE
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy

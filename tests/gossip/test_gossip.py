@@ -52,9 +52,10 @@ from lightning_gnn import (
 )
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress, StoreServer
+from lightning_gnn.comm.sockets import LOCAL
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.launching.worker_store import StoreServer
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gossip.clusters import Clusters
@@ -62,6 +63,7 @@ from lightning_gnn.strategies.gossip.differences import Difference, Differences,
 from lightning_gnn.strategies.gossip.fit import WorkerFit
 from lightning_gnn.strategies.gossip.metrics import progress
 from lightning_gnn.strategies.gossip.pairing import Pairing
+from lightning_gnn.strategies.gossip.peers import Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.push_sum import Mass, PushSum
 from lightning_gnn.strategies.gossip.worker import Peers, Worker, distance, sketch

@@ -26,19 +26,11 @@ from lightning_gnn.arguments import check_choice, check_seed, check_whole, check
 from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World, next_store
 from lightning_gnn.comm.listening import end_for_lost_agents
-from lightning_gnn.comm.peers import (
-    REJOIN_VARIABLE,
-    STORE_VARIABLE,
-    Heartbeat,
-    PeerServer,
-    SharedKeys,
-    StoreAddress,
-    StoreProcess,
-    own_address,
-)
+from lightning_gnn.comm.sockets import own_address
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
+from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, STORE_VARIABLE
 from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.patches import Patches
@@ -52,6 +44,7 @@ from lightning_gnn.strategies.gossip.fit import WorkerFit
 from lightning_gnn.strategies.gossip.histories import HistoryBinding
 from lightning_gnn.strategies.gossip.history import History, HistoryExchange
 from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
+from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.strategies.gossip.pairing import Pairing
+from lightning_gnn.strategies.gossip.peers import WorkerGroup
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Peers, Worker
 

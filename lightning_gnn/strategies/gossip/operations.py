@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from lightning_gnn.comm.peers import SharedKeys
+from lightning_gnn.strategies.gossip.peers import SharedKeys
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ Steps: TypeAlias = Generator[Operation, Any, T]
 
 
 class InProcess:
-    """A key-value store as :class:`~lightning_gnn.comm.peers.SharedKeys`, for the only worker there is, and for tests."""
+    """A key-value store as :class:`~.peers.SharedKeys`, for the only worker there is, and for tests."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.peers import Mailbox
+from lightning_gnn.strategies.gossip.peers import Mailbox
 from lightning_gnn.strategies.gossip.worker import Worker
 
 _LEAST = 2.0**-10

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers, check_whole
 from lightning_gnn.comm.codec import CodecName
-from lightning_gnn.comm.peers import WorkerGroup
 from lightning_gnn.strategies.gossip.cluster_strategy import Average, ClusterStrategy
 from lightning_gnn.strategies.gossip.lockstep import Lockstep
 from lightning_gnn.strategies.gossip.pairing import Pairing, Rule
+from lightning_gnn.strategies.gossip.peers import WorkerGroup
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.push_sum import PushSum
 from lightning_gnn.strategies.gossip.worker import Peers, Worker

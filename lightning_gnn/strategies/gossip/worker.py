@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_gnn.comm.peers import Bring, Heartbeat, PeerServer, SharedKeys, StoreAddress
 from lightning_gnn.strategies.gossip.differences import Difference, Differences, Whole
 from lightning_gnn.strategies.gossip.operations import (
     Await,
@@ -28,6 +27,7 @@ from lightning_gnn.strategies.gossip.operations import (
     carry_out,
 )
 from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing
+from lightning_gnn.strategies.gossip.peers import Bring, Heartbeat, PeerServer, SharedKeys, StoreAddress
 from lightning_gnn.strategies.gossip.pool import Pool
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ message.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import subprocess
@@ -25,18 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm import store_process
 from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
+from lightning_gnn.comm.sockets import MOST_WAITING, connect, receive
 from lightning_gnn.devices import backend_of
-
-STORE_VARIABLE = "LIGHTNING_GNN_WORKER_STORE"
-"""Environment of a started rank: where the store is, ``host:port``, if its parent has one."""
-
-REJOIN_VARIABLE = "LIGHTNING_GNN_REJOINS"
-"""Environment of a rank that takes the place of one that was killed: :attr:`StoreAddress.place` of the workers' store."""
-
-LOCAL = "127.0.0.1"
+from lightning_gnn.strategies.gossip import store_process
 
 BEAT_S = 0.5
 """Seconds between two heartbeats."""
@@ -45,49 +37,8 @@ _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
 _HEADER = struct.Struct("!qqq")  # who connects, in which meeting, and what it knows of the other
 _KNOWN = struct.Struct("!q")  # the answer: what this one knows of it
-_MOST_WAITING = 128
 _NOTIFY_S = 1.0
 _LOOK_S = 0.2  # how often a mailbox looks whether it is closed
-
-
-class StoreServer:
-    """The store itself; it lasts as long as this object.
-
-    Args:
-        host: of this machine, as the workers know it.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._socket = socket.create_server((host, 0), backlog=_MOST_WAITING)
-        self._host = host
-        self.port: int = self._socket.getsockname()[1]
-        self._store: dist.TCPStore | None = None
-
-    def start(self) -> None:
-        """Begins to answer; not before this process has forked: its threads are not there in the children."""
-        self._store = dist.TCPStore(
-            self._host, self.port, is_master=True, master_listen_fd=self._socket.detach(), wait_for_workers=False
-        )
-
-    def stop(self) -> None:
-        """Ends it."""
-        self._store = None
-        self._socket.close()
-
-
-@contextmanager
-def store_for_children(wanted: bool) -> Iterator[StoreServer | None]:
-    """Keeps a store for ranks that are started while it is open, if `wanted`; they find it by :data:`STORE_VARIABLE`."""
-    if not wanted:
-        yield None
-        return
-    server = StoreServer(LOCAL)
-    os.environ[STORE_VARIABLE] = f"{LOCAL}:{server.port}"
-    try:
-        yield server
-    finally:
-        os.environ.pop(STORE_VARIABLE, None)
-        server.stop()
 
 
 class StoreProcess:
@@ -126,15 +77,6 @@ class StoreProcess:
             assert pipe is not None
             pipe.close()
         threading.Thread(target=self._process.wait, daemon=True, name="waits for the workers' store").start()
-
-
-def own_address(main: str, num_machines: int) -> str:
-    """Returns this machine's address, as others reach it that reach the machine `main`."""
-    if num_machines == 1:
-        return LOCAL
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((main, 9))  # sends nothing
-        return towards.getsockname()[0]
 
 
 class Bring(Protocol):
@@ -356,7 +298,7 @@ class PeerServer:
 
     def __init__(self, host: str, timeout: float) -> None:
         self.sent_bytes = 0
-        self._socket = socket.create_server((host, 0), backlog=_MOST_WAITING)
+        self._socket = socket.create_server((host, 0), backlog=MOST_WAITING)
         self._timeout = timeout
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
@@ -504,18 +446,5 @@ class Mailbox:
         self._receiver.join()
 
 
-def connect(address: str, timeout: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout)
-
-
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.numpy().data.cast("B")
-
-
-def receive(connection: socket.socket, into: memoryview) -> None:
-    while len(into):
-        count = connection.recv_into(into)
-        if not count:
-            raise ConnectionError("the other side has hung up")
-        into = into[count:]

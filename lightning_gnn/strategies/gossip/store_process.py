@@ -1,5 +1,5 @@
 """The store of independent workers, in a process of its own, which outlives the rank that starts it: see
-:class:`~lightning_gnn.comm.peers.StoreProcess`.
+:class:`~lightning_gnn.strategies.gossip.peers.StoreProcess`.
 
     python store_process.py HOST RUN SIZE LEASE
 
