@@ -233,8 +233,8 @@ class _Seen(L.Callback):
 
 
 def values_of(metrics: Any) -> dict[str, Any]:
-    """Returns logged values, exactly, as text; of what is measured in seconds only the names."""
-    timed = ("seconds", "share", "per_s", "wait")
+    """Returns logged values, exactly, as text; of what depends on time only the names."""
+    timed = ("seconds", "share", "per_s", "wait", "gossip/")
     return {name: "" if any(each in name for each in timed) else float(value).hex() for name, value in metrics.items()}
 
 
