@@ -36,7 +36,7 @@ from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import balance
 from lightning_gnn.partition.refine import refine_for_cover
-from lightning_gnn.partition.vertex_cut import assign_edges
+from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 from lightning_gnn.tools.advising.advice import advise_on
 from lightning_gnn.tools.advising.candidates import Candidate
 from lightning_gnn.tools.advising.machine import Machine

@@ -22,7 +22,7 @@ from common import SHARED, PeakMemory, report, run_row
 from partitioners import edges
 
 from lightning_gnn.partition.budget import edge_predictions
-from lightning_gnn.partition.vertex_cut import METHODS, assign_edges, cut_edges
+from lightning_gnn.strategies.vertex_cut.cutters import METHODS, assign_edges, cut_edges
 
 Graph = tuple[np.ndarray, int]
 HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]

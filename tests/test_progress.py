@@ -26,10 +26,10 @@ from lightning_gnn.console import progress_bar
 from lightning_gnn.kernels import run as run_module
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.vertex_cut import assign_edges
 from lightning_gnn.planning.choice import fastest_plans
 from lightning_gnn.planning.presets import dgx1
 from lightning_gnn.planning.relation import Relation
+from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 from lightning_gnn.tools.advising import advice as advice_module
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.comparing import run as comparing_run

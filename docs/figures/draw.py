@@ -21,10 +21,10 @@ from matplotlib import pyplot as plt
 
 from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.vertex_cut import assign_edges
 from lightning_gnn.planning import Relation, find_topology, spst
 from lightning_gnn.planning.pictures import draw_links
 from lightning_gnn.planning.plan_cost import link_loads
+from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 
 HERE = Path(__file__).parent
 COLORS = ("#1f77b4", "#ff7f0e")  # of ranks

@@ -67,7 +67,7 @@ from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.in_edges import InEdges, is_symmetric
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.streaming import Block, Blocks, RowBlocks
-from lightning_gnn.partition.vertex_cut import assign_edges, part_dtype
+from lightning_gnn.registry import cutter_of
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
@@ -296,7 +296,7 @@ class StoredGraph:
             began, holders = time.perf_counter(), None
             if layout.kind == "vertex_cut":
                 with writing(self.store, data.num_edges), ranks.open("wb+") as file:
-                    holders = open_memmap(ranks, "w+", part_dtype(layout.parts), (data.num_edges,))
+                    holders = open_memmap(ranks, "w+", cutter_of(layout.kind).part_dtype(layout.parts), (data.num_edges,))
                     os.posix_fallocate(file.fileno(), 0, ranks.stat().st_size)  # fails where writing would kill
             blocks = self._blocks(work, edge_index, in_edges, layout, memory)
             part, _, report = self.assigned(data, layout, blocks, holders)
@@ -357,7 +357,7 @@ class StoredGraph:
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
-            edges = assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
+            edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))

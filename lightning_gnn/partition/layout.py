@@ -44,7 +44,7 @@ class LayoutSpec:
         method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open; None: ``"auto"`` for a
             graph in files, else ``"ne"``; see
             :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
-            :func:`~lightning_gnn.partition.vertex_cut.assign_edges`.
+            :func:`~lightning_gnn.strategies.vertex_cut.cutters.assign_edges`.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
         host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
         takes_types: the graph may have node and edge types.

@@ -20,8 +20,9 @@ from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.partition.metrics import EdgeCutReport, VertexCutReport
+from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.planning import Topology
+from lightning_gnn.registry import cutter_of
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.base import GNNStrategy
@@ -102,8 +103,8 @@ def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
     report = {**counts, **{name: list(of) for name, of in shard.mask_counts.items()}, **shard.report}
     files: dict[str, Any] = {"partition.json": json.dumps(report, indent=1) + "\n"}
     if shard.report:
-        kind = EdgeCutReport if shard.holders is None else VertexCutReport
-        files["partition.txt"] = text_of(kind.from_dict(shard.report).table(), width=140)  # type: ignore[attr-defined]
+        report_of = EdgeCutReport.from_dict if shard.holders is None else cutter_of("vertex_cut").report_of
+        files["partition.txt"] = text_of(report_of(shard.report).table(), width=140)
     if with_picture:
         from lightning_gnn.callbacks.pictures import draw_parts
 

@@ -17,11 +17,13 @@ from processes import REPOSITORY
 
 from benchmarks.common import run_row
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar, vertex_cut, vertex_loops
+from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.sampling import variants
+from lightning_gnn.strategies.vertex_cut import cutters as vertex_cut
+from lightning_gnn.strategies.vertex_cut import loops as vertex_loops
 
 NODES = 2000
 EDGES = np.random.default_rng(0).integers(0, NODES, (2, 20_000))

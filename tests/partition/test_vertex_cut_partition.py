@@ -15,11 +15,13 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import in_edges, vertex_cut, vertex_loops
+from lightning_gnn.partition import in_edges
 from lightning_gnn.partition.budget import edge_predictions
-from lightning_gnn.partition.metrics import VertexCutReport, vertex_cut_report
 from lightning_gnn.partition.streaming import mix
-from lightning_gnn.partition.vertex_cut import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
+from lightning_gnn.strategies.vertex_cut import cutters as vertex_cut
+from lightning_gnn.strategies.vertex_cut import loops as vertex_loops
+from lightning_gnn.strategies.vertex_cut.cutters import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
+from lightning_gnn.strategies.vertex_cut.report import VertexCutReport, vertex_cut_report
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))

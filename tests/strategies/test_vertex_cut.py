@@ -42,8 +42,8 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Triples, distribute
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.partition.vertex_cut import assign_edges
 from lightning_gnn.strategies.vertex_cut.cache import _Channel
+from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 
 
 @cache

@@ -30,10 +30,10 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import Types
-from lightning_gnn.partition.vertex_cut import METHODS
 from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
+from lightning_gnn.strategies.vertex_cut.cutters import METHODS
 from lightning_gnn.strategies.vertex_cut.loaded_edges import LoadedEdges
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
 

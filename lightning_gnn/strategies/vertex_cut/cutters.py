@@ -35,13 +35,13 @@ from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.partition import vertex_loops as loops
 from lightning_gnn.partition.budget import choose, edge_predictions
 from lightning_gnn.partition.edge_cut import devices, spread_masks
 from lightning_gnn.partition.in_edges import counts_of, edge_pieces, in_degrees
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metrics import Ends, VertexCutReport, vertex_cut_report
 from lightning_gnn.partition.shard import Ids, ShortIds
+from lightning_gnn.strategies.vertex_cut import loops
+from lightning_gnn.strategies.vertex_cut.report import Ends, VertexCutReport, vertex_cut_report
 
 Parts = NDArray[np.unsignedinteger]
 
@@ -148,6 +148,9 @@ def assign_edges(
     master = spread_masks(master, num_parts, masks or {})
     report = vertex_cut_report(edge_index, part, master, num_parts, host, ends)
     return EdgeAssignment(part, master, method, report)
+
+
+report_of = VertexCutReport.from_dict
 
 
 def part_dtype(num_parts: int) -> np.dtype[np.unsignedinteger]:
@@ -272,7 +275,7 @@ class Lanes:
     Attributes:
         rank: of each lane, -1 for none, ``[8 B]``.
         blocks_per_host: 1, or more for hosts of more than eight ranks.
-        penalty: int64 ``[256, 8]``, see :func:`~lightning_gnn.partition.vertex_loops.ebv`.
+        penalty: int64 ``[256, 8]``, see :func:`~lightning_gnn.strategies.vertex_cut.loops.ebv`.
         host_penalty: that of a host of several blocks.
         edge_step, replica_step: what an edge and a replica add to the load of their rank.
     """

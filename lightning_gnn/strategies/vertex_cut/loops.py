@@ -1,4 +1,4 @@
-"""The loops of vertex cuts, compiled by numba at first use and kept on disk; see :mod:`lightning_gnn.partition.vertex_cut`.
+"""The loops of vertex cuts, compiled by numba at first use and kept on disk: see :mod:`.cutters`.
 
 Sets of ranks are bits: ``held[u, b]`` has bit l if lane 8 b + l holds an edge of u. Where hosts matter, lanes are ranks in the
 order of hosts, with gaps so that eight lanes are whole hosts or a host whole eights; otherwise a lane is a rank. Scores of
