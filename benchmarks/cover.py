@@ -32,10 +32,10 @@ from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import balance
-from lightning_gnn.partition.refine import refine_for_cover
+from lightning_gnn.strategies.cover.covers import cover_edges
+from lightning_gnn.strategies.cover.refine import refine_for_cover
 from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 from lightning_gnn.tools.advising.advice import advise_on
 from lightning_gnn.tools.advising.candidates import Candidate

@@ -26,8 +26,8 @@ from lightning_gnn.partition.metis import (
     part_graph_constrained,
 )
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
-from lightning_gnn.partition.refine import refine_for_cover
 from lightning_gnn.partition.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
+from lightning_gnn.registry import refiner_of
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -108,7 +108,8 @@ def assign_nodes(
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
             same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
-            (:func:`~lightning_gnn.partition.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in less
+            (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in
+            less
             memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"streaming"``: nodes and edges
             balanced, in memory of nodes and not of edges beside the symmetric graph
             (:mod:`~lightning_gnn.partition.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
@@ -167,11 +168,12 @@ def assign_nodes(
                 break
             told(1)
     assert kept is not None
-    if method == "metis_cover":
-        part = spread_masks(refine_for_cover(edge_index, kept.part, num_parts, seed), num_parts, masks)
-        report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
-        return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
-    return kept
+    refine = refiner_of(method)
+    if refine is None:
+        return kept
+    part = spread_masks(refine(edge_index, kept.part, num_parts, seed), num_parts, masks)
+    report = edge_cut_report(edge_index, part, num_parts, masks, edge_masks)
+    return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
 
 
 def _giving_back(candidates: Iterator[tuple[str, NDArray[np.int32]]]) -> Iterator[tuple[str, NDArray[np.int32]]]:

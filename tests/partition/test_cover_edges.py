@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching, maximum_flow
 
-from lightning_gnn.partition.cover import cover_edges
+from lightning_gnn.strategies.cover.covers import cover_edges
 
 
 @st.composite

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_cover_edges import costs_between, cut_graphs
 
 from lightning_gnn.partition import refine
-from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.strategies.cover.covers import cover_edges
 
 
 def rows_sent(edge_index: np.ndarray, part: np.ndarray, parts: int) -> int:

@@ -24,12 +24,12 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.planning import Topology
 from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
 from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.planned import PartitionName, PlannedScheme
 
 CoverPlanName = Literal["p2p", "spst"]
@@ -116,7 +116,8 @@ class CoverStrategy(GNNStrategy):
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
             up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
         refine: move nodes between METIS's parts while that lowers the rows that are sent
-            (:func:`~lightning_gnn.partition.refine.refine_for_cover`). Once, before training; docs/cover.md has what it gains.
+            (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`). Once, before training; docs/cover.md has what it
+            gains.
         **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
 
     Raises:

@@ -1,8 +1,8 @@
 """Edge cuts for covers: nodes move between parts while that lowers the rows that a cover sends.
 
 METIS makes few cut edges, of which every one may cost a row. A cover pays for the fewest nodes that touch them all
-(:mod:`lightning_gnn.partition.cover`), so a node all of whose edges others' rows serve costs nothing, however many are cut. Nodes
-move one at a time, as in Fiduccia and Mattheyses (DAC 1982), but only where that costs no row.
+(:mod:`lightning_gnn.strategies.cover.covers`), so a node all of whose edges others' rows serve costs nothing, however many are
+cut. Nodes move one at a time, as in Fiduccia and Mattheyses (DAC 1982), but only where that costs no row.
 
 N nodes, E edges, P parts.
 """
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.partition.adjacency import compiled
-from lightning_gnn.partition.cover import cover_edges
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategies.cover.covers import cover_edges
 
 BOUND = 1.05
 """Over the mean: a part may grow to so many nodes and edges, or to what the heaviest had before."""
