@@ -34,10 +34,10 @@ from torch_geometric.nn.models import GCN
 
 import lightning_gnn
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
-from lightning_gnn.comm import store_process
 from lightning_gnn.datamodules import build
 from lightning_gnn.launching import join_parent
 from lightning_gnn.strategies import GNNStrategy
+from lightning_gnn.strategies.gossip import store_process
 
 PHASES = ("partition", "set-up", "forward", "backward", "checkpoint", "validation")
 STARTS = {"script": "popen", "notebook": "fork", "torchrun": "popen"}

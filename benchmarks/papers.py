@@ -29,7 +29,7 @@ from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
-from lightning_gnn.planning.exchanges import Exchange, Workload, grid_exchanges, plan_exchanges
+from lightning_gnn.planning.exchanges import ExchangeCost, Workload, grid_exchanges, plan_exchanges
 from lightning_gnn.planning.plan_cost import balance, direct_cost
 from lightning_gnn.planning.presets import find_topology, summit
 from lightning_gnn.planning.relation import Relation
@@ -162,7 +162,7 @@ class Epoch:
     sums: float
 
     @classmethod
-    def of(cls, graph: Graph, work: Workload, each: Exchange) -> Epoch:
+    def of(cls, graph: Graph, work: Workload, each: ExchangeCost) -> Epoch:
         assert each.cost is not None
         of_features = each.cost.seconds_per_byte * work.feature_bytes
         exchanges = 2 * (work.num_layers - 1) * each.cost.seconds_per_byte * work.row_bytes + of_features
@@ -175,11 +175,11 @@ class Epoch:
 
 
 @cache
-def predictions(graph: Graph, name: str, ranks: int) -> dict[str, Exchange]:
+def predictions(graph: Graph, name: str, ranks: int) -> dict[str, ExchangeCost]:
     return {each.scheme: each for each in plan_exchanges(cut(graph, name, ranks), find_topology(name, ranks))}
 
 
-def milliseconds(graph: Graph, each: Exchange, columns: int) -> float:
+def milliseconds(graph: Graph, each: ExchangeCost, columns: int) -> float:
     """Returns the time of one allgather at the paper's size."""
     assert each.cost is not None
     return 1e3 * each.cost.seconds_per_byte * columns * BYTES_PER_ELEMENT * graph.nodes / graph.made_nodes

@@ -21,7 +21,7 @@ import pytest
 import torch.multiprocessing as mp
 
 TESTS = Path(__file__).parent
-_FOLDERS = sorted(each.parent for each in TESTS.glob("*/test_*.py") if not (each.parent / "__init__.py").exists())
+_FOLDERS = sorted(each.parent for each in TESTS.glob("*/**/test_*.py") if not (each.parent / "__init__.py").exists())
 sys.path[:0] = dict.fromkeys(map(str, [TESTS, *_FOLDERS]))  # some tests share what is in those of other folders
 SHARED = Path(os.environ.get("LIGHTNING_GNN_SHARED", TESTS.parent.parent / "shared"))
 

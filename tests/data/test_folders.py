@@ -29,10 +29,11 @@ from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.partition import budget, edge_cut, in_edges, vertex_cut
+from lightning_gnn.partition import budget, edge_cut, in_edges
 from lightning_gnn.partition.in_edges import InEdges, PartEdges
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+from lightning_gnn.strategies.vertex_cut import cutters
 
 GRAPH = planted_partition(90, num_classes=3, num_features=4, seed=1)
 EDGES, N = GRAPH.edge_index.numpy(), GRAPH.num_nodes
@@ -417,9 +418,9 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     folder, layout = own(tmp_path / "graph"), LayoutSpec("vertex_cut", 3)
     np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
     seen = []
-    assign = stored_graph.assign_edges
+    assign = cutters.assign_edges
     monkeypatch.setattr(
-        stored_graph, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1]
+        cutters, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1]
     )
     cuts = [
         read_cut(
@@ -460,7 +461,7 @@ def test_a_vertex_cut_of_a_folder_is_the_best_that_fits_unless_one_is_named(tmp_
         (little, GRAPH, {}, "ne"),
         (little, folder, {"partition": "ne"}, "ne"),
     )):  # fmt: skip
-        monkeypatch.setattr(vertex_cut, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(cutters, "available_bytes", lambda free=free: free)
         layout, store = VertexCutStrategy(**named).scheme.layout(3), tmp_path / str(number)
         assert read_cut(store / GraphDataModule(source, store=store).build(layout)).report["method"] == method
 

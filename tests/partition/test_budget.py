@@ -22,8 +22,7 @@ from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.sampling import variants
-from lightning_gnn.strategies.vertex_cut import cutters as vertex_cut
-from lightning_gnn.strategies.vertex_cut import loops as vertex_loops
+from lightning_gnn.strategies.vertex_cut import cutters, loops
 
 NODES = 2000
 EDGES = np.random.default_rng(0).integers(0, NODES, (2, 20_000))
@@ -116,11 +115,11 @@ def test_predicted_memory_is_what_is_taken(method, tmp_path):
 
 def test_memory_of_a_vertex_cut():
     edge_index, nodes = np.random.default_rng(0).integers(0, 20_000, (2, 400_000)), 20_000
-    vertex_cut.assign_edges(edge_index[:, :1000], nodes, 8, "ne")
+    cutters.assign_edges(edge_index[:, :1000], nodes, 8, "ne")
     for each in edge_predictions(edge_index, nodes, 8):
-        vertex_cut.assign_edges(edge_index[:, :1000], nodes, 8, each.method)  # loads what is compiled
+        cutters.assign_edges(edge_index[:, :1000], nodes, 8, each.method)  # loads what is compiled
         tracemalloc.start()
-        vertex_cut.assign_edges(edge_index, nodes, 8, each.method)
+        cutters.assign_edges(edge_index, nodes, 8, each.method)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert each.bytes == pytest.approx(peak, rel=0.3), each.method
@@ -180,14 +179,14 @@ def test_large_graphs_take_less_and_less():
         assert needed == sorted(needed, reverse=True), (degree, needed)
 
 
-@pytest.mark.parametrize("loop", [budget._match_over_two, budget._gather_single, vertex_loops.cluster])
+@pytest.mark.parametrize("loop", [budget._match_over_two, budget._gather_single, loops.cluster])
 def test_loops_over_edges_do_not_count_references(loop):
     """numba leaves its counting in where a helper hands arrays on: ten times as slow, and nothing else tells."""
     fresh = numba.njit(nogil=True)(loop.py_func)
     ids, of = np.empty(0, np.int64), np.empty(0, np.int32)
     rest = {
         budget._match_over_two: (of, of),
-        vertex_loops.cluster: (1, of, ids),
+        loops.cluster: (1, of, ids),
         budget._gather_single: (of, ids, ids, 1, 1, of, np.empty(0, np.bool_)),
     }
     fresh(ids, ids, of, *rest[loop])

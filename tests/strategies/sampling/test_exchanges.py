@@ -1,6 +1,6 @@
 """What ranks of several machines tell each other for a batch: how often, how much, and that it is the batch of one machine.
 
-Ranks are threads here, and machines are said to be; processes of their own are in ``tests/strategies/test_sampling_strategy.py``.
+Ranks are threads here, and machines are said to be; processes of their own are in ``test_sampling_strategy.py``.
 """
 
 from __future__ import annotations

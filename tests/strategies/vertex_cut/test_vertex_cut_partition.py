@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from lightning_gnn.partition import in_edges
 from lightning_gnn.partition.budget import edge_predictions
 from lightning_gnn.partition.streaming import mix
-from lightning_gnn.strategies.vertex_cut import cutters as vertex_cut
-from lightning_gnn.strategies.vertex_cut import loops as vertex_loops
+from lightning_gnn.strategies.vertex_cut import cutters, loops
 from lightning_gnn.strategies.vertex_cut.cutters import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
 from lightning_gnn.strategies.vertex_cut.report import VertexCutReport, vertex_cut_report
 
@@ -165,7 +164,7 @@ def test_ebv_is_equation_24(graph, shape, plain):
 
 
 def elected(edge_index: np.ndarray, nodes: int, part: np.ndarray, hosts: list[int], far: float) -> dict[int, int]:
-    """Masters of the nodes that have edges, as ``vertex_loops.elect`` chooses them, counted anew for each."""
+    """Masters of the nodes that have edges, as ``loops.elect`` chooses them, counted anew for each."""
     degree = np.bincount(edge_index[1], minlength=nodes)
     reads, adds = ([{int(rank) for rank in part[ends == node]} for node in range(nodes)] for ends in edge_index)
     master: dict[int, int] = {}
@@ -457,7 +456,7 @@ def test_clusters_of_bounded_volume(graph, most):
     source, target = edge_index
     degree = np.bincount(edge_index.ravel(), minlength=num_nodes).astype(np.int32)
     of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
-    vertex_loops.cluster(source, target, degree, most, of, volume)
+    loops.cluster(source, target, degree, most, of, volume)
     assert np.array_equal(np.bincount(of, degree, num_nodes), volume)
     several = np.bincount(of, minlength=num_nodes) > 1
     assert (volume[several] <= most).all()
@@ -533,10 +532,10 @@ def test_auto_takes_the_first_that_fits(monkeypatch):
     needed = {each.method: each.bytes for each in edge_predictions(edge_index, nodes, 4)}
     assert [*needed.values()] == sorted(needed.values(), reverse=True)
     for free, method in ((None, "ne"), *((amount, each) for each, amount in needed.items())):
-        monkeypatch.setattr(vertex_cut, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr(cutters, "available_bytes", lambda free=free: free)
         found = assign_edges(edge_index, nodes, 4, "auto")
         assert found.method == method and np.array_equal(found.part, assign_edges(edge_index, nodes, 4, method).part)
-    monkeypatch.setattr(vertex_cut, "available_bytes", lambda: needed["streaming"] - 1)
+    monkeypatch.setattr(cutters, "available_bytes", lambda: needed["streaming"] - 1)
     with pytest.raises(MemoryError, match=r"No partitioner fits: 'streaming' needs the least"):
         assign_edges(edge_index, nodes, 4, "auto")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cover_edges import costs_between, cut_graphs
 
-from lightning_gnn.partition import refine
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.strategies.cover import refine
 from lightning_gnn.strategies.cover.covers import cover_edges
 
 
