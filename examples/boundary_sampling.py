@@ -44,7 +44,7 @@ class SampledExchange(HaloExchange):
         if self.present is None:
             return super().start_expand(x, halo, call)
         arrived = halo.new_empty((sum(self.incoming), *halo.shape[1:]))
-        wait = self.send(x[self.rows], self.outgoing, arrived, self.incoming, call, self.now())
+        wait = self.send(x[self.rows], self.outgoing, arrived, self.incoming, call, self.now(call))
 
         def finish():
             wait()
@@ -57,7 +57,7 @@ class SampledExchange(HaloExchange):
         if self.present is None:
             return super().start_reduce(halo, call)
         arrived = halo.new_empty((len(self.rows), *halo.shape[1:]))
-        wait = self.send(halo[self.drawn_halo], self.incoming, arrived, self.outgoing, call, self.now())
+        wait = self.send(halo[self.drawn_halo], self.incoming, arrived, self.outgoing, call, self.now(call))
 
         def finish(own):
             wait()

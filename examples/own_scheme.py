@@ -30,7 +30,7 @@ class RingExchange(Exchange):
         send, receive = [0] * self.world.size, [0] * self.world.size  # rows for and from each rank
         send[(self.world.rank + 1) % self.world.size] = len(block)
         receive[self.world.rank - 1] = len(arriving)
-        return arriving, self.send(block, send, arriving, receive, call, self.now())
+        return arriving, self.send(block, send, arriving, receive, call, self.now(call))
 
     def start_expand(self, x, halo, call):
         parts = halo.split([len(rows) for rows in self.rows])

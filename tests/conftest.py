@@ -57,8 +57,10 @@ def _serve(connection: Any, rank: int, begin: Callable[[], None] | None, forked:
             connection.send(("done", function(rank, world_size, *args, **kwargs)))
         except BaseException as error:
             connection.send(("failed", f"{type(error).__name__}: {error}", traceback.format_exc()))
-        if torch.distributed.is_initialized():  # Lightning's DDP leaves its group behind
+        # What Lightning leaves behind: DDP its group, and Trainer(deterministic=True) functions that other ranks do not take.
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        torch.use_deterministic_algorithms(False)
 
 
 class RankFailed(AssertionError):

@@ -49,7 +49,7 @@ class BlocksExchange(Exchange):
 
     def start_expand(self, x, halo, call):
         blocks = x.new_empty((sum(self.theirs), *x.shape[1:]))
-        wait = self.send(torch.cat([x] * len(self.others)), self.mine, blocks, self.theirs, call, self.now())
+        wait = self.send(torch.cat([x] * len(self.others)), self.mine, blocks, self.theirs, call, self.now(call))
 
         def finish():
             wait()
@@ -61,7 +61,7 @@ class BlocksExchange(Exchange):
         blocks = halo.new_zeros((sum(self.theirs), *halo.shape[1:]))
         blocks[self.rows] = halo
         arrived = halo.new_empty((sum(self.mine), *halo.shape[1:]))
-        wait = self.send(blocks, self.theirs, arrived, self.mine, call, self.now())
+        wait = self.send(blocks, self.theirs, arrived, self.mine, call, self.now(call))
 
         def finish(own):
             wait()

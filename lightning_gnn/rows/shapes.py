@@ -270,8 +270,8 @@ def _kept(new: Placement, before: Placement) -> Placement:
 def _view_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     shape = _size(mode, Tensor.size, (args[1],), {})
     if func is Tensor.expand_as:
-        return _expand(mode, Tensor.expand, (args[0], *shape), {})
-    return _view(mode, Tensor.reshape, (args[0], *shape), {})
+        return _expand(mode, Tensor.expand, (args[0], shape), {})
+    return _view(mode, Tensor.reshape, (args[0], shape), {})
 
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

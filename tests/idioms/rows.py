@@ -182,7 +182,7 @@ def scatter_by_expand() -> Case:
     return case(forward, Linear)
 
 
-@idiom(source="attention by hand: index_add_ and utils.softmax, by expand", refused="by edge_index is exact for")
+@idiom(source="attention by hand: index_add_ and utils.softmax, by expand")
 def attention_by_hand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index

@@ -13,6 +13,8 @@ from rows.harness import ALL, DAILY, Layout, compare, expression, on_one_device,
 
 EVERYWHERE = ("common",)
 """Groups that run on all layouts of ranks; others run on one each, and on all in ``make test-all``."""
+OF_MANY_ROWS = ("h.squeeze_()", "linalg.solve(")
+"""In programs that are refused where there is one row, or whose matrix is singular where there are few."""
 
 
 def read_groups() -> dict[str, list[str]]:
@@ -60,6 +62,7 @@ def test_a_program_on_few_rows_is_that_of_one_device(num_nodes: int, num_edges: 
     """As many rows as features, as classes, and one."""
     whole, failures = whole_graph(num_nodes, num_edges), []
     lines = [line for group in GROUPS for line in GROUPS[group] if group != "errors"]
+    lines = [line for line in lines if not any(part in line for part in OF_MANY_ROWS)]
     layout = Layout(3, whole=whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
