@@ -23,7 +23,7 @@ from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.embedding import untrained_embeddings
 from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.rows.graph import whole_value
-from lightning_gnn.rows.mode import local_rows, place
+from lightning_gnn.rows.mode import active_mode, local_rows, place
 from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.weights import gather_rows
@@ -205,7 +205,12 @@ class _QuietStrategy:
         return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._world is None else whole_value(tensor, reduce_op)
+        if self._world is None or not isinstance(tensor, Tensor):
+            return tensor
+        if active_mode() is not None:
+            return whole_value(tensor, reduce_op)
+        is_mean = str(reduce_op).lower() in ("mean", "avg")  # of the ranks' own values, in local_rows()
+        return self._world.all_reduce_(tensor.clone(), "reduce") / (self._world.size if is_mean else 1)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value if self._world is None else self._world.broadcast_object(value, src)

@@ -75,7 +75,8 @@ def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) ->
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         description = f"{described}, ranks started by {start_method}"
         StrategyRegistry.register(name + suffix, strategy, description=description, start_method=start_method)
-        STRATEGY_REGISTRY.register(name + suffix, partial(_refuse_fabric, name + suffix), "for the Trainer only")
+        stub = partial(_refuse_fabric, name + suffix)
+        STRATEGY_REGISTRY.register(name + suffix, stub, "for the Trainer only", override=True)
 
 
 def _refuse_fabric(name: str) -> NoReturn:
