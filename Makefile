@@ -29,6 +29,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/size.py
 
 docs: $(STAMP) $(TUTORIALS)
 	$(BIN)/python docs/figures/draw.py

@@ -1,0 +1,36 @@
+"""Holds code lines, without docstrings, comments and blanks, to the limits in .ci/limits.json, which only go down."""
+
+import ast
+import io
+import json
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_LAYOUT = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+
+
+def code_lines(file: Path) -> int:
+    """Returns the lines of a file that have code."""
+    text = file.read_text()
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = (range(each.start[0], each.end[0] + 1) for each in tokens if each.type not in _LAYOUT)
+    return len({line for each in lines for line in each} - docs)
+
+
+def main() -> None:
+    failed = False
+    for name, limit in json.loads((ROOT / ".ci/limits.json").read_text()).items():
+        count = sum(map(code_lines, (ROOT / name).rglob("*.py")))
+        print(f"{name}: {count:,} code lines of at most {limit:,}")
+        failed |= count > limit
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
