@@ -1,4 +1,4 @@
-"""What is loaded by its name, and where it lies: the only file whose strings name modules of layers above."""
+"""Modules of schemes that core loads by name when a layout or a method needs them."""
 
 from __future__ import annotations
 

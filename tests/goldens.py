@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from common import CLASSES, FEATURES, UserModule, awkward_graph, build, quiet_trainer
 from conftest import RankPool
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import SAGEConv, to_hetero
@@ -45,7 +46,6 @@ class Run:
         model: a name of :func:`common.build`, ``"user module"``, ``"steps over rows"``, ``"types"``, or what is refused.
         ranks: how many.
         data: arguments of the datamodule.
-        nodes: of the graph.
     """
 
     strategy: str
@@ -53,7 +53,6 @@ class Run:
     ranks: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
-    nodes: int = 60
 
     @property
     def name(self) -> str:
@@ -190,7 +189,7 @@ def run_on_rank(rank: int, world_size: int, run: Run, store: str) -> dict[str, A
 
 
 def _run(rank: int, run: Run, store: str) -> dict[str, Any]:
-    graph = typed_graph() if run.model == "types" else awkward_graph(run.nodes)
+    graph = typed_graph() if run.model == "types" else awkward_graph()
     if run.model == "types":
         graph.apply(lambda value: value.double() if value.is_floating_point() else value)
     module = module_of(run, rank).double()
@@ -200,16 +199,12 @@ def _run(rank: int, run: Run, store: str) -> dict[str, Any]:
     trainer = quiet_trainer(strategy, run.ranks, True, max_epochs=3, callbacks=[seen], num_sanity_val_steps=1)
     trainer.fit(module, datamodule=data)
     found: dict[str, Any] = {"weights": digest(module.state_dict()), "epochs": seen.epochs, "layers": seen.layers}
-    if is_step(module, "test_step"):
+    if is_overridden("test_step", module):
         [tested] = trainer.test(module, datamodule=data, verbose=False)
         found["test"] = values_of(tested)
-    if is_step(module, "predict_step"):
+    if is_overridden("predict_step", module):
         found["predictions"] = digest(trainer.predict(module, datamodule=data))
     return found
-
-
-def is_step(module: L.LightningModule, name: str) -> bool:
-    return getattr(type(module), name) is not getattr(L.LightningModule, name)
 
 
 class _Seen(L.Callback):
