@@ -30,8 +30,8 @@ from torch_geometric.nn.models import GCN, GraphSAGE
 
 from benchmarks.common import report
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
-from lightning_gnn.partition.in_edges import write_header
-from lightning_gnn.strategies.paging import own_bytes
+from lightning_gnn.extensions.graph_files.in_edges import write_header
+from lightning_gnn.extensions.out_of_core.paging import own_bytes
 
 CLASSES, FEATURES, COMMUNITIES, INSIDE = 16, 32, 4096, 0.8
 PIECE = 1 << 22

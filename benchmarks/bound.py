@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csc_matrix
 
-from lightning_gnn.planning.plan import check_devices
-from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.topology import Topology
+from lightning_gnn.extensions.plans.plan import check_devices
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
 
 LP_DEVICES = 8
 """Up to here the linear program is solved (1 s); it has 3^P rows."""

@@ -32,7 +32,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategy.base import GNNStrategy
 
 RUNS = ["1x1", "1x2", "2x1", "2x1 anew", "2x1 lean", "2x1 gloo", "4x1"]
 

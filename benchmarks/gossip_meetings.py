@@ -31,8 +31,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule
-from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gossip.averaging import Averages
 from lightning_gnn.strategies.gossip.clusters import Clusters

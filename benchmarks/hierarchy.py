@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from common import report
 
+from lightning_gnn.extensions.plans.hierarchy import Hosts, loads, plan_through_hosts, prices
 from lightning_gnn.partition.shard import HaloPlan
-from lightning_gnn.planning.hierarchy import Hosts, loads, plan_through_hosts, prices
 
 PER_HOST, SHARE = 8, 0.25
 

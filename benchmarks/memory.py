@@ -33,7 +33,7 @@ from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.checks.footprint import Predicted, Sizes
 from lightning_gnn.strategies import SpMM1DStrategy, SpMM15DStrategy, VertexCutStrategy
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategy.base import GNNStrategy
 
 FEATURES, CLASSES = 128, 16
 SOURCE = "lightning_gnn.planted_partition"

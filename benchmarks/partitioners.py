@@ -28,11 +28,12 @@ from common import SHARED, PeakMemory, report, run_row
 from cover import DATASETS, LISTS, edges_of, rows_sent
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition import edge_cut, streaming
+from lightning_gnn.extensions.graph_files import streaming
+from lightning_gnn.extensions.graph_files.streaming import Block, RowBlocks
+from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes, streaming_candidates
-from lightning_gnn.partition.streaming import Block, RowBlocks
 from lightning_gnn.strategies.cover.covers import cover_edges
 
 METHODS = ("metis", "kaminpar", "kaminpar_compressed", "streaming", "random")

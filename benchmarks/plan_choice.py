@@ -27,11 +27,11 @@ from planned_exchange import Rank, add_cluster_arguments, join_cluster, run_clus
 from torch import Tensor
 
 from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.comm.measure import fixed_seconds
-from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import Rows
-from lightning_gnn.planning import plan_cost, rank_plan, spst
+from lightning_gnn.extensions.plans import plan_cost, rank_plan, spst
+from lightning_gnn.extensions.plans.measure import fixed_seconds
+from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 
 StartEach = Callable[[Sequence[tuple[int, Rows]], Sequence[tuple[int, Tensor]]], Callable[[], None]]
 

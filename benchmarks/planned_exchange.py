@@ -36,15 +36,15 @@ from common import SHARED, report
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.planned import PlannedExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.extensions.plans import Plan, Relation, Topology, find_topology, p2p, plan_cost, rank_plan, spst
+from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
+from lightning_gnn.extensions.plans.presets import machines
+from lightning_gnn.extensions.plans.topology_file import load_topology
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
-from lightning_gnn.planning import Plan, Relation, Topology, find_topology, p2p, plan_cost, rank_plan, spst
-from lightning_gnn.planning.presets import machines
-from lightning_gnn.planning.topology_file import load_topology
 
 HEAD_START_S = 0.05
 """From the ranks' agreement on a start until it: longer than such an agreement takes to get around."""

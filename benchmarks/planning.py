@@ -20,15 +20,15 @@ from common import SHARED, report
 from spst_reference import reference_cost
 
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.extensions.plans.plan import p2p
+from lightning_gnn.extensions.plans.plan_cost import plan_cost
+from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.spst import spst
+from lightning_gnn.extensions.plans.tables import rank_plan
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning.plan import p2p
-from lightning_gnn.planning.plan_cost import plan_cost
-from lightning_gnn.planning.presets import find_topology
-from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.spst import spst
-from lightning_gnn.planning.tables import rank_plan
 
 DEVICES = {"dgx1": 8, "pcie8": 8, "dgx1x2": 16}
 COLUMNS = [

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.topology import Topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
 
 TIE = 1e-4
 """Costs below a stage's maximum are 0; the link that is faster by itself is then taken. The paper is silent on ties."""

@@ -22,18 +22,18 @@ from typing_extensions import override
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SpMM15DStrategy, VertexCutStrategy
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.random_streams import RandomStreams
-from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.vertex_cut.cache import MessageCache
 from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+from lightning_gnn.strategy.base import GNNStrategy
 
 SPLIT = (0.6, 0.2, 0.2)
 EVERY = 5

@@ -28,7 +28,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
-from lightning_gnn.comm.zero_rows import ZeroRows
+from lightning_gnn.extensions.zero_rows.messages import ZeroRows
 
 GRAPHS = {
     "cora": ("planetoid", "Planetoid", "Cora", 1433, 7),

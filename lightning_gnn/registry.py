@@ -1,4 +1,4 @@
-"""Modules of schemes that core loads by name when a layout or a method needs them."""
+"""Modules that are imported when their name is used: the one place where modules are named by strings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+STRATEGIES = {
+    "dgcl": ("lightning_gnn.strategies.dgcl.strategy", "DGCLStrategy"),
+    "cover": ("lightning_gnn.strategies.cover.strategy", "CoverStrategy"),
+    "spmm": ("lightning_gnn.strategies.spmm.strategy", "SpMMStrategy"),
+    "spmm_1d": ("lightning_gnn.strategies.spmm.strategy", "SpMM1DStrategy"),
+    "spmm_15d": ("lightning_gnn.strategies.spmm.strategy", "SpMM15DStrategy"),
+    "spmm_2d": ("lightning_gnn.strategies.spmm.strategy", "SpMM2DStrategy"),
+    "spmm_3d": ("lightning_gnn.strategies.spmm.strategy", "SpMM3DStrategy"),
+    "vertex_cut": ("lightning_gnn.strategies.vertex_cut.strategy", "VertexCutStrategy"),
+    "vertex_cut_cached": ("lightning_gnn.strategies.vertex_cut.strategy", "CachedVertexCutStrategy"),
+    "sampling": ("lightning_gnn.strategies.sampling.strategy", "SamplingStrategy"),
+    "gossip": ("lightning_gnn.strategies.gossip.strategy", "GossipStrategy"),
+    "cluster_allreduce": ("lightning_gnn.strategies.gossip.strategy", "ClusterAllReduceStrategy"),
+    "auto_gnn": ("lightning_gnn.tools.advising.auto", "AutoStrategy"),
+}
+"""The module and the class of each strategy, by the name that ``Trainer(strategy=...)`` takes."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}

@@ -23,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_gnn import CommNet, DGCLStrategy, GNNStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.zero_rows import ZeroRows
+from lightning_gnn.extensions.zero_rows.messages import ZeroRows
 
 CLASSES, FEATURES = 5, 12
 

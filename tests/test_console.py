@@ -15,7 +15,7 @@ from rich.table import Table
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
 from lightning_gnn.console import progress_bar, text_console, text_of
-from lightning_gnn.strategies.run_config import partition_report
+from lightning_gnn.strategy.run_config import partition_report
 
 
 @pytest.fixture(params=[False, True], ids=["terminal", "jupyter"])

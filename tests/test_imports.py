@@ -40,7 +40,7 @@ print("LOADED", seconds, *sorted(set(sys.modules) - before))
 def test_the_package_is_imported_in_a_moment_and_loads_no_strategy():
     modules, seconds = loaded()
     assert seconds < 0.3
-    assert "lightning_gnn.strategies" in modules and "lightning_gnn.strategies.base" not in modules
+    assert "lightning_gnn.strategies" in modules and "lightning_gnn.strategy.base" not in modules
     assert not [
         name for name in modules if name.startswith((*NOT_IN_A_RANK, "lightning_gnn.nn", "lightning_gnn.checks"))
     ]

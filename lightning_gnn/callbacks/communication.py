@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import log_files, log_picture, log_values, uploads
-from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.rows.ranks import Ranks
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2

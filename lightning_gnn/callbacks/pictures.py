@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lightning_gnn.comm.traffic import ByLayer
-from lightning_gnn.planning.pictures import INK, KINDS
+from lightning_gnn.extensions.plans.pictures import INK, KINDS
 
 NUMBERED = 8
 """Up to so many ranks, each cell says its bytes."""

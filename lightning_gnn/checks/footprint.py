@@ -38,7 +38,7 @@ from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.rows.graph import GraphRows
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategies.scheme import Scheme
+    from lightning_gnn.strategy.scheme import Scheme
 
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
@@ -278,7 +278,7 @@ class Predicted:
         module: unbound; copies of it run on the CPU, the way that they would take on `device`.
         batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
         scheme: what ranks hold and exchange, for two ranks, see
-            :meth:`~lightning_gnn.strategies.scheme.Scheme.for_memory`.
+            :meth:`~lightning_gnn.strategy.scheme.Scheme.for_memory`.
         trainer: what the step finds as ``self.trainer``; its loggers record nothing.
         device: where ranks train: without kernels for attention there, as on CUDA without Triton, its layers keep rows of edges.
 
@@ -316,7 +316,7 @@ class Predicted:
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
-        """Returns what a rank of these sizes keeps; see :meth:`~lightning_gnn.strategies.scheme.Scheme.working_bytes`, too."""
+        """Returns what a rank of these sizes keeps; see :meth:`~lightning_gnn.strategy.scheme.Scheme.working_bytes`, too."""
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
         return Footprint(held + working_bytes, sizes.edges, tuple(kept))

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
-from lightning_gnn.nn.embedding import untrained_embeddings
+from lightning_gnn.extensions.embeddings.embedding import untrained_embeddings
 from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place

@@ -2,7 +2,7 @@
 
 Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2). :class:`HaloExchange` sends
 one direct message per pair of ranks, which is the paper's peer-to-peer baseline;
-:class:`~lightning_gnn.comm.planned.PlannedExchange` follows a plan.
+:class:`~lightning_gnn.extensions.plans.planned_exchange.PlannedExchange` follows a plan.
 
 N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 """
@@ -25,7 +25,7 @@ from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, by_peer, rows_of
-from lightning_gnn.comm.zero_rows import ZeroRows
+from lightning_gnn.extensions.zero_rows.messages import ZeroRows
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -280,7 +280,7 @@ class Exchange(ABC):
     def _send_without_zeros(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
-        """Starts messages of the backward pass, and counts what is sent of them: see :mod:`lightning_gnn.comm.zero_rows`."""
+        """Starts messages of the backward pass without rows of zeros, and counts what is sent of them."""
         with during_exchange(self.world, call.layer, call.direction):
             self._zero_rows.begin_step()
             sends, num_rows = self._zero_rows.pack(out, out_counts, call)

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnn.comm.call import Call, Step
-from lightning_gnn.comm.codec import Codec
-from lightning_gnn.comm.encoding import EncodingTransport
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
@@ -26,6 +24,8 @@ from lightning_gnn.comm.traffic import span
 from lightning_gnn.comm.transport import ProcessTransport, Rows
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
+from lightning_gnn.extensions.codecs.codec import Codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
 from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import Watchdog
+from lightning_gnn.extensions.codecs.codec import Codec
 
 ALIGNED = 16
 """Bytes at whose multiples numbers of any size may lie."""
@@ -81,7 +81,7 @@ class Transport(ABC):
 
     Attributes:
         encodes: whether rows may travel approximately now: encoded, by an
-            :class:`~lightning_gnn.comm.encoding.EncodingTransport`, or only where they have changed, by a
+            :class:`~lightning_gnn.extensions.codecs.transport.EncodingTransport`, or only where they have changed, by a
             :class:`~lightning_gnn.strategies.vertex_cut.cache.CachedExchange`.
         codec: how rows are encoded; None for as they are.
         receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.

@@ -22,7 +22,7 @@ from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore, Hetero
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.data.attributes import TO_PREDICT_LINKS, tell_kinds
-from lightning_gnn.data.folders import is_folder, read_folder
+from lightning_gnn.extensions.graph_files.folders import is_folder, read_folder
 
 Source: TypeAlias = str | Dataset | Data | HeteroData | tuple[FeatureStore, GraphStore] | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
@@ -38,7 +38,7 @@ def load_source(
 
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph; files that do not
-            fit, see :func:`~lightning_gnn.data.folders.read_folder`.
+            fit, see :func:`~lightning_gnn.extensions.graph_files.folders.read_folder`.
     """
     name = described(source)
     if is_folder(source):

@@ -18,9 +18,15 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.data.hetero import JoinedGraph, attributes_of, edge_stores, orders_of, predicted_edges
 from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
+from lightning_gnn.extensions.node_types.graph import (
+    JoinedGraph,
+    attributes_of,
+    edge_stores,
+    orders_of,
+    predicted_edges,
+)
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan, id_dtype
@@ -358,7 +364,7 @@ def cut_graph(
 
     Args:
         data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
-            :func:`~lightning_gnn.data.hetero.prepare_hetero`.
+            :func:`~lightning_gnn.extensions.node_types.graph.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to `num_parts` - 1; with types, type after type.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.

@@ -43,7 +43,6 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
-from lightning_gnn.data.hetero import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, mask_counts
 from lightning_gnn.data.sources import num_classes
@@ -57,7 +56,8 @@ from lightning_gnn.data.store_check import (
     types_of,
 )
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.partition.in_edges import InEdges, PartEdges, write_header
+from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges, write_header
+from lightning_gnn.extensions.node_types.graph import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
 from lightning_gnn.partition.shard import Relabelling, id_dtype
@@ -144,7 +144,7 @@ def write_store(
     Args:
         folder: must not exist; its parent is created.
         data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
-            :func:`~lightning_gnn.data.hetero.prepare_hetero`.
+            :func:`~lightning_gnn.extensions.node_types.graph.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.

@@ -21,14 +21,14 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import raise_together
-from lightning_gnn.data.hetero import input_type_of
 from lightning_gnn.data.loading import Source, Versions
 from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.extensions.embeddings.embedding import embeddings_of
+from lightning_gnn.extensions.node_types.graph import input_type_of
 from lightning_gnn.foreign import leave_out_missing_validation
-from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types

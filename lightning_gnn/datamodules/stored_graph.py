@@ -30,15 +30,6 @@ from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
-from lightning_gnn.data.folders import is_folder
-from lightning_gnn.data.hetero import (
-    NO_TYPES,
-    JoinedGraph,
-    edge_stores,
-    input_type_of,
-    predicted_edges,
-    prepare_hetero,
-)
 from lightning_gnn.data.loading import (
     Source,
     Versions,
@@ -62,11 +53,20 @@ from lightning_gnn.data.store import (
     writing,
 )
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.extensions.graph_files.folders import is_folder
+from lightning_gnn.extensions.graph_files.in_edges import InEdges, is_symmetric
+from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks
+from lightning_gnn.extensions.node_types.graph import (
+    NO_TYPES,
+    JoinedGraph,
+    edge_stores,
+    input_type_of,
+    predicted_edges,
+    prepare_hetero,
+)
 from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.in_edges import InEdges, is_symmetric
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.streaming import Block, Blocks, RowBlocks
 from lightning_gnn.registry import cutter_of
 
 EDGE_S = 1.5e-6

@@ -36,14 +36,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.comm.detect import detect
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.plans import PlanName
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.extensions.plans import Topology, find_topology
+from lightning_gnn.extensions.plans.detect import detect
+from lightning_gnn.extensions.plans.make_exchange import PlanName
 from lightning_gnn.functional.cut import Header, Part, checked_graph, cut_graph
 from lightning_gnn.nn.norms import SumOverRanks
-from lightning_gnn.planning import Topology, find_topology
 from lightning_gnn.steps.gradients import GradientSum
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
 
     If the losses of all ranks sum to the loss of one device, these are the gradients of one device. A parameter that has a
     gradient on no rank keeps None; one that has one on some rank gets it everywhere. A step ends with it, by
-    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.comm.zero_rows`).
+    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.extensions.zero_rows.messages`).
 
     Args:
         parameters: a module, or its parameters in the same order on every rank.

@@ -13,15 +13,15 @@ from torch_geometric.data import Data
 
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.plans import PlanName, Way, check_plan, follow, looks_at_links, planned
-from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
+from lightning_gnn.extensions.plans import PricedPlan, Relation, Topology, p2p
+from lightning_gnn.extensions.plans.make_exchange import PlanName, Way, check_plan, follow, looks_at_links, planned
+from lightning_gnn.extensions.plans.swap import SwapExchange
 from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
-from lightning_gnn.planning import PricedPlan, Relation, Topology, p2p
 
 
 @dataclass(frozen=True)

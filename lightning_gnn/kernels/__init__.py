@@ -3,10 +3,10 @@
 On CPU compiled by numba at first use and kept on disk; on other devices torch's own kernels.
 """
 
+from lightning_gnn.extensions.zero_rows.kernels import bits_bytes, nonzero_rows, pack_rows, unpack_rows
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import cache_folder
 from lightning_gnn.kernels.sums import add_rows, spmm, take_rows
-from lightning_gnn.kernels.zeros import bits_bytes, nonzero_rows, pack_rows, unpack_rows
 
 __all__ = [
     "CSR",

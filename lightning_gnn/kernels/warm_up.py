@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from lightning_gnn.extensions.codecs.kernels import dequantise, quantise, shorten
+from lightning_gnn.extensions.zero_rows.kernels import nonzero_rows, pack_rows, unpack_rows
 from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
-from lightning_gnn.kernels.codes import dequantise, quantise, shorten
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import timed_compilation
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad, spmm
-from lightning_gnn.kernels.zeros import nonzero_rows, pack_rows, unpack_rows
 
 
 def _statistics(csr: CSR, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategy.base import GNNStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 

@@ -35,7 +35,7 @@ from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, igno
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, store_for_children
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategy.base import GNNStrategy
 
 
 class ProcessLauncher(_Launcher):

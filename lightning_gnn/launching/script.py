@@ -45,7 +45,7 @@ from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, igno
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategy.base import GNNStrategy
 
 STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 """Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""

@@ -20,12 +20,12 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
-from lightning_gnn.nn.embedding import DistributedEmbedding
 from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all

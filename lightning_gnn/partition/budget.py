@@ -16,10 +16,11 @@ from rich.table import Table
 
 from lightning_gnn.console import text_table
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.partition import kaminpar, streaming
+from lightning_gnn.extensions.graph_files import streaming
+from lightning_gnn.extensions.graph_files.in_edges import edge_pieces
+from lightning_gnn.extensions.graph_files.streaming import mix
+from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import ask_for_clusters, ask_for_ends, compiled
-from lightning_gnn.partition.in_edges import edge_pieces
-from lightning_gnn.partition.streaming import mix
 
 SAMPLED = 1 << 18
 """Edges from which entries are estimated by a sample of pairs; below, all are looked at."""

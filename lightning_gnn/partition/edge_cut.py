@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.extensions.graph_files.in_edges import in_degrees
+from lightning_gnn.extensions.graph_files.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
 from lightning_gnn.heap import giving_back_freed_memory
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, check_metis, choose, most_seconds, predictions
-from lightning_gnn.partition.in_edges import in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import (
     FEW_PARTS,
@@ -26,7 +27,6 @@ from lightning_gnn.partition.metis import (
     part_graph_constrained,
 )
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
-from lightning_gnn.partition.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
 from lightning_gnn.registry import refiner_of
 
 EDGE_BOUNDS = (1.05, 1.3)
@@ -112,9 +112,9 @@ def assign_nodes(
             less
             memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"streaming"``: nodes and edges
             balanced, in memory of nodes and not of edges beside the symmetric graph
-            (:mod:`~lightning_gnn.partition.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
-            streaming whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``: equal parts;
-            ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
+            (:mod:`~lightning_gnn.extensions.graph_files.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar
+            compressed and streaming whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``:
+            equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
         seed: of METIS and KaMinPar, of moves and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
@@ -347,7 +347,7 @@ def _cut_within(
 def streaming_candidates(
     blocks: Blocks, weights: NDArray[np.int32], groups: Groups, seed: int
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Yields assignments by :mod:`~lightning_gnn.partition.streaming`, with edges balanced tightly and loosely.
+    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.streaming`, with edges balanced tightly and loosely.
 
     A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
     `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.

@@ -14,7 +14,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.rows import EmbeddingRows
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.embedding import DistributedEmbedding, embeddings_of
+from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding, embeddings_of
 from lightning_gnn.steps.gradients import GradientSum
 
 

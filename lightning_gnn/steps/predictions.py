@@ -28,7 +28,7 @@ class PredictedRows:
     Args:
         world: all ranks.
         rows: under which the step has run.
-        mode: which rows a rank gets, see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        mode: which rows a rank gets, see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
     """
 
     def __init__(self, world: World, rows: RowsMode, mode: Predictions, folder: Path = Path()) -> None:

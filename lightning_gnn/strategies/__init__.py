@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gnn.registry import STRATEGIES
+
 if TYPE_CHECKING:
-    from lightning_gnn.strategies.base import GNNStrategy
     from lightning_gnn.strategies.cover.strategy import CoverStrategy
     from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
     from lightning_gnn.strategies.gossip.strategy import ClusterAllReduceStrategy, GossipStrategy
     from lightning_gnn.strategies.sampling.strategy import SamplingStrategy
-    from lightning_gnn.strategies.scheme import Scheme
     from lightning_gnn.strategies.spmm.strategy import (
         SpMM1DStrategy,
         SpMM2DStrategy,
@@ -27,30 +27,20 @@ if TYPE_CHECKING:
         SpMMStrategy,
     )
     from lightning_gnn.strategies.vertex_cut.strategy import CachedVertexCutStrategy, VertexCutStrategy
+    from lightning_gnn.strategy.base import GNNStrategy
+    from lightning_gnn.strategy.scheme import Scheme
 
-_STRATEGIES = {
-    "dgcl": ("dgcl.strategy", "DGCLStrategy"),
-    "cover": ("cover.strategy", "CoverStrategy"),
-    "spmm": ("spmm.strategy", "SpMMStrategy"),
-    "spmm_1d": ("spmm.strategy", "SpMM1DStrategy"),
-    "spmm_15d": ("spmm.strategy", "SpMM15DStrategy"),
-    "spmm_2d": ("spmm.strategy", "SpMM2DStrategy"),
-    "spmm_3d": ("spmm.strategy", "SpMM3DStrategy"),
-    "vertex_cut": ("vertex_cut.strategy", "VertexCutStrategy"),
-    "vertex_cut_cached": ("vertex_cut.strategy", "CachedVertexCutStrategy"),
-    "sampling": ("sampling.strategy", "SamplingStrategy"),
-    "gossip": ("gossip.strategy", "GossipStrategy"),
-    "cluster_allreduce": ("gossip.strategy", "ClusterAllReduceStrategy"),
+_MODULES = {
+    **{name: module for module, name in STRATEGIES.values()},
+    "GNNStrategy": "lightning_gnn.strategy.base",
+    "Scheme": "lightning_gnn.strategy.scheme",
 }
-"""By name, the module and the class of each strategy."""
-
-_MODULES = {name: module for module, name in (*_STRATEGIES.values(), ("base", "GNNStrategy"), ("scheme", "Scheme"))}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 class _Lazy:
@@ -90,16 +80,15 @@ def _refuse_fabric(name: str) -> NoReturn:
 
 def registered() -> dict[str, type[GNNStrategy]]:
     """Returns this package's strategies, and those of users, by the names that they are registered by."""
-    from lightning_gnn.strategies.base import GNNStrategy
+    from lightning_gnn.strategy.base import GNNStrategy
 
     kinds = {name: each["strategy"] for name, each in StrategyRegistry.items()}
     kinds = {name: kind.load() if isinstance(kind, _Lazy) else kind for name, kind in kinds.items()}
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, GNNStrategy)}
 
 
-for _name, (_module, _class) in _STRATEGIES.items():
-    _register(_name, _class, _Lazy(f"{__name__}.{_module}", _class))
-_register("auto_gnn", "AutoStrategy", _Lazy("lightning_gnn.tools.advising.auto", "AutoStrategy"))
+for _name, (_module, _class) in STRATEGIES.items():
+    _register(_name, _class, _Lazy(_module, _class))
 
 __all__ = [
     "CachedVertexCutStrategy",

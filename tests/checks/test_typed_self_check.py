@@ -17,8 +17,8 @@ from torch_geometric.nn import HeteroDictLinear
 from lightning_gnn.checks import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORM, small_graph
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.shards import Shard, split_graph
+from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.partition.layout import LayoutSpec
 
 

@@ -27,11 +27,11 @@ from lightning_gnn import (
     SamplingStrategy,
     local_rows,
 )
-from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.loading import graph_digests, seeded
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.partition.layout import LayoutSpec
 
 MASKS = ("train_mask", "val_mask", "test_mask")

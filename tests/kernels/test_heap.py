@@ -14,7 +14,7 @@ from common import awkward_graph, build, quiet_trainer
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.strategies import steps
+from lightning_gnn.strategy import steps
 
 PAGES = 4096  # of 4 KB: 16 MB
 SETTLING = 30  # blocks that were freed do not fit again at first

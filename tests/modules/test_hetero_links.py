@@ -23,12 +23,12 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, LinkPredictor, SamplingStrategy, split_edges
 from lightning_gnn.data.draws import OtherNodes, draw_others
-from lightning_gnn.data.hetero import prepare_hetero
 from lightning_gnn.data.shards import whole_graph
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import read_cut, read_manifest
 from lightning_gnn.data.store_check import check_arrays
 from lightning_gnn.datamodules.graph import check_links
+from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.strategies.sampling import NeighborSampler
 from lightning_gnn.strategies.sampling.strategy import SamplingScheme
 

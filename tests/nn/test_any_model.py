@@ -91,7 +91,7 @@ def fit(rank: int, world_size: int, kind: Any, model: Any, **options: Any) -> li
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patched:
         warnings.simplefilter("always")
-        patched.setattr("lightning_gnn.strategies.self_checks.rank_zero_info", said.append)
+        patched.setattr("lightning_gnn.strategy.self_checks.rank_zero_info", said.append)
         trainer = quiet_trainer(DGCLStrategy(timeout=60, **options), world_size, self_check=True)
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph(dtype=torch.float32)))
     return said + [str(warning.message) for warning in caught]

@@ -32,9 +32,9 @@ from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.cover.strategy import CoverScheme
-from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, SpMMScheme
 from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
+from lightning_gnn.strategy.scheme import Scheme
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
 ABSTRACT = {

@@ -17,7 +17,8 @@ from processes import REPOSITORY
 
 from benchmarks.common import run_row
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.partition import budget, edge_cut, in_edges, kaminpar
+from lightning_gnn.extensions.graph_files import in_edges
+from lightning_gnn.partition import budget, edge_cut, kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes

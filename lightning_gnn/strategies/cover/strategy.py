@@ -19,18 +19,18 @@ from lightning_gnn.arguments import check_flags
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
-from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.extensions.plans import Topology
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
+from lightning_gnn.extensions.plans.make_exchange import make_exchange
+from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.planning import Topology
-from lightning_gnn.planning.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
-from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.cover.covers import cover_edges
-from lightning_gnn.strategies.planned import PartitionName, PlannedScheme
+from lightning_gnn.strategy.base import GNNStrategy
 
 CoverPlanName = Literal["p2p", "spst"]
 
@@ -118,7 +118,7 @@ class CoverStrategy(GNNStrategy):
         refine: move nodes between METIS's parts while that lowers the rows that are sent
             (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`). Once, before training; docs/cover.md has what it
             gains.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown plan or partition, a `refine` that is no bool, or a plan without its topology; `refine` with a

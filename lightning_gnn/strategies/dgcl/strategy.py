@@ -18,12 +18,12 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.extensions.plans import Topology
+from lightning_gnn.extensions.plans.hierarchy import Hosts
+from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.planning import Topology
-from lightning_gnn.planning.hierarchy import Hosts
-from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl.replicated import ReplicatedExchange
-from lightning_gnn.strategies.planned import PartitionName, PlannedScheme
+from lightning_gnn.strategy.base import GNNStrategy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,7 +137,7 @@ class DGCLStrategy(GNNStrategy):
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
         hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown plan, or one without its topology or hops; and, once the number of ranks is known, a topology

@@ -23,21 +23,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
-from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World, next_store
 from lightning_gnn.comm.listening import end_for_lost_agents
 from lightning_gnn.comm.sockets import own_address
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
+from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.embeddings.embedding import embeddings_of
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, STORE_VARIABLE
-from lightning_gnn.nn.embedding import embeddings_of
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.edge_cut import EdgeCutScheme
 from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
 from lightning_gnn.strategies.gossip.clusters import Begun, Clusters, LeftOver
 from lightning_gnn.strategies.gossip.fit import WorkerFit
@@ -47,6 +45,8 @@ from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
 from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
+from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
@@ -88,7 +88,7 @@ class ClusterStrategy(GNNStrategy):
         monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
             the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
             monitors, with its mode, if validation logs that, else ``val_loss``.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
         report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.strategies.gossip.worker.Counts`.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_gnn.comm.codec import Codec
+from lightning_gnn.extensions.codecs.codec import Codec
 
 _WIDTH = 256
 """Numbers of a tensor that are rounded together, between the same ends; those at its end may be fewer."""

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from lightning_gnn.comm.codec import Codec
+from lightning_gnn.extensions.codecs.codec import Codec
 from lightning_gnn.strategies.gossip.averaging import Averages, Comparison, mean_of, weights_of
 from lightning_gnn.strategies.gossip.clusters import ClusterBatches, Clusters, PooledBatches
 from lightning_gnn.strategies.gossip.differences import Differences

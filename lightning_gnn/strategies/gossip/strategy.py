@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers, check_whole
-from lightning_gnn.comm.codec import CodecName
+from lightning_gnn.extensions.codecs.codec import CodecName
 from lightning_gnn.strategies.gossip.cluster_strategy import Average, ClusterStrategy
 from lightning_gnn.strategies.gossip.lockstep import Lockstep
 from lightning_gnn.strategies.gossip.pairing import Pairing, Rule

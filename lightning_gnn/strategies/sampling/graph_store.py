@@ -27,8 +27,8 @@ from lightning_gnn.comm.one_copy import one_copy
 from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import Cut
+from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
-from lightning_gnn.partition.in_edges import counts_of
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.strategies.sampling.near_cache import NearCache, Rows, most_worth
 from lightning_gnn.strategies.sampling.neighbors import (

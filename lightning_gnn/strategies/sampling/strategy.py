@@ -44,8 +44,6 @@ from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.steps.predictions import in_files
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.edge_cut import EdgeCutScheme
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (
     BatchMaker,
@@ -60,7 +58,9 @@ from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
 from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
-from lightning_gnn.strategies.steps import StepStrategy
+from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.steps import StepStrategy
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class SamplingStrategy(GNNStrategy):
             several batches reach are computed in each. By default ``"batches"`` for a ``HeteroData`` and with times, else
             ``"layers"``.
         keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an

@@ -26,10 +26,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.shard import Ids
-from lightning_gnn.planning.exchanges import (
+from lightning_gnn.extensions.plans.exchanges import (
     ExchangeCost,
     Workload,
     cube_exchange,
@@ -37,13 +34,16 @@ from lightning_gnn.planning.exchanges import (
     grid_name,
     product_exchanges,
 )
-from lightning_gnn.planning.grid import block_cost, choose, sparse_cost
-from lightning_gnn.planning.topology import Topology
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.extensions.plans.grid import block_cost, choose, sparse_cost
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.by_call import MatrixByCall
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import Scheme
 
 Permute = Literal["metis", "random"]
 
@@ -243,7 +243,7 @@ class SpMMStrategy(GNNStrategy):
     Args:
         permute: see :class:`SpMM15DStrategy`.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown permutation.
@@ -266,7 +266,7 @@ class SpMM15DStrategy(GNNStrategy):
         permute: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks of
             equal weight, None for ranges of the graph's own order. By default METIS if `sparsity_aware`, else random.
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown permutation; once the number of ranks is known, a replication factor that does not divide it.
@@ -328,7 +328,7 @@ class SpMM2DStrategy(GNNStrategy):
         keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`; and keep the blocks of the matrix that
             a rank multiplies with, 1 / q of it in 2D and 1 / q^2 in 3D. Otherwise each has 1 / P, and they travel in each
             product.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown permutation; once the number of ranks is known, one that is no square.

@@ -21,11 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.codec import Codec
 from lightning_gnn.comm.exchange import HaloExchange, counted, starting
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, by_peer, rows_of
+from lightning_gnn.extensions.codecs.codec import Codec
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 _FLAGS = 64

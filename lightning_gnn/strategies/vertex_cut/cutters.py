@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.extensions.graph_files.in_edges import counts_of, edge_pieces, in_degrees
 from lightning_gnn.partition.budget import choose, edge_predictions
 from lightning_gnn.partition.edge_cut import devices, spread_masks
-from lightning_gnn.partition.in_edges import counts_of, edge_pieces, in_degrees
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.shard import Ids, ShortIds
 from lightning_gnn.strategies.vertex_cut import loops

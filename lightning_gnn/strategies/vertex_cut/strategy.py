@@ -20,22 +20,22 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
-from lightning_gnn.comm.codec import CodecName
-from lightning_gnn.comm.detect import hosts_of
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.extensions.codecs.codec import CodecName
+from lightning_gnn.extensions.plans.detect import hosts_of
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import Types
-from lightning_gnn.strategies.base import GNNStrategy
-from lightning_gnn.strategies.scheme import Scheme
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
 from lightning_gnn.strategies.vertex_cut.cutters import METHODS
 from lightning_gnn.strategies.vertex_cut.loaded_edges import LoadedEdges
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
+from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import Scheme
 
 EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "streaming"]
 
@@ -180,7 +180,7 @@ class VertexCutStrategy(GNNStrategy):
         redraw_every: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's masks stay and
             rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them. An
             approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: an unknown partitioner, a threshold, weight or number of epochs out of range; once the number of ranks is
@@ -269,7 +269,7 @@ class CachedVertexCutStrategy(VertexCutStrategy):
 
     Args:
         cache: see :class:`VertexCutStrategy`.
-        codec: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        codec: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
         **options: see :class:`VertexCutStrategy`.
     """
 

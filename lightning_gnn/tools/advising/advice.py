@@ -23,17 +23,17 @@ import numpy as np
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn.checks.footprint import Peak
-from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.modules import NodeClassifier
-from lightning_gnn.planning.topology import Topology
-from lightning_gnn.strategies.base import GNNStrategy
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
+from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.tools.advising.candidates import Candidate, candidates
 from lightning_gnn.tools.advising.machine import Machine, timing, with_trainer_messages
 from lightning_gnn.tools.advising.rehearsal import Rehearsal, rehearse

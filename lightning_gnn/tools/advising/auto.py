@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gnn.planning import Topology
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.tools.advising.advice import Advice, advise_on
 from lightning_gnn.tools.advising.candidates import Candidate, candidates
 from lightning_gnn.tools.advising.machine import Machine, available_cores
@@ -25,7 +25,7 @@ class AutoStrategy(GNNStrategy):
     Args:
         topology: what joins the ranks, rank i being device i: a name, the path of a JSON file, or a topology
             (docs/planning.md). By default CPU ranks of this machine, or of the Trainer's ``num_nodes`` like it.
-        **options: see :class:`~lightning_gnn.strategies.base.GNNStrategy`.
+        **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
         advice: what was predicted, in the order of :func:`~lightning_gnn.tools.advising.advice.advise`; on rank 0, empty before.

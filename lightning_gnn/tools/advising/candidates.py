@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
-    """Yields what can run on so many ranks, see :meth:`~lightning_gnn.strategies.base.GNNStrategy.variants`."""
+    """Yields what can run on so many ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`."""
     for name, kind in registered().items():
         if name != kind.strategy_name:  # another way to start its ranks
             continue

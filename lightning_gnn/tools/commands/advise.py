@@ -11,9 +11,9 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_gnn.console import text_table
-from lightning_gnn.planning.presets import PRESETS
-from lightning_gnn.planning.topology import MAX_DEVICES
-from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.extensions.plans.presets import PRESETS
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES
+from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import Advice, advise_on
 from lightning_gnn.tools.advising.candidates import chosen
 from lightning_gnn.tools.advising.extrapolate import extrapolate, smaller

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.tools.parity import check_parity, explain_steps
 from lightning_gnn.tools.parity.check import make_strategies

@@ -17,7 +17,7 @@ from lightning_gnn.console import plain_width, text_console
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import DGCLStrategy, GNNStrategy
-from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.parser import Parser, check_names, file_of
 
 

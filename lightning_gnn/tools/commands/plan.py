@@ -13,13 +13,13 @@ from typing_extensions import override
 from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
 from lightning_gnn.checks.memory import training_bytes
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.planning.exchanges import ExchangeCost, Workload
-from lightning_gnn.planning.plan_cost import Balance, LinkLoad, balance, link_loads
-from lightning_gnn.planning.presets import PRESETS, find_topology
-from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.tables import rank_plan
-from lightning_gnn.planning.topology import MAX_DEVICES, Topology
-from lightning_gnn.strategies.scheme import Scheme
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload
+from lightning_gnn.extensions.plans.plan_cost import Balance, LinkLoad, balance, link_loads
+from lightning_gnn.extensions.plans.presets import PRESETS, find_topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.tables import rank_plan
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
+from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.advising.candidates import candidates
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
@@ -255,7 +255,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 def _draw(report: PlanReport, folder: Path) -> list[Path]:
     # Here, since all commands import this file, and matplotlib takes its time.
-    from lightning_gnn.planning.pictures import draw_links, draw_stages, save_picture
+    from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages, save_picture
 
     assert report.topology is not None
     row_bytes, followed = report.work.row_bytes, report.followed

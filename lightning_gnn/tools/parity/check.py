@@ -40,7 +40,7 @@ from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.strategies import registered
-from lightning_gnn.strategies.base import GNNStrategy
+from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
 from lightning_gnn.tools.parity.report import GROUPS, ParityReport, SchemeParity
 

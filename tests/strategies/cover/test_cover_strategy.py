@@ -37,12 +37,12 @@ from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClas
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
-from lightning_gnn.comm.plans import make_exchange
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.extensions.plans import Relation
+from lightning_gnn.extensions.plans.exchanges import Workload
+from lightning_gnn.extensions.plans.grid import edge_traffic
+from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.partition.shard import Relabelling
-from lightning_gnn.planning import Relation
-from lightning_gnn.planning.exchanges import Workload
-from lightning_gnn.planning.grid import edge_traffic
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.cover.strategy import CoverScheme
 from lightning_gnn.tools.advising.advice import advise_on

@@ -21,14 +21,14 @@ from torch_geometric.nn import ChebConv
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.swap import SwapExchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.extensions.plans.swap import SwapExchange
+from lightning_gnn.extensions.plans.topology_file import topology_from_dict
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
-from lightning_gnn.planning.topology_file import topology_from_dict
 
 MACHINES = topology_from_dict(
     {
@@ -322,6 +322,6 @@ def test_losses_of_all_rows_count_each_node_once(ranks):
 
 
 def test_too_little_memory_is_told(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 20_000)
+    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 20_000)
     with pytest.raises(ValueError, match=r"need at least 2\.\d+e-05 GB for .*with all that lies within 2 hops.*plan="):
         fit_from_here(NodeClassifier(build("gcn"), num_classes=CLASSES), plan="replicate", hops=2)

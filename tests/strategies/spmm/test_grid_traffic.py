@@ -22,9 +22,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.shard import Relabelling, halo_plan
-from lightning_gnn.planning.exchanges import (
+from lightning_gnn.extensions.plans.exchanges import (
     ExchangeCost,
     Workload,
     cube_exchange,
@@ -32,7 +30,7 @@ from lightning_gnn.planning.exchanges import (
     plan_exchanges,
     product_exchanges,
 )
-from lightning_gnn.planning.grid import (
+from lightning_gnn.extensions.plans.grid import (
     block_cost,
     block_traffic,
     busiest,
@@ -45,11 +43,13 @@ from lightning_gnn.planning.grid import (
     summa_traffic,
     summa_work,
 )
-from lightning_gnn.planning.plan_cost import direct_cost
-from lightning_gnn.planning.presets import dgx1, uniform
-from lightning_gnn.planning.relation import Relation
-from lightning_gnn.planning.topology import Topology
-from lightning_gnn.planning.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.plan_cost import direct_cost
+from lightning_gnn.extensions.plans.presets import dgx1, uniform
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
+from lightning_gnn.partition.shard import Relabelling, halo_plan
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.by_call import MatrixByCall
 from lightning_gnn.strategies.spmm.summa import SummaMatrix

@@ -49,10 +49,10 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
+from lightning_gnn.extensions.plans.grid import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.planning.grid import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, _partial_sums
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
@@ -588,7 +588,7 @@ def test_refused_before_ranks_start():
 
 
 def test_too_little_memory_is_told_with_the_legal_factors(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategies.memory.available_bytes", lambda: 40_000)
+    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 40_000)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     trainer = quiet_trainer(SpMM15DStrategy(replication=2, sparsity_aware=False), 2)
     with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication .legal: 1, 2."):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gnn.comm.call import Call, Step
-from lightning_gnn.comm.codec import make_codec
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache, NotFiniteError, _bits, _flags
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges

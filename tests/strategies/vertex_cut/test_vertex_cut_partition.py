@@ -15,9 +15,9 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import in_edges
+from lightning_gnn.extensions.graph_files import in_edges
+from lightning_gnn.extensions.graph_files.streaming import mix
 from lightning_gnn.partition.budget import edge_predictions
-from lightning_gnn.partition.streaming import mix
 from lightning_gnn.strategies.vertex_cut import cutters, loops
 from lightning_gnn.strategies.vertex_cut.cutters import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
 from lightning_gnn.strategies.vertex_cut.report import VertexCutReport, vertex_cut_report

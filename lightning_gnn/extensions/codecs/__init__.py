@@ -1,0 +1,1 @@
+"""Rows in fewer bytes between ranks, approximately."""

@@ -1,0 +1,110 @@
+"""Rows between ranks in fewer bytes: a transport that encodes what it sends and decodes what arrives, whatever the scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, Transport, UpTo, rows_of
+from lightning_gnn.extensions.codecs.codec import Codec
+
+
+class EncodingTransport(Transport):
+    """A transport over another one that encodes rows while :meth:`encoding` is open; all ranks must open it at the same points.
+
+    Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
+    rows that would not get shorter. What is gathered or shown is the other transport's own, and exact.
+
+    Args:
+        transport: what carries the bytes.
+        codec: how rows are encoded.
+    """
+
+    def __init__(self, transport: Any, codec: Codec) -> None:
+        self._transport = transport
+        self.codec: Codec = codec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @override
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        return self._transport.start_varied(sends, senders)
+
+    def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
+        """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
+        if not (self.encodes and dtype.is_floating_point and len(shape) > 1):
+            return None
+        width = prod(shape[1:])
+        coded = self.row_bytes(width, dtype)
+        return coded if coded < width * dtype.itemsize else None
+
+    @override
+    def row_bytes(self, width: int, dtype: torch.dtype) -> int:
+        return min(self.codec.row_bytes(width, dtype), width * dtype.itemsize)
+
+    @override
+    def message_bytes(self, rows: Rows) -> int:
+        rows = rows_of(rows)
+        coded = self._row_bytes(rows.shape, rows.dtype)
+        return super().message_bytes(rows) if coded is None else len(rows) * coded
+
+    @override
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+        """Returns memory for the rows of the next :meth:`start_each`; the other transport's only where they go as they are."""
+        if self._row_bytes(shape, dtype) is None:
+            return self._transport.scratch(shape, dtype, device)
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+    @override
+    def start_each(
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
+    ) -> Callable[[], None]:
+        arriving: list[tuple[int, Receive]] = []
+        decodes: list[tuple[Tensor, Tensor]] = []
+        for peer, into in receives:
+            coded = None if isinstance(into, UpTo) else self._row_bytes(into.shape, into.dtype)
+            if coded is not None:
+                assert isinstance(into, Tensor)
+                rows, into = into.detach().view(len(into), -1), into.new_empty((len(into), coded), dtype=torch.uint8)
+                decodes.append((into, rows))
+            arriving.append((peer, into))
+        wait = self._transport.start_each(self._encoded(sends), arriving)
+        if not decodes:
+            return wait
+
+        def finish() -> None:
+            wait()
+            for data, rows in decodes:
+                self.codec.decode(data, rows)
+
+        return finish
+
+    def _encoded(self, sends: Sequence[tuple[int, Rows]]) -> Sequence[tuple[int, Rows]]:
+        """Returns what to send: all of it in the other transport's scratch memory if some is encoded; the same rows once."""
+        distinct = {id(rows): rows_of(rows) for _, rows in sends}
+        widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}
+        if all(width is None for width in widths.values()):
+            return sends
+        sizes = [self.message_bytes(rows) for rows in distinct.values()]
+        room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        scratch = self._transport.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
+        messages: dict[int, Rows] = {}
+        for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):
+            into, width = rows_of(part)[:size], widths[key]
+            if width is None:
+                into = into.view(rows.dtype).view(rows.shape).copy_(rows.detach())
+            else:
+                into = into.view(len(rows), width)
+                self.codec.encode(rows.detach().reshape(len(rows), -1), into)
+            messages[key] = replace(part, rows=into) if isinstance(part, Scratch) else into
+        return [(peer, messages[id(rows)]) for peer, rows in sends]

@@ -1,0 +1,1 @@
+"""Learnable rows for nodes, each on the rank that owns its node."""

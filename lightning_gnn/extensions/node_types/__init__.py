@@ -1,0 +1,1 @@
+"""Graphs with node and edge types."""

@@ -1,0 +1,177 @@
+"""How fast messages between each two of the running ranks are, over the same transport as in training.
+
+Every timing starts at a barrier, sends one message per flow and ends when the last one has arrived, as a stage of a plan does
+(DGCL section 5.1). Noise from elsewhere only slows down, so of several timings the fastest counts.
+
+P ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import combinations, permutations
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
+
+from lightning_gnn.comm.group import CommunicationError, World
+from lightning_gnn.comm.shared_memory import PeerError
+from lightning_gnn.comm.transport import by_peer, rows_of
+from lightning_gnn.devices import synchronize
+from lightning_gnn.extensions.plans.detect import hosts_of
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+
+REPEATS = 3
+FIRST_BYTES = 1 << 16
+QUICK_SECONDS, QUICK_BYTES = 0.02, 16_000_000
+SHORT_BYTES, SHORT_REPEATS = 64, 10
+UNEVEN = 1.25
+
+ALIKE = 1.08
+"""Bandwidths are taken for one if their ratio is at most this: DGCL's nearest two, PCIe and QPI, differ by 1.16."""
+
+Progress = Callable[[int, int], None]
+"""Told how many pairs of ranks have been measured, in one direction each, and how many there are."""
+
+
+def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
+    """Returns how long messages of ``num_bytes[a, b]`` from a to b take until the last has arrived; runs on all ranks.
+
+    Raises:
+        CommunicationError: a message did not arrive; names the peer.
+    """
+    sent, received = num_bytes[world.rank].tolist(), num_bytes[:, world.rank].tolist()
+    out = world.scratch((sum(sent),), torch.uint8)
+    rows_of(out).fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
+    into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
+    world.barrier()
+    synchronize(world.device)
+    began = time.perf_counter()
+    try:
+        world.transport.start_each(by_peer(out, sent), by_peer(into, received))()
+    except PeerError as error:
+        raise CommunicationError(
+            f"Rank {world.rank} got nothing from, or could not send to, rank {error.peer}: {error}. Every two ranks must reach "
+            "each other: look for a firewall between them, or name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
+        ) from error
+    synchronize(world.device)
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=world.device)
+    return float(world.all_gather(seconds, "Timing of messages").max())
+
+
+def rate(world: World, a: int, b: int, seconds: float, most_bytes: int) -> float:
+    """Returns the GB/s of a message from rank a to rank b; runs on all ranks, with the same result.
+
+    Args:
+        world: the ranks.
+        a, b: two of them.
+        seconds: that a message should take: longer is more exact.
+        most_bytes: that a message may have.
+    """
+
+    def carried(length: int) -> float:
+        table = np.zeros((world.size, world.size), np.int64)
+        table[a, b] = length
+        return length / transfer_seconds(world, table) / 1e9
+
+    carried(FIRST_BYTES)  # NCCL connects two ranks at their first message
+    length = FIRST_BYTES
+    while True:
+        fastest = max(carried(length) for _ in range(REPEATS))
+        enough = min(most_bytes, int(fastest * 1e9 * seconds))
+        if length * 1.5 >= enough:
+            return fastest
+        length = min(enough, 16 * length)  # step by step: how long starting takes is not known yet
+
+
+def fixed_seconds(world: World) -> tuple[float, float]:
+    """Returns what a stage of messages takes whatever its size, and what each further message of a rank in it takes, in seconds.
+
+    The first is the median over flows of a single short message, the second what all flows at once take longer, by message.
+    """
+    size = world.size
+
+    def least(num_bytes: NDArray[np.int64]) -> float:
+        return min(transfer_seconds(world, num_bytes) for _ in range(SHORT_REPEATS))
+
+    single = [np.zeros((size, size), np.int64) for _ in range(size)]
+    for rank, table in enumerate(single):
+        table[rank, (rank + 1) % size] = SHORT_BYTES
+    one = float(np.median([least(table) for table in single]))
+    if size == 2:
+        return one, 0.0
+    everyone = least(SHORT_BYTES * (1 - np.eye(size, dtype=np.int64)))
+    return one, max(0.0, everyone - one) / (size - 2)
+
+
+def measured(world: World) -> Topology:
+    """Returns the topology of the running ranks, measured in a fraction of the time of ``lightning-gnn topology measure``.
+
+    Raises:
+        CommunicationError: two ranks do not reach each other.
+    """
+    began = time.perf_counter()
+    found = measure(world, QUICK_SECONDS, QUICK_BYTES, lambda done, total: None)
+    slowest, fastest = (8 * by(found.gb_per_s) for by in (np.min, np.max))
+    rank_zero_info(
+        f"Measured the links between {world.size} ranks in {time.perf_counter() - began:.1f} s: {slowest:.3g} to {fastest:.3g} "
+        "Gbit/s"
+    )
+    return found
+
+
+def measure(world: World, seconds: float, most_bytes: int, progress: Progress, name: str = "measured") -> Topology:
+    """Returns the topology of the running ranks as measured; runs on all ranks, with the same result.
+
+    Each two ranks have a link of their own, as fast as a message between them is while no other is sent. Hosts are known by name.
+
+    Args:
+        world: the ranks, two or more.
+        seconds, most_bytes: see :func:`rate`.
+        progress: called after every pair of ranks and direction.
+        name: of the topology.
+
+    Raises:
+        CommunicationError: two ranks do not reach each other.
+        ValueError: there is one rank only.
+    """
+    if world.size < 2:
+        raise ValueError("There is nothing to measure between ranks where there is one only.")
+    flows = list(permutations(range(world.size), 2))
+    rates: dict[tuple[int, int], float] = {}
+    for done, flow in enumerate(flows, 1):
+        rates[flow] = rate(world, *flow, seconds, most_bytes)
+        progress(done, len(flows))
+    pairs = list(combinations(range(world.size), 2))
+    uneven = [f"{a}-{b}" for a, b in pairs if abs(np.log(rates[a, b] / rates[b, a])) > np.log(UNEVEN)]
+    if uneven:
+        rank_zero_warn(
+            f"One direction is more than {UNEVEN} times as fast as the other between ranks {', '.join(uneven)}. A topology has "
+            "one bandwidth for both: their average is taken."
+        )
+    both_ways = levels(np.array([(rates[a, b] + rates[b, a]) / 2 for a, b in pairs]))
+    stage_seconds, message_seconds = fixed_seconds(world)
+    return topology_from_dict(
+        {
+            "name": name,
+            "devices": world.size,
+            "hosts": [{"devices": list(host)} for host in hosts_of(world)],
+            "links": [{"a": a, "b": b, "gb_per_s": gb_per_s} for (a, b), gb_per_s in zip(pairs, both_ways.tolist())],
+            "stage_seconds": stage_seconds,
+            "message_seconds": message_seconds,
+        }
+    )
+
+
+def levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns each value's level: the median of those that are taken for one, so that equal links come out equal."""
+    found, rest = values.copy(), np.argsort(values)
+    while len(rest):
+        count = int(np.searchsorted(values[rest], ALIKE * values[rest[0]], side="right"))
+        found[rest[:count]] = np.median(values[rest[:count]])
+        rest = rest[count:]
+    return found

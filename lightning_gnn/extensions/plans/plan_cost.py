@@ -1,0 +1,217 @@
+"""What a plan puts on hops and links, and the time that it takes, by the cost model of DGCL section 5.1.
+
+Stages follow each other, hops work side by side. Beside the paper's bandwidths, a stage has a time whatever its size, and so has
+each message of a device after the first (alpha-beta, CAGNET section 3).
+
+K stages, H hops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.extensions.plans.plan import Plan, check_devices, check_links
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What a plan puts on each hop.
+
+    Attributes:
+        topology: whose hops.
+        hop_rows: rows that cross each hop in each stage, ``[K, H]``; no whole numbers where parts of rows travel.
+        messages: the most that a device sends or receives in each stage, ``[K]``.
+    """
+
+    topology: Topology
+    hop_rows: NDArray[np.int64] | NDArray[np.float64]
+    messages: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
+        """Returns the cost of rows that each device sends to each other one in each stage, ``[K, P, P]``."""
+        sent = traffic > 0
+        messages = np.maximum(sent.sum(1), sent.sum(2)).max(1, initial=0)
+        return cls(topology, np.einsum("kab,abh->kh", traffic, topology.passes), messages)
+
+    @cached_property
+    def hop_seconds(self) -> NDArray[np.float64]:
+        """Time of each hop in each stage for rows of one byte, ``[K, H]``."""
+        return self.hop_rows / (self.topology.gb_per_s * 1e9)
+
+    @property
+    def fixed_seconds(self) -> NDArray[np.float64]:
+        """Time of each stage whatever the width of rows, ``[K]``; 0 of one without messages."""
+        more = (self.messages - 1) * self.topology.message_seconds
+        return np.where(self.messages > 0, self.topology.stage_seconds + more, 0.0)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """What each byte of a row adds to the time of one allgather, in seconds: that of the busiest hop of each stage."""
+        return float(self.hop_seconds.max(1, initial=0).sum())
+
+    @property
+    def price(self) -> tuple[float, float]:
+        """Seconds of one allgather whatever the width of rows, and for each byte of a row beside that."""
+        return float(self.fixed_seconds.sum()), self.seconds_per_byte
+
+    def stage_seconds(self, row_bytes: float) -> NDArray[np.float64]:
+        """Returns the time of each stage: of its messages and of its busiest hop, ``[K]``."""
+        return self.fixed_seconds + self.hop_seconds.max(1, initial=0) * row_bytes
+
+    def seconds(self, row_bytes: float) -> float:
+        """Returns the time of one allgather of rows of so many bytes."""
+        return float(self.stage_seconds(row_bytes).sum())
+
+    def kind_seconds(self, row_bytes: float = 1) -> dict[str, float]:
+        """Returns the time if all other kinds of hops took none (DGCL Table 7): alike, if the plan balances them."""
+        kinds = np.array([hop.kind for hop in self.topology.hops])
+        return {
+            str(kind): float(self.hop_seconds[:, kinds == kind].max(1).sum() * row_bytes) for kind in np.unique(kinds)
+        }
+
+
+def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
+    """Returns the cost of `plan` on `topology`, a ValueError if they are of different numbers of devices."""
+    check_devices(plan.relation, topology)
+    return PlanCost.of(plan.traffic, topology)
+
+
+def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
+    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``."""
+    if traffic.shape[1] != topology.num_devices:
+        raise ValueError(
+            f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
+            f"Take topology.for_ranks({traffic.shape[1]}), or one that is large enough."
+        )
+    advice = ', and products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
+    check_links(traffic.sum(0), topology, advice)
+    return PlanCost.of(traffic, topology)
+
+
+def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
+    """Returns the cost of NeuGraph's exchange: each device writes all of its rows to host memory, then reads its halo.
+
+    A device reads over the hops to the memory of its own socket: rows that lie in another socket's take longer, so this is a
+    lower estimate.
+    """
+    check_devices(relation, topology)
+    if len(topology.hosts) > 1:
+        raise ValueError(f"Swapping goes through the memory of one machine; topology {topology.name!r} has several.")
+    if not topology.memory:
+        raise ValueError(f"Topology {topology.name!r} does not say how devices get to host memory; add 'memory' to it.")
+    rows = np.zeros((2, len(topology.hops)), np.int64)
+    for device, via in enumerate(topology.memory):
+        rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]
+        rows[1, [hop ^ 1 for hop in via]] += relation.pair_rows[:, device].sum()
+    return PlanCost(topology, rows, np.ones(2, np.int64))  # one write and one read of each device
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """What crosses a link, from one device to another, in one forward exchange.
+
+    Attributes:
+        sender, receiver: devices.
+        kinds: of the hops on the way, each once, in their order.
+        rows: in each stage, ``[S]``.
+        seconds: that its rows take on its slowest hop if nothing else moves.
+        busiest_hop: of the hops on the way; others' rows cross it too.
+        hop_seconds: that this hop is busy in all stages.
+    """
+
+    sender: int
+    receiver: int
+    kinds: tuple[str, ...]
+    rows: tuple[int, ...]
+    seconds: float
+    busiest_hop: str
+    hop_seconds: float
+
+    def as_dict(self, row_bytes: int) -> dict[str, Any]:
+        return asdict(self) | {"bytes": [rows * row_bytes for rows in self.rows]}
+
+
+def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[LinkLoad]:
+    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`."""
+    busy = plan_cost(plan, topology).hop_seconds.sum(0) * row_bytes
+    labels, loads = hop_labels(topology), []
+    for sender, receiver in np.argwhere(plan.traffic.any(0)).tolist():
+        via = topology.links[sender, receiver]
+        rows = plan.traffic[:, sender, receiver]
+        slowest = min(topology.hops[hop].gb_per_s for hop in via)
+        busiest = max(via, key=lambda hop: busy[hop])
+        loads.append(
+            LinkLoad(
+                sender,
+                receiver,
+                tuple(dict.fromkeys(topology.hops[hop].kind for hop in via)),
+                tuple(rows.tolist()),
+                float(rows.sum() * row_bytes / (slowest * 1e9)),
+                labels[busiest],
+                float(busy[busiest]),
+            )
+        )
+    return sorted(loads, key=lambda load: (-load.hop_seconds, -load.seconds, load.sender, load.receiver))
+
+
+def hop_labels(topology: Topology) -> list[str]:
+    """Returns a name for each directed hop: ``0→3`` for one that a single link passes, else ``qpi0`` or ``qpi0 back``."""
+    passing: list[list[tuple[int, int]]] = [[] for _ in topology.hops]
+    for pair, via in topology.links.items():
+        for hop in via:
+            passing[hop].append(pair)
+    labels = []
+    for number, pairs in enumerate(passing):
+        name = topology.hops[number & ~1].name
+        own = len(pairs) == 1 and re.fullmatch(r"\d+-\d+", name)  # what a topology calls a link's own connection
+        labels.append(f"{pairs[0][0]}→{pairs[0][1]}" if own else name + " back" * (number & 1))
+    return labels
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly a plan uses the kinds of hops (DGCL Table 7).
+
+    Attributes:
+        kinds: seconds of an exchange if all other kinds took none, by kind.
+        others_seconds: the same for all kinds but NVLink together, as the paper has them; None without NVLink or others.
+    """
+
+    kinds: dict[str, float]
+    others_seconds: float | None
+
+    @property
+    def spread(self) -> float | None:
+        """How much longer the slowest kind takes than the fastest, as a share of the latter; None if a kind is idle."""
+        return _difference(list(self.kinds.values()))
+
+    @property
+    def paper_spread(self) -> float | None:
+        """The same for NVLink and all others together: the paper's relative difference."""
+        return None if self.others_seconds is None else _difference([self.kinds["nvlink"], self.others_seconds])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"spread": self.spread, "paper_spread": self.paper_spread}
+
+
+def balance(cost: PlanCost, row_bytes: float = 1) -> Balance:
+    """Returns the time of each kind of hops in an exchange of rows of `row_bytes`."""
+    kinds = cost.kind_seconds(row_bytes)
+    if "nvlink" not in kinds or len(kinds) == 1:
+        return Balance(kinds, None)
+    others = np.array([hop.kind != "nvlink" for hop in cost.topology.hops])
+    return Balance(kinds, float(cost.hop_seconds[:, others].max(1).sum() * row_bytes))
+
+
+def _difference(seconds: Sequence[float]) -> float | None:
+    return max(seconds) / min(seconds) - 1 if seconds and min(seconds) > 0 else None

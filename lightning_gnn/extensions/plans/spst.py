@@ -1,0 +1,335 @@
+"""The shortest path spanning tree planner (DGCL section 5.2, algorithms 1 and 2), over classes of nodes, with rerouting.
+
+Nodes of a class are interchangeable, so a tree is grown for a chunk of a class at a time instead of for a node. The rest of
+the first pass is the paper's: chunks in random order; from the devices reached so far along the path to the nearest unreached
+destination, where an edge costs what the plan's time grows by if the chunk crosses it at that depth. Costs are
+computed for the edges that are looked at, not for all.
+
+Further passes take chunks out, one or several at a time, and plan them anew, now that all others are known; and a row may wait
+on a device for a later stage, so that a link that is slow or shared can be used in every stage. What makes the plan longer is
+undone. Several at a time: where two hops are as busy, a plan is shorter only if both are relieved.
+
+P devices, K stages, H hops, G chunks, W hops of the longest link.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gnn.extensions.plans.plan import Plan, check_devices
+from lightning_gnn.extensions.plans.relation import Ids, Relation
+from lightning_gnn.extensions.plans.topology import Topology
+
+TIE = 1e-4
+"""Weight of the row's own time on a link among links that lengthen the plan alike (often by 0): the faster one is taken."""
+
+TAKEN_OUT = (1, 8, 64)
+"""How many chunks are planned anew together, pass after pass, in turn."""
+
+GAIN = 1e-3
+"""Rerouting stops once as many passes in a row as `TAKEN_OUT` has numbers each shorten the plan by less than this share, or
+once no plan can be shorter by more: all rows that must cross one hop take it so long."""
+
+
+def spst(
+    relation: Relation,
+    topology: Topology,
+    *,
+    max_stages: int | None = None,
+    passes: int = 12,
+    chunks: int = 2000,
+    seed: int = 0,
+) -> Plan:
+    """Returns a plan by shortest path spanning trees; the same for the same arguments.
+
+    Args:
+        max_stages: how many stages it may have at most; None for as many as trees can be deep.
+        passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute,
+            at most so often.
+        chunks: into about how many the rows are divided: more are slower and up to a point better.
+        seed: of the order of the chunks.
+
+    Raises:
+        ValueError: another number of devices than the topology's, or one that is not reached in so few stages.
+    """
+    check_devices(relation, topology)
+    bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
+    group_class = np.searchsorted(relation.bounds, bounds[:-1], side="right") - 1
+    rng = np.random.default_rng(seed)
+    orders = np.stack([rng.permutation(len(bounds) - 1) for _ in range(passes)])
+    deepest = max(1, relation.num_devices - 1)
+    parent, arrival = _plan(
+        relation.owner[group_class],
+        relation.destinations[group_class],
+        np.diff(bounds),
+        orders,
+        _links(topology),
+        deepest if max_stages is None else min(max_stages, deepest),
+    )
+    if (relation.needs[group_class] & (parent < 0)).any():
+        raise ValueError(f"Not all devices of topology {topology.name!r} reach each other in {max_stages} stages.")
+    used, stage = np.unique(arrival, return_inverse=True)  # stages may have become empty; -1 and 0: not sent
+    stage = stage.reshape(arrival.shape) - np.count_nonzero(used <= 0)
+    name = "p2p" if stage.max(initial=-1) <= 0 else "spst"  # in one stage, owners send to all that need their rows
+    return Plan(name, relation, bounds, parent, np.where(parent >= 0, stage, -1).astype(np.int8))
+
+
+def _split(relation: Relation, rows: int) -> Ids:
+    """Returns the bounds of chunks of at most `rows` nodes, even within a class, ``[G + 1]``."""
+    pieces = -(-relation.counts // rows)
+    of = np.repeat(np.arange(len(pieces)), pieces)
+    position = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = relation.bounds[of] + position * relation.counts[of] // pieces[of]
+    return np.append(starts, len(relation.nodes))
+
+
+class _Links(NamedTuple):
+    """What the planner knows of the topology.
+
+    Attributes:
+        hops: of the link from a to b, int32 ``[P, P, W]``.
+        num_hops: how many they are, 0 for no link, int32 ``[P, P]``.
+        seconds: a row's time on each hop, ``[H]``; the unit does not matter.
+        own: a row's time on a link that it has for itself, ``[P, P]``.
+        shortest: a row's time from a to b, over relays too, if nothing else moves, ``[P, P]``.
+    """
+
+    hops: NDArray[np.int32]
+    num_hops: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    own: NDArray[np.float64]
+    shortest: NDArray[np.float64]
+
+
+class _Load(NamedTuple):
+    """What the trees so far put on the links: time of each hop in each stage ``[K, H]``, of each stage ``[K]``."""
+
+    hop: NDArray[np.float64]
+    stage: NDArray[np.float64]
+
+
+class _Search(NamedTuple):
+    """Scratch of one search.
+
+    Attributes:
+        cost, via: of the cheapest path on which a relay has the rows by stage k, and the device before it, ``[K + 1, P]``.
+        near: what a path costs at least from a relay to a destination, infinite for other devices, ``[P]``.
+    """
+
+    cost: NDArray[np.float64]
+    via: NDArray[np.int64]
+    near: NDArray[np.float64]
+
+
+def _links(topology: Topology) -> _Links:
+    num_devices = topology.num_devices
+    hops = np.zeros((num_devices, num_devices, max(map(len, topology.links.values()), default=0)), np.int32)
+    num_hops = np.zeros((num_devices, num_devices), np.int32)
+    own = np.full((num_devices, num_devices), np.inf)
+    seconds = 1 / topology.gb_per_s
+    for (a, b), via in topology.links.items():
+        hops[a, b, : len(via)] = via
+        num_hops[a, b] = len(via)
+        own[a, b] = seconds[list(via)].max()
+    shortest = own.copy()
+    for relay in range(num_devices):
+        shortest = np.minimum(shortest, shortest[:, relay, None] + shortest[relay])
+    return _Links(hops, num_hops, seconds, own, shortest)
+
+
+@numba.njit(cache=True, nogil=True)
+def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
+    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
+
+    `orders` has the order of the chunks in each pass, ``[passes, G]``.
+    """
+    num_devices = len(links.own)
+    load = _Load(np.zeros((num_stages, len(links.seconds))), np.zeros(num_stages))
+    cost = np.empty((num_stages + 1, num_devices))
+    search = _Search(cost, np.empty(cost.shape, np.int64), np.empty(num_devices))
+    parents = np.full((len(owner), num_devices), -1, np.int8)
+    arrivals = np.full((len(owner), num_devices), -1, np.int8)
+    stalled = 0
+    for number in range(len(orders)):
+        began = load.stage.sum()
+        if number and _least_seconds(owner, destinations, counts, links, load) >= began * (1 - GAIN):
+            break
+        at_once = TAKEN_OUT[(number - 1) % len(TAKEN_OUT)] if number else 1
+        for first in range(0, len(owner), at_once):
+            chunks = orders[number, first : first + at_once]
+            before = load.stage.sum()
+            old_parents, old_arrivals = parents[chunks], arrivals[chunks]  # copies
+            if number:
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+            complete = True
+            for chunk in chunks:
+                parent, arrival = parents[chunk], arrivals[chunk]
+                parent[:] = -1
+                arrival[:] = -1
+                arrival[owner[chunk]] = 0
+                left, found = destinations[chunk], True
+                while left and found:
+                    rows = float(counts[chunk])
+                    left, found = _reach_nearest(left, parent, arrival, rows, number > 0, links, load, search)
+                complete &= found
+            if number and (not complete or load.stage.sum() > before * (1 + 1e-12)):
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], -float(counts[chunk]), links, load)
+                parents[chunks], arrivals[chunks] = old_parents, old_arrivals
+                for chunk in chunks:
+                    _carry(parents[chunk], arrivals[chunk], float(counts[chunk]), links, load)
+        stalled = stalled + 1 if number and load.stage.sum() > began * (1 - GAIN) else 0
+        if stalled == len(TAKEN_OUT):
+            break
+    return parents, arrivals
+
+
+@numba.njit(cache=True, nogil=True)
+def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no-untyped-def]
+    """Returns how long the busiest hop is busy in any plan: with the rows that do not get to all destinations without it."""
+    num_devices = len(links.own)
+    if not len(links.seconds):
+        return 0.0
+    hop = load.hop.sum(0).argmax()
+    one = np.uint64(1)
+    without = one << np.arange(num_devices).astype(
+        np.uint64
+    )  # who is reached from each device over other hops, as bits
+    for a in range(num_devices):
+        for b in range(num_devices):
+            if links.num_hops[a, b] and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any():
+                without[a] |= one << np.uint64(b)
+    for relay in range(num_devices):
+        for a in range(num_devices):
+            if without[a] >> np.uint64(relay) & one:
+                without[a] |= without[relay]
+    rows = 0
+    for chunk in range(len(owner)):
+        if destinations[chunk] & ~without[owner[chunk]]:
+            rows += counts[chunk]
+    return rows * links.seconds[hop]
+
+
+@numba.njit(cache=True, nogil=True)
+def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
+    """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
+
+    A path ends at the first destination, so what lies between are relays: devices that do not need the rows. `left` are bits;
+    with `may_wait`, rows may be sent on later than in the stage after their arrival. Changes the tree and the load.
+    """
+    cost, via, near = search
+    num_stages, num_devices = len(load.stage), len(parent)
+    one = np.uint64(1)
+    bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
+    latest = 0  # arrival of a source
+    for a in range(num_devices):
+        near[a] = np.inf
+        if arrival[a] < 0:
+            if not left >> np.uint64(a) & one:
+                for d in range(num_devices):
+                    if left >> np.uint64(d) & one:
+                        least = TIE * rows * links.shortest[a, d]
+                        if least < near[a]:
+                            near[a] = least
+            continue
+        latest = max(latest, arrival[a])
+        for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
+            for d in range(num_devices):
+                if left >> np.uint64(d) & one and links.num_hops[a, d]:
+                    added = _added(a, d, stage, rows, bound, links, load)
+                    if added < bound:
+                        bound, goal, goal_via, goal_stage = added, d, a, stage
+    cost[:] = np.inf
+    for stage in range(num_stages):
+        alive = may_wait or stage <= latest
+        for a in range(num_devices):
+            if arrival[a] >= 0:  # a source, from its arrival on
+                if arrival[a] > stage or (arrival[a] < stage and not may_wait):
+                    continue
+                so_far = 0.0
+            else:
+                so_far = cost[stage, a]
+                if so_far + near[a] >= bound:
+                    continue
+                alive = True
+                if may_wait and so_far < cost[stage + 1, a]:
+                    cost[stage + 1, a], via[stage + 1, a] = so_far, a
+                for d in range(num_devices):
+                    if left >> np.uint64(d) & one and links.num_hops[a, d]:
+                        added = so_far + _added(a, d, stage, rows, bound - so_far, links, load)
+                        if added < bound:
+                            bound, goal, goal_via, goal_stage = added, d, a, stage
+            for b in range(num_devices):
+                best = min(bound - near[b], cost[stage + 1, b])
+                # near is infinite, and best negative, unless b is a relay.
+                if so_far >= best or not links.num_hops[a, b]:
+                    continue
+                added = so_far + _added(a, b, stage, rows, best - so_far, links, load)
+                if added < best and not _passed(a, stage, b, arrival, via):
+                    cost[stage + 1, b], via[stage + 1, b] = added, a
+        if not alive:
+            break
+    if goal < 0:
+        return left, False
+    left &= ~(one << np.uint64(goal))
+    d, a, stage = goal, goal_via, goal_stage
+    while True:
+        parent[d], arrival[d] = a, stage + 1
+        _cross(a, d, stage, rows, links, load)
+        if arrival[a] >= 0:
+            return left, True
+        while via[stage, a] == a:  # it waited
+            stage -= 1
+        d, a, stage = a, via[stage, a], stage - 1
+
+
+@numba.njit(cache=True, inline="always")
+def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-def]
+    """Returns what the plan's time grows by if `rows` cross a -> b in `stage`, or a number that is not below `limit`."""
+    tie = TIE * rows * links.own[a, b]
+    longest = load.stage[stage]
+    if tie >= limit:
+        return tie
+    for i in range(links.num_hops[a, b]):
+        hop = links.hops[a, b, i]
+        then = load.hop[stage, hop] + rows * links.seconds[hop]
+        if then > longest:  # numba's max() minds NaNs, and made the planner three times slower
+            longest = then
+    return longest - load.stage[stage] + tie
+
+
+@numba.njit(cache=True, inline="always")
+def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
+    """Whether the path that gets to relay `a` by `stage` passes `b`."""
+    while arrival[a] < 0:
+        if a == b:
+            return True
+        a, stage = via[stage, a], stage - 1
+    return False
+
+
+@numba.njit(cache=True, nogil=True)
+def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
+    """Adds `rows` on a -> b in `stage`; negative ones leave the stage's time too high."""
+    for i in range(links.num_hops[a, b]):
+        hop = links.hops[a, b, i]
+        load.hop[stage, hop] += rows * links.seconds[hop]
+        if load.hop[stage, hop] > load.stage[stage]:
+            load.stage[stage] = load.hop[stage, hop]
+
+
+@numba.njit(cache=True, nogil=True)
+def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
+    """Adds `rows`, which may be negative, on all edges of a tree."""
+    for b in range(len(parent)):
+        if parent[b] >= 0:
+            _cross(parent[b], b, arrival[b] - 1, rows, links, load)
+    if rows < 0:
+        for b in range(len(parent)):
+            if parent[b] >= 0:
+                load.stage[arrival[b] - 1] = load.hop[arrival[b] - 1].max()

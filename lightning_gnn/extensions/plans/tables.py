@@ -1,0 +1,123 @@
+"""What one rank does in each stage of a plan: the send and receive tables of DGCL section 6.1, and the sub-stages of 6.2.
+
+A rank works on one buffer of rows: N owned rows, then H halo rows in the order of its halo (ascending relabelled ids), then R
+rows that it only relays. Tables hold positions in this buffer.
+
+- Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is
+  sent was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
+- Backward: the buffer holds gradients, zero where there are none, R rows included. For each stage in order, send the rows of
+  `sends`, and *add* what arrives to the rows of `receives`, peer after peer: so additions need no atomics, in a fixed order.
+  In the paper's sub-stages no row receives from two ranks in one, which serves the same end with more messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_gnn.extensions.plans.plan import Plan
+from lightning_gnn.extensions.plans.relation import Ids
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Messages of one rank that may travel at the same time.
+
+    Attributes:
+        sends: per peer the positions of the rows sent to it, int64 ``[rows]``; empty for no message.
+        receives: per peer the positions that the rows from it go to, in the order in which the peer sends them.
+    """
+
+    sends: tuple[Ids, ...]
+    receives: tuple[Ids, ...]
+
+    @property
+    def idle(self) -> bool:
+        return not any(map(len, (*self.sends, *self.receives)))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a plan; see the top of this file.
+
+    Attributes:
+        num_owned, num_halo, num_relayed: N, H, R.
+        forward: the stages, K of them on every rank.
+        backward: the same from the last to the first, with sends and receives swapped; or their sub-stages.
+    """
+
+    num_owned: int
+    num_halo: int
+    num_relayed: int
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_owned + self.num_halo + self.num_relayed
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the tables; both directions share them, but for sub-stages."""
+        stages = (*self.forward, *self.backward)
+        tables = {id(table): table.nbytes for stage in stages for table in (*stage.sends, *stage.receives)}
+        return sum(tables.values())
+
+
+def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
+    """Returns what `rank` does in `plan`.
+
+    Rows of one message are in the order of their ids, whichever groups they belong to.
+
+    Args:
+        sub_stages: split the stages of the backward pass as in section 6.2, to compare with.
+    """
+    relation, edges = plan.relation, plan.edges
+    begin, end = relation.offsets[rank : rank + 2]
+    halo = relation.halo(rank)
+    relays = (plan.parent[:, rank] >= 0) & ~relation.needs[plan.group_class, rank]
+    relayed = np.sort(_nodes(plan, np.flatnonzero(relays)))
+    num_owned, num_halo = int(end - begin), len(halo)
+
+    def positions(nodes: Ids) -> Ids:
+        owned = (nodes >= begin) & (nodes < end)
+        at_halo = np.searchsorted(halo, nodes)
+        in_halo = np.append(halo, -1)[at_halo] == nodes
+        elsewhere = np.where(in_halo, num_owned + at_halo, num_owned + num_halo + np.searchsorted(relayed, nodes))
+        return np.where(owned, nodes - begin, elsewhere)
+
+    def tables(own_end: Ids, other_end: Ids, slots: Ids, num_slots: int) -> list[tuple[Ids, ...]]:
+        """Returns per slot (a stage or sub-stage) and peer the rows of this rank's edges."""
+        chosen = np.flatnonzero(own_end == rank)
+        groups = edges.group[chosen]
+        nodes = _nodes(plan, groups)
+        message = np.repeat(slots[chosen] * plan.num_devices + other_end[chosen], plan.counts[groups])
+        order = np.lexsort((nodes, message))
+        bounds = np.searchsorted(message[order], np.arange(num_slots * plan.num_devices + 1))
+        rows = positions(nodes[order])
+        each = [rows[low:high] for low, high in pairwise(bounds)]
+        return [tuple(each[slot * plan.num_devices : (slot + 1) * plan.num_devices]) for slot in range(num_slots)]
+
+    def stages(slots: Ids, num_slots: int) -> list[Stage]:
+        sends = tables(edges.sender, edges.receiver, slots, num_slots)
+        receives = tables(edges.receiver, edges.sender, slots, num_slots)
+        return [Stage(*both) for both in zip(sends, receives)]
+
+    forward = stages(edges.stage, plan.num_stages)
+    backward = forward
+    if sub_stages:
+        per_stage = np.zeros(plan.num_stages, np.int64)
+        np.maximum.at(per_stage, edges.stage, edges.sub_stage + 1)
+        first = np.cumsum(per_stage) - per_stage
+        backward = stages(first[edges.stage] + edges.sub_stage, int(per_stage.sum()))
+    swapped = tuple(Stage(stage.receives, stage.sends) for stage in reversed(backward))
+    return RankPlan(num_owned, num_halo, len(relayed), tuple(forward), swapped)
+
+
+def _nodes(plan: Plan, groups: Ids) -> Ids:
+    counts = plan.counts[groups]
+    ends = np.cumsum(counts)
+    position = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return plan.relation.nodes[np.repeat(plan.bounds[groups], counts) + position]

@@ -1,0 +1,1 @@
+"""Messages of the backward pass without rows of zeros."""

@@ -1,0 +1,251 @@
+"""RankStrategy: devices, processes, the world of ranks, whole checkpoints; it knows nothing of graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from lightning_gnn.arguments import check_choice, check_flags, check_numbers, checked_bytes
+from lightning_gnn.checkpoints import WholeCheckpointIO
+from lightning_gnn.comm.group import World, wait_for_all
+from lightning_gnn.comm.processes import here
+from lightning_gnn.devices import backend_of
+from lightning_gnn.extensions.out_of_core.paging import Pager, in_turns
+from lightning_gnn.launching import StartMethod, make_launcher
+
+MOST_SECONDS = 10**8
+"""Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
+
+
+class RankStrategy(ParallelStrategy):
+    """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`."""
+
+    def __init__(
+        self,
+        start_method: StartMethod = "popen",
+        shared_memory: bool = True,
+        timeout: float = 1800.0,
+        host_memory: int | str | None = None,
+        host_memory_dir: str | Path | None = None,
+        **plugins: Any,
+    ) -> None:
+        super().__init__(**plugins)
+        check_choice("start_method", start_method, get_args(StartMethod))
+        check_numbers(timeout=timeout)
+        if not 0 < timeout <= MOST_SECONDS:
+            raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
+        check_flags(shared_memory=shared_memory)
+        self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
+        self.host_memory = None if host_memory is None else checked_bytes("host_memory", host_memory)
+        if host_memory_dir is not None and host_memory is None:
+            raise ValueError("host_memory_dir is where ranks have what host_memory has no room for: set that, too.")
+        self.host_memory_dir = host_memory_dir
+        if host_memory is not None and not shared_memory:
+            raise ValueError(
+                "host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out."
+            )
+        self.num_nodes = 1
+        self._start_method: StartMethod = start_method
+        self._world: World | None = None
+        self._pager: Pager | None = None
+        self._in_turns = ExitStack()
+        self._saved: Mapping[str, Any] | None = None
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
+        return self._given_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        """Takes the Trainer's module, before Lightning looks whether it was compiled."""
+        if module is not None and module._compiler_ctx is not None:
+            raise ValueError(
+                f"{type(self).__name__} looks into the layers and steps of a module, and torch.compile(module) hides them. "
+                "Compile a model in it: self.model = torch.compile(self.model), in its __init__."
+            )
+        self._given_module = module
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        return getattr(self.lightning_module, "_trainer", None)
+
+    @override
+    def _configure_launcher(self) -> None:
+        for device in self.parallel_devices or []:
+            backend_of(device)
+        self._check_host_memory()
+        self._launcher = make_launcher(self, self._start_method)  # type: ignore[arg-type]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning that ranks may differ in what they log."""
+        return True
+
+    @property
+    def world(self) -> World:
+        """All ranks; there between ``setup_environment`` and ``teardown``."""
+        if self._world is None:
+            raise RuntimeError("The strategy's ranks are connected during fit, validate, test and predict only.")
+        return self._world
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment which rank this is; called by Lightning before and after ranks are started."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        here().at("set-up")
+        super().setup_environment()
+        self.set_world_ranks()
+        expected = self.num_nodes * self.num_processes
+        if self.world_size != expected:
+            raise RuntimeError(
+                f"The Trainer asks for num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
+                f"{type(self.cluster_environment).__name__} says that there are {self.world_size}. "
+                f"{_how_to_start(self.cluster_environment, self.num_nodes, self.num_processes)}"
+            )
+        environment = self.cluster_environment
+        assert environment is not None
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+        self._world = self._make_world()
+        if self.host_memory is not None:
+            folder = self._memory_folder()
+            self._pager = self._in_turns.enter_context(in_turns(self._world, folder, self.host_memory))
+
+    def _check_host_memory(self) -> None:
+        """Raises ValueError for ranks that cannot compute one after the other."""
+        kinds = sorted({device.type for device in self.parallel_devices or []})
+        if self.host_memory is not None and (kinds != ["cpu"] or self.num_nodes > 1 or self.num_processes == 1):
+            raise ValueError(
+                "host_memory is for several CPU ranks of one machine: each has a part of the graph, and they compute one after "
+                f"the other (got num_nodes={self.num_nodes}, devices={self.num_processes} on {', '.join(kinds)}). Set "
+                'Trainer(accelerator="cpu", devices=8), say.'
+            )
+
+    def my_turn(self) -> AbstractContextManager[None]:
+        """While open, this rank computes, and others that share ``host_memory`` with it wait."""
+        return nullcontext() if self._pager is None else self._pager.turns.taken()
+
+    def _memory_folder(self) -> Path:
+        """Returns where ranks have what there is no memory for."""
+        folder = Path(self.host_memory_dir or self._trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _make_world(self) -> World:
+        messages = None if self.host_memory is None else self._memory_folder()
+        return World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory, messages)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._world is not None:
+            self._world.barrier(f"Barrier {name}" if name else "Barrier")
+        elif self.world_size > 1:  # after fit: others read what rank 0 writes
+            wait_for_all(self.global_rank, self.world_size, self.timeout)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._world is None else self._world.broadcast_object(obj, src)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Ours, unless ``Trainer(plugins=...)`` names another; under a wrapper, such as AsyncCheckpointIO, too."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint["lightning_gnn"] = self.kept_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns what checkpoints keep beside Lightning's; on all ranks."""
+        return {}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`kept_state` gave, perhaps on other ranks."""
+
+    def outcome(self) -> dict[str, Any]:
+        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
+        return {}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved = checkpoint.get("lightning_gnn")
+        return checkpoint
+
+    @override
+    def on_train_start(self) -> None:
+        state, self._saved = self._saved, None
+        if state is not None:
+            self.take_state(state)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._in_turns.close()
+        self._pager = None
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+        here().at("")
+
+
+def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
+    """Returns what to type so that there are as many ranks as the Trainer asks for."""
+    kind = type(environment).__name__
+    if kind == "SLURMEnvironment":
+        return (
+            f"In the batch script write `#SBATCH --nodes={machines}` and `#SBATCH --ntasks-per-node={ranks}`, and start with "
+            "`srun python script.py`; or change devices and num_nodes."
+        )
+    if kind == "TorchElasticEnvironment":
+        return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
+    return "Start as many processes, or change devices and num_nodes."
