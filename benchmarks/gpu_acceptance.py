@@ -47,10 +47,11 @@ from torch_geometric.nn.models import GAT, GCN, GIN, PNA, GraphSAGE
 from torch_geometric.utils import degree, scatter, softmax
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, planted_partition
-from lightning_gnn.checks.footprint import Predicted, Sizes
+from lightning_gnn.checks.footprint import Sizes
 from lightning_gnn.devices import functions_of, synchronize
 from lightning_gnn.kernels import CSR, attention, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics
+from lightning_gnn.strategy.memory import memory_advice
 
 LIMIT_S = 600
 """Of a part."""
@@ -307,8 +308,8 @@ def memory(options: argparse.Namespace) -> list[Row]:
         run.fit(module, datamodule=data)
         scheme: Any = run.strategy.scheme  # type: ignore[attr-defined]
         cut = data.stored_cut()
-        steps = Predicted(
-            NodeClassifier(model_of(name, hidden=64)), cut.shard(0).batch, scheme.for_memory(), device=device
+        steps = memory_advice(scheme).steps(
+            NodeClassifier(model_of(name, hidden=64)), cut.shard(0).batch, device=device
         )
         [sizes] = Sizes.of_ranks(cut, module, scheme.layout(1).replicas)
         expected = steps.footprint(sizes).peak()

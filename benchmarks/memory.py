@@ -31,9 +31,10 @@ from epoch_time import trained
 from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.checks.footprint import Predicted, Sizes
+from lightning_gnn.checks.footprint import Sizes
 from lightning_gnn.strategies import SpMM1DStrategy, SpMM15DStrategy, VertexCutStrategy
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.memory import memory_advice
 
 FEATURES, CLASSES = 128, 16
 SOURCE = "lightning_gnn.planted_partition"
@@ -76,9 +77,9 @@ def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> fl
     data.prepare_for(layout)
     cut = data.stored_cut()
     module = NodeClassifier(make_model(kind))
-    steps = Predicted(module, cut.shard(0).batch, strategy.scheme.for_memory())
+    steps = memory_advice(strategy.scheme).steps(module, cut.shard(0).batch)
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
-    working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    working = memory_advice(strategy.scheme).working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     sizes = Sizes.of_ranks(cut, module, layout.replicas)
     peaks = [steps.footprint(each, working).peak(strategy.recompute) for each in sizes]
     return max(max(peak.forward, peak.backward) for peak in peaks) / 2**20

@@ -22,17 +22,19 @@ from numpy.typing import NDArray
 from rings import published_traffic
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, grid_exchanges, plan_exchanges
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload
 from lightning_gnn.extensions.plans.plan_cost import balance, direct_cost
 from lightning_gnn.extensions.plans.presets import find_topology, summit
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.edge_cut import assign_hierarchically
-from lightning_gnn.partition.grid import ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids, Relabelling
+from lightning_gnn.strategies.dgcl.costs import plan_exchanges
+from lightning_gnn.strategies.spmm.costs import grid_exchanges
+from lightning_gnn.strategies.spmm.grid import ProcessGrid, legal_replications
 
 BYTES_PER_ELEMENT = 4
 """float32."""

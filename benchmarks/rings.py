@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_gnn.partition.grid import ProcessGrid
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategies.spmm.grid import ProcessGrid
 
 
 def published_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:

@@ -23,6 +23,7 @@ from lightning_gnn.data.shards import split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.scheme import bind_module
 
 DEGREES = torch.tensor([0, 485, 583, 553, 389, 281, 131, 82, 57, 25, 26])
 MODELS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ def one(name: str) -> dict[str, Any]:
     model = getattr(pyg, name)(data.x.size(1), 64, num_layers=3, out_channels=7, **MODELS[name])
     module = NodeClassifier(model)
     batch = split_graph(data, np.arange(data.num_nodes) % 2, LayoutSpec("edge_cut", 2))[0].batch
-    checks = [self_check(module, batch, partial(DGCLScheme().bind, meter=Meter())) for _ in range(4)]
+    checks = [self_check(module, batch, partial(bind_module, DGCLScheme(), meter=Meter())) for _ in range(4)]
     assert all((check.problem, check.not_run) == (None, None) for check in checks)
     whole = whole_graph(data).batch
     times = []

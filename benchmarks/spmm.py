@@ -38,7 +38,7 @@ from torch_geometric.nn.models import GCN
 
 from lightning_gnn import DGCLStrategy, SpMM1DStrategy, SpMM2DStrategy, SpMM3DStrategy, SpMM15DStrategy
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid
 from lightning_gnn.strategy.base import GNNStrategy
 
 COLUMNS = {"planted": 16, "github": 64, "dense": 64}

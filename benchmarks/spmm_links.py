@@ -29,17 +29,17 @@ from typing_extensions import override
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "bound", "/ bound"]

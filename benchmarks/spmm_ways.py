@@ -18,10 +18,11 @@ import torch
 from common import report
 from cover import edges_of
 
-from lightning_gnn.extensions.plans.grid import busiest, edge_traffic, product_words, products
+from lightning_gnn.extensions.plans.exchanges import edge_traffic
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.grid import ProcessGrid
 from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.strategies.spmm.grid import ProcessGrid
+from lightning_gnn.strategies.spmm.traffic import busiest, product_words, products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -34,6 +34,7 @@ from lightning_gnn.strategies.vertex_cut.cache import MessageCache
 from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import bind_module
 
 SPLIT = (0.6, 0.2, 0.2)
 EVERY = 5
@@ -231,7 +232,7 @@ def train_in_process(
             world.use_codec(codec)
         model, batch = build(graph, seed, dropout, layers), shard.batch
         random, redraw_every = RandomStreams(world), strategy.redraw_every
-        context = scheme.bind(model, shard, world, meter).context
+        context = bind_module(scheme, model, shard, world, meter).context
         cache, rule = scheme._messages, scheme._rule
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         mask, val, test = (batch[f"{name}_mask"] & (batch.y >= 0) for name in ("train", "val", "test"))

@@ -15,6 +15,7 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies import Scheme, register
+from lightning_gnn.strategy.base import refuse_options
 
 
 # --8<-- [start:exchange]
@@ -80,7 +81,6 @@ class PipelinedExchange(HaloExchange):
 # --8<-- [end:exchange]
 class Pipelined(Scheme):
     approximation = "halo rows and gradients of the last step"
-    keeps_layers = "Layers made again would take other rows than the first time."
 
     def layout(self, world_size, num_hosts=1):
         return LayoutSpec("edge_cut", world_size)
@@ -93,6 +93,7 @@ class PipelinedStrategy(GNNStrategy):
     strategy_name = "pipelined"
 
     def __init__(self, **options):
+        refuse_options(options, ["recompute"], "Layers made again would take other rows than the first time.")
         super().__init__(Pipelined(), **options)
 
 

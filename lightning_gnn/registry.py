@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -24,8 +24,19 @@ STRATEGIES = {
 }
 """The module and the class of each strategy, by the name that ``Trainer(strategy=...)`` takes."""
 
+_COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover", "spmm", "vertex_cut")]
+"""Modules that register what an exchange of their schemes costs."""
+
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
+
+
+def costs_of(*arguments: Any) -> Sequence[Any]:
+    """Returns what one exchange of a scheme costs; arguments as of
+    :func:`~lightning_gnn.extensions.plans.exchanges.exchange_costs`."""
+    for module in _COSTS:
+        import_module(module)
+    return import_module("lightning_gnn.extensions.plans.exchanges").exchange_costs(*arguments)
 
 
 def cutter_of(kind: str) -> ModuleType:

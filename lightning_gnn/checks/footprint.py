@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,20 +25,17 @@ from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet, run_step, without_optimizers
+from lightning_gnn.checks.trial import Bind
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
-from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.rows.graph import GraphRows
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategy.scheme import Scheme
 
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
@@ -277,8 +274,8 @@ class Predicted:
     Args:
         module: unbound; copies of it run on the CPU, the way that they would take on `device`.
         batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
-        scheme: what ranks hold and exchange, for two ranks, see
-            :meth:`~lightning_gnn.strategy.scheme.Scheme.for_memory`.
+        bind: how the scheme binds a module to a rank's shard.
+        layout: what the scheme's two ranks hold.
         trainer: what the step finds as ``self.trainer``; its loggers record nothing.
         device: where ranks train: without kernels for attention there, as on CUDA without Triton, its layers keep rows of edges.
 
@@ -290,7 +287,8 @@ class Predicted:
         self,
         module: pl.LightningModule,
         batch: Data,
-        scheme: Scheme,
+        bind: Bind,
+        layout: LayoutSpec,
         trainer: pl.Trainer | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -301,7 +299,7 @@ class Predicted:
         with aside(), in_place_of(device or torch.device("cpu")):
             for seed, form in enumerate(_FORMS):
                 small = small_graph(batch, [mask], form, seed)
-                steps = _steps(models, small, scheme)
+                steps = _steps(models, small, bind, layout)
                 held: Sequence[int | None] = (None, None)
                 if steps[0][0].holders is not None:
                     held = _held_edges([shard.holders for shard, _ in steps if shard.holders is not None], 2)
@@ -316,22 +314,24 @@ class Predicted:
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
-        """Returns what a rank of these sizes keeps; see :meth:`~lightning_gnn.strategy.scheme.Scheme.working_bytes`, too."""
+        """Returns what a rank of these sizes keeps; `working_bytes` is what it needs beside its part of the graph."""
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
         return Footprint(held + working_bytes, sizes.edges, tuple(kept))
 
 
-def _steps(models: Sequence[pl.LightningModule], small: SmallGraph, scheme: Scheme) -> list[tuple[Shard, Footprint]]:
+def _steps(
+    models: Sequence[pl.LightningModule], small: SmallGraph, bind: Bind, layout: LayoutSpec
+) -> list[tuple[Shard, Footprint]]:
     """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
-    layout, meeting = scheme.layout(2), Meeting(2)
+    meeting = Meeting(2)
     holders = small.holders if layout.kind == "vertex_cut" else None
     shards = split_graph(small.graph, small.part, layout, holders)
 
     def on_rank(rank: int) -> Footprint:
         model = models[rank]
         world = InProcessWorld(rank, meeting)
-        binding = scheme.bind(model, shards[rank], world, Meter())
+        binding = bind(model, shards[rank], world)
         counted = Counted(model)
         rows = GraphRows(shards[rank], world, expand=expand, reduce=reduce)
         rows.place_state(model, world)

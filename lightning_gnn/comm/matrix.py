@@ -24,7 +24,6 @@ from lightning_gnn.comm.transport import by_peer
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
 
 MakeExchange = Callable[[HaloPlan, Sequence[Ids], Ids, World, Meter], Exchange]
@@ -57,11 +56,6 @@ class Triples:
 
 Holders = Callable[[Ids, Ids], Ids]
 """Returns the rank that multiplies each entry, ``[E]``, from its row and column."""
-
-
-def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
-    """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
-    return partial(grid.holders, offsets)
 
 
 class EdgeHolders:

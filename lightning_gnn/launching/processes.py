@@ -84,8 +84,8 @@ class ProcessLauncher(_Launcher):
             os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
             if trainer is not None:
                 begin_runs(trainer)
-            supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
-            supervisor.restarts = strategy.scheme.restarts
+            supervisor.survives_lost_ranks = strategy.survives_lost_ranks
+            supervisor.restarts = strategy.most_restarts
             server = store.enter_context(store_for_children(supervisor.survives_lost_ranks))
             if self._start_method == "spawn":
                 given: tuple[Any, ...] = _collect_rng_states(), trainer, function, args, kwargs
@@ -169,7 +169,7 @@ class ProcessLauncher(_Launcher):
                     for tensor in (*module.parameters(), *module.buffers()):
                         tensor.data = tensor.data.clone()
             # Of ranks that need not all survive, the first that has sends results.
-            sends = local_rank == 0 or self._strategy.scheme.survives_lost_ranks
+            sends = local_rank == 0 or self._strategy.survives_lost_ranks
             shared = Shared(trainer) if trainer is not None and sends else None
             before = {} if shared is None else shared.digests()
             output = function(*args, **kwargs)

@@ -138,8 +138,8 @@ class ScriptLauncher(_Launcher):
             )
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
         if _supervisor is not None:
-            _supervisor.begin(strategy.scheme.survives_lost_ranks)
-            _supervisor.restarts, _calls = strategy.scheme.restarts, _calls + 1
+            _supervisor.begin(strategy.survives_lost_ranks)
+            _supervisor.restarts, _calls = strategy.most_restarts, _calls + 1
             if _calls == 1:  # a rank that is started again comes to the script's first call
                 _supervisor.start_again = self._start_again
         if _supervisor is not None and _reporter is None:
@@ -171,7 +171,7 @@ class ScriptLauncher(_Launcher):
                 with ignoring_interrupts():
                     supervisor.children.append(self._start_rank(local_rank, variables))
             check()
-            supervisor.survives_lost_ranks = strategy.scheme.survives_lost_ranks
+            supervisor.survives_lost_ranks = strategy.survives_lost_ranks
             listener = listener_of(environment, size)
             if listener is not None:
                 hold(listener)  # this process is rank 0
@@ -259,13 +259,13 @@ class ScriptLauncher(_Launcher):
         """Reports, in a rank, that from now on none needs another, and where they meet."""
         global _goes_on
         if _reporter is not None:
-            _goes_on = self._strategy.scheme.survives_lost_ranks
+            _goes_on = self._strategy.survives_lost_ranks
             _reporter.send("independent", place)
         elif _supervisor is not None:
             _supervisor.independent, _supervisor.place = True, place
-        elif self._strategy.scheme.restarts:
+        elif self._strategy.most_restarts:
             raise ValueError(
-                f"restarts={self._strategy.scheme.restarts} is for ranks that this package starts, and "
+                f"restarts={self._strategy.most_restarts} is for ranks that this package starts, and "
                 f"{type(self._strategy.cluster_environment).__name__} says that others have. Leave it out, or start with python."
             )
 
@@ -280,7 +280,7 @@ class ScriptLauncher(_Launcher):
             _supervisor.stopping = True
             for child in _supervisor.running():
                 child.signal(signum)
-        elif report_ended_ranks(self._strategy.global_rank, what) and not self._strategy.scheme.survives_lost_ranks:
+        elif report_ended_ranks(self._strategy.global_rank, what) and not self._strategy.survives_lost_ranks:
             raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
 
     def _report_guest(self, error: Exception) -> None:

@@ -16,12 +16,14 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.extensions.codecs.codec import Codec, CodecName, make_codec
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import check_module
+from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -33,8 +35,9 @@ from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.strategy import run_checks
-from lightning_gnn.strategy.run_config import log_plan, part_sizes
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.run_config import part_sizes
+from lightning_gnn.strategy.scheme import Scheme, bind_module
 from lightning_gnn.strategy.self_checks import SelfChecks
 from lightning_gnn.strategy.steps import StepStrategy
 
@@ -43,6 +46,13 @@ _REMOVED = {
     "replan": "Plans are made once: pass topology= with a file that `lightning-gnn topology measure` has written",
 }
 """Arguments of earlier versions, and what replaces them."""
+
+
+def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
+    """Raises ValueError if an option of a strategy is set that its scheme cannot have; the text says why, and what to do."""
+    for name in names:
+        if options.get(name) not in (None, False):
+            raise ValueError(f"{name}={options[name]!r} is of no use. {because}")
 
 
 class GNNStrategy(StepStrategy):
@@ -72,6 +82,8 @@ class GNNStrategy(StepStrategy):
             exactly in the last epoch. None sends them as they are. Set it where the
             network is what you wait for (docs/codecs.md).
         stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
+        keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
+            step: at most four times the memory of the features. Without, it is computed and sent anew.
         recompute: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are fetched
             once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph strategies.
     """
@@ -104,6 +116,7 @@ class GNNStrategy(StepStrategy):
         keep_memory: bool = True,
         codec: CodecName | None = None,
         stochastic_rounding: bool = False,
+        keep_constant: bool = True,
         recompute: bool = False,
         host_memory: int | str | None = None,
         host_memory_dir: str | Path | None = None,
@@ -113,15 +126,9 @@ class GNNStrategy(StepStrategy):
             raise TypeError(f"{type(self).__name__}({name}=...) was removed. {_REMOVED[name]}.")
         super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute)
+        check_flags(self_check=self_check, keep_memory=keep_memory, keep_constant=keep_constant, recompute=recompute)
         check_flags(stochastic_rounding=stochastic_rounding)
         make_codec(codec, stochastic_rounding)
-        if codec is not None and scheme.takes_no_codec:
-            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
-        if recompute and scheme.keeps_layers:
-            raise ValueError(f"recompute=True is of no use. {scheme.keeps_layers}")
-        if host_memory is not None and scheme.keeps_layers:
-            raise ValueError(f"host_memory={host_memory!r} is of no use. {scheme.keeps_layers}")
         if recompute and stochastic_rounding:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
@@ -129,7 +136,7 @@ class GNNStrategy(StepStrategy):
             )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
-        self.recompute = recompute
+        self.keep_constant, self.recompute = keep_constant, recompute
         self.predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
@@ -192,7 +199,7 @@ class GNNStrategy(StepStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         self._shared = SharedModel(module, self.world, shard, *of_run)
         if in_parts:
-            self._binding = self.scheme.bind(module, shard, self.world, self.meter)
+            self._binding = bind_module(self.scheme, module, shard, self.world, self.meter, self.keep_constant)
             if self.recompute:
                 self._binding.recompute()
             self._in_use.enter_context(graph_in_use(self._binding.context))
@@ -209,14 +216,25 @@ class GNNStrategy(StepStrategy):
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
         if in_parts or shard.types.is_hetero:
-            log_plan(self.scheme, trainer, shard)
+            self.log_exchange(trainer, shard)
+
+    @property
+    def bound(self) -> GraphContext:
+        """What bound layers know of this rank; there while a stage binds the model."""
+        assert self._binding is not None
+        return self._binding.context
+
+    def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Tells the loggers how rows travel in this run, where arguments do not."""
+        if isinstance(self.scheme, EdgeCutScheme):
+            log_config(trainer, {"plan": {"name": "p2p"}})
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
         assert self._shared is not None
         of_steps = None if self._rows is None else self._rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
-        return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
+        return [metrics, self.progress, self._checks]
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
@@ -274,7 +292,6 @@ class GNNStrategy(StepStrategy):
         self._callbacks = []
         self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
         self._rows = self._codec = None
-        self.scheme.unbind()
         super().teardown()
 
     @override

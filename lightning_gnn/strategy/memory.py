@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, singledispatch
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch_geometric.data import Data
 
 from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes, memory_of
 from lightning_gnn.checks.memory import least_bytes
+from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.devices import available_bytes, free_bytes
 from lightning_gnn.extensions.embeddings.embedding import embeddings_of
+from lightning_gnn.strategy.scheme import Scheme, bind_module, twin_of
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """What is known of the memory that ranks need under a scheme.
+
+    Attributes:
+        rehearsed: the scheme whose steps on two ranks tell what each rank keeps.
+        working_bytes: given the owned rows of each rank, and the bytes of a node's features, returns what a rank needs beside
+            its part of the graph, at the least.
+        less: given the number of ranks, says how a run takes less memory.
+    """
+
+    rehearsed: Scheme
+    working_bytes: Callable[[Sequence[int], int], int] = lambda counts, row_bytes: 0
+    less: Callable[[int], str] = lambda ranks: "Use more machines (num_nodes), fewer columns, or float16 features."
+
+    def steps(
+        self,
+        module: pl.LightningModule,
+        batch: Data,
+        trainer: pl.Trainer | None = None,
+        device: torch.device | None = None,
+        keep_constant: bool = True,
+    ) -> Predicted:
+        """Returns what training steps keep; arguments as of :class:`~lightning_gnn.checks.footprint.Predicted`."""
+        bind = partial(bind_module, self.rehearsed, meter=Meter(), keep_constant=keep_constant)
+        return Predicted(module, batch, bind, self.rehearsed.layout(2), trainer, device)
+
+
+@singledispatch
+def memory_advice(scheme: Scheme) -> MemoryAdvice:
+    """Returns what is known of the memory of a scheme; ``@memory_advice.register`` adds a function for a class of schemes."""
+    return MemoryAdvice(twin_of(scheme))
+
 
 _TIMES_RANKS = (2, 4, 8, 16, 32, 64)
 
@@ -39,7 +79,8 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
     first = strategy.node_rank * strategy.num_processes
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
     sizes = cut.sizes(replicas)[first : first + strategy.num_processes]
-    working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    advice = memory_advice(strategy.scheme)
+    working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
     rows = sum(owned for owned, _, _ in sizes)
     needed += rows * sum(each.row_bytes for each in embeddings_of(module, cut.types))
@@ -50,9 +91,9 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
         raise ValueError(
             f"The {strategy.num_processes} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
             f"weights, without activations, but {available / 1e9:.3g} GB are available. "
-            f"{strategy.scheme.less_memory(strategy.world_size)}"
+            f"{advice.less(strategy.world_size)}"
         )
-    worth_a_look = trainer.state.fn == TrainerFn.FITTING and not strategy.scheme.keeps_layers
+    worth_a_look = trainer.state.fn == TrainerFn.FITTING and not strategy.trains_on_batches
     if worth_a_look and available < _PLENTY * needed:
         of_ranks = Sizes.of_ranks(cut, module, replicas)[first : first + strategy.num_processes]
         warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available, working)
@@ -61,7 +102,7 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
 def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
     """Warns if what a rank needs does not fit onto its device; several CPU ranks were looked at before they were started."""
     on_cpu = strategy.root_device.type == "cpu"
-    if (on_cpu and strategy.world_size > 1) or trainer.state.fn != TrainerFn.FITTING or strategy.scheme.keeps_layers:
+    if strategy.trains_on_batches or (on_cpu and strategy.world_size > 1) or trainer.state.fn != TrainerFn.FITTING:
         return
     module = strategy._module
     own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", module)][strategy.global_rank])
@@ -89,10 +130,11 @@ def warn_of_memory(
         shard: of one of the ranks, on the CPU.
         sizes: of the ranks that share the memory.
         available: bytes of it.
-        working_bytes: that each rank needs beside, see :meth:`~lightning_gnn.strategy.scheme.Scheme.working_bytes`.
+        working_bytes: that each rank needs beside.
     """
     try:
-        steps = Predicted(module, shard.batch, strategy.scheme.for_memory(), trainer, strategy.root_device)
+        advice = memory_advice(strategy.scheme)
+        steps = advice.steps(module, shard.batch, trainer, strategy.root_device, strategy.keep_constant)
     except RuntimeError as error:
         rank_zero_info(f"How much memory training takes is not predicted: {error}")
         return

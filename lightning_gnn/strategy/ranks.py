@@ -33,6 +33,11 @@ MOST_SECONDS = 10**8
 class RankStrategy(ParallelStrategy):
     """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`."""
 
+    survives_lost_ranks = False
+    """Whether the other ranks may go on when one has failed."""
+    most_restarts = 0
+    """How often each rank that was killed is started again, where the others may go on without."""
+
     def __init__(
         self,
         start_method: StartMethod = "popen",

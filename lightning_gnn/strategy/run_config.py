@@ -20,13 +20,11 @@ from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.console import text_of
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.registry import cutter_of
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
-    from lightning_gnn.strategy.scheme import Scheme
 
 _NOT_TOLD = (
     *("self", "scheme", "model", "optimizers", "lr_schedulers"),
@@ -79,12 +77,10 @@ def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Topology):
-        return value.name
     if isinstance(value, timedelta):
         return value.total_seconds()
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return getattr(value, "name", None) or asdict(value)
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else "__".join(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -119,14 +115,3 @@ def log_run(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
     log_config(trainer, run_config(strategy, shard))
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
         log_files(trainer, "partition", partition_report(shard, uploads(trainer)))
-
-
-def log_plan(scheme: Scheme, trainer: pl.Trainer, shard: Shard) -> None:
-    """Tells the loggers what rows follow in this run."""
-    followed = scheme.followed()
-    if followed:
-        log_config(trainer, {"plan": followed})
-    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer):
-        picture = scheme.picture(shard)
-        if picture is not None:
-            log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})

@@ -21,6 +21,7 @@ from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.extensions.node_types.graph import about_types
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
@@ -97,12 +98,12 @@ class SelfChecks(pl.Callback):
         return found
 
     def _check(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer, stage: str) -> SelfCheck:
-        scheme = self._strategy.scheme.for_self_check()
+        scheme = twin_of(self._strategy.scheme)
         # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
-        bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
+        bind = partial(bind_module, scheme, meter=Meter(), keep_constant=self._strategy.keep_constant)
         input_type = shard.types.input_type if shard.types.is_hetero else None
         batch = copy.copy(shard.batch).cpu()
-        return self_check(module, batch, bind, stage, trainer, layout, shard.num_classes, input_type)
+        return self_check(module, batch, bind, stage, trainer, scheme.layout(2), shard.num_classes, input_type)
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Says what was found, or raises :class:`UnsupportedModelError`."""

@@ -157,7 +157,6 @@ class StepStrategy(RankStrategy):
                 self.pre_backward(closure_loss)
                 loss = precision.pre_backward(closure_loss, module)
             gradients.before()
-            self.scheme.take_loss(closure_loss.detach() * scale)
             with self.my_turn(), self._approximating(), self._computing_again():
                 precision.backward(loss * scale, module, optimizer, *args, **kwargs)
             with self._drawing(False):

@@ -27,8 +27,9 @@ from lightning_gnn.data.shards import split_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.scheme import bind_module
 
-BIND = partial(DGCLScheme().bind, meter=Meter())
+BIND = partial(bind_module, DGCLScheme(), meter=Meter())
 
 
 def part_of(seed: int, num_nodes: int = 400) -> Data:

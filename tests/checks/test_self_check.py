@@ -28,6 +28,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategies.spmm.strategy import CubeScheme
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 
 def shard(seed: int = 0) -> Shard:
@@ -37,7 +38,7 @@ def shard(seed: int = 0) -> Shard:
 
 
 def check(module: Any, stage: str = "fit", trainer: Any = None) -> SelfCheck:
-    bind = partial(DGCLScheme().bind, meter=Meter())
+    bind = partial(bind_module, DGCLScheme(), meter=Meter())
     return self_check(module, shard().batch, bind, stage, trainer)
 
 
@@ -410,7 +411,7 @@ def test_nothing_is_left_behind():
     batch = shard().batch
     before = copy.deepcopy(module.state_dict()), batch.x.clone(), [set(vars(child)) for child in module.modules()]
     draws = [(torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()) for _ in range(2)]  # noqa: NPY002
-    self_check(module, batch, partial(DGCLScheme().bind, meter=Meter()))
+    self_check(module, batch, partial(bind_module, DGCLScheme(), meter=Meter()))
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     assert torch.equal(after[0], draws[0][0]) and after[1:] == draws[0][1:]
     torch.testing.assert_close(module.state_dict(), before[0], rtol=0, atol=0)
@@ -474,8 +475,8 @@ def test_register_adapter_wants_a_class():
 def test_products_on_a_cube_are_those_that_training_uses(monkeypatch, dimensions):
     """A product that is wrong is seen; the strategy's own, on a cube that two ranks can make, is right."""
     module = lightning_gnn.NodeClassifier(build("gcn"))
-    scheme = CubeScheme(dimensions, "random").for_self_check()
-    bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
+    scheme = twin_of(CubeScheme(dimensions, "random"))
+    bind, layout = partial(bind_module, scheme, meter=Meter()), scheme.layout(2)
     found = self_check(module, shard().batch, bind, layout=layout)
     assert verdict(found) == (None, None, None)
     multiply = SummaMatrix.multiply

@@ -20,6 +20,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 
 def shard(rank: int = 0, part: torch.Tensor | None = None) -> Shard:
@@ -29,8 +30,8 @@ def shard(rank: int = 0, part: torch.Tensor | None = None) -> Shard:
 
 
 def check(made: Any, stage: str = "fit", strategy: str = "dgcl", of: Shard | None = None, **options: Any) -> SelfCheck:
-    scheme = STRATEGIES[strategy]().scheme.for_self_check()
-    of, bind, layout = of or shard(), partial(scheme.bind, meter=Meter()), scheme.layout(2)
+    scheme = twin_of(STRATEGIES[strategy]().scheme)
+    of, bind, layout = of or shard(), partial(bind_module, scheme, meter=Meter()), scheme.layout(2)
     return self_check(made, of.batch, bind, stage, layout=layout, input_type="paper", num_classes=CLASSES, **options)
 
 

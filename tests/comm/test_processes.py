@@ -48,7 +48,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> ScriptLauncher:
     monkeypatch.setattr(script, "show_once", lambda: None)
     environment = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
     strategy: Any = SimpleNamespace(cluster_environment=environment, num_processes=3, num_nodes=1, global_rank=0)
-    strategy.scheme = SimpleNamespace(survives_lost_ranks=False)
+    strategy.survives_lost_ranks = False
     return ScriptLauncher(strategy)
 
 
@@ -102,7 +102,7 @@ def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, cap
     with pytest.raises(SystemExit):  # it does not ask the others whether all should end
         launcher.kill(signal.SIGTERM)
     assert capfd.readouterr().err == "Rank 0 was asked to end by SIGTERM: rank 1 has ended in epoch 3, backward\n"
-    launcher._strategy.scheme.survives_lost_ranks = True
+    launcher._strategy.survives_lost_ranks = True
     launcher.kill(signal.SIGTERM)
 
 

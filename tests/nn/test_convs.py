@@ -34,7 +34,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.cover.strategy import CoverScheme
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, SpMMScheme
 from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.strategy.scheme import Scheme, bind_module
 
 N, F, A, R = 40, 8, 3, 4  # nodes, columns, columns of edge attributes, relations
 ABSTRACT = {
@@ -287,7 +287,7 @@ def to_halo(module: torch.nn.Module, shard: Shard, world: World) -> Binding:
 
 def to_dealt(scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World) -> Binding:
     """As under ``spmm_*`` and ``vertex_cut``: edges are dealt over ranks, and what cannot be shared reads the halo."""
-    return scheme.bind(module, shard, world, Meter())
+    return bind_module(scheme, module, shard, world, Meter())
 
 
 def compare(rank: int, world_size: int, names: Iterable[str], bind: Bind, all_options: bool = True) -> dict[str, str]:
@@ -349,7 +349,7 @@ HOW: dict[str, tuple[int, Bind]] = {
     "4 ranks, replication 2, sparse": (4, partial(to_dealt, SpMMScheme(2, True, None))),
     "3 ranks, blocks": (3, partial(to_dealt, SpMMScheme(1, False, None))),
     "4 ranks, 2D": (4, partial(to_dealt, CubeScheme(2, None))),
-    "3 ranks, vertex cut": (3, partial(to_dealt, VertexCutScheme("random", None, 0.0, None, "", True))),
+    "3 ranks, vertex cut": (3, partial(to_dealt, VertexCutScheme("random", None, 0.0, None, ""))),
     "3 ranks, cover": (3, partial(to_dealt, CoverScheme(topology=None))),
 }
 
@@ -443,7 +443,7 @@ def test_the_table_says_what_is_dealt(monkeypatch):
     shard.batch.edge_weight = shard.batch.w
     for name in sorted(set(RECIPES) - ABSTRACT - OVER_ALL):
         product = deals(monkeypatch, SpMMScheme(1, True, None), name, shard, world)
-        mirrors = deals(monkeypatch, VertexCutScheme("random", None, 0.0, None, "", True), name, shard, world)
+        mirrors = deals(monkeypatch, VertexCutScheme("random", None, 0.0, None, ""), name, shard, world)
         row = f"| `{name}` | exact | {'product' if product else 'halo'} | {'mirrors' if mirrors else 'halo'} |"
         assert row in text, row
     world.close()

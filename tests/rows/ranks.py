@@ -20,6 +20,7 @@ from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import tensors_now
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.scheme import bind_module
 from rows.programs import Net, Program, Result, assert_same, make_graph
 
 
@@ -49,7 +50,7 @@ def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = N
 
     def on_rank(rank: int) -> Any:
         world, shard, own = InProcessWorld(rank, meeting), shards[rank], nets[rank]
-        binding = DGCLScheme().bind(own, shard, world, Meter())
+        binding = bind_module(DGCLScheme(), own, shard, world, Meter())
         rows = GraphRows(shard, world, expand=expand, reduce=reduce)
         rows.place_state(own, world, now)
         batch = copy.copy(shard.batch)

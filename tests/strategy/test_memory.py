@@ -31,7 +31,7 @@ from torch_geometric.nn import GATConv
 from torch_geometric.nn.models import GAT, GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.checks.footprint import PHASES, Footprint, Predicted, Sizes
+from lightning_gnn.checks.footprint import PHASES, Footprint, Sizes
 from lightning_gnn.comm.in_process import InProcessTransport
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import whole_graph
@@ -46,7 +46,8 @@ from lightning_gnn.strategies import (
     SpMM15DStrategy,
     VertexCutStrategy,
 )
-from lightning_gnn.strategy.memory import warn_of_memory
+from lightning_gnn.strategy.memory import memory_advice, warn_of_memory
+from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.rehearsal import rehearse
 from lightning_gnn.tools.commands.plan import plan
 
@@ -217,8 +218,8 @@ def test_small_graphs_predict_what_large_ones_keep(model):
     )
     data.prepare_for(DGCLStrategy().scheme.layout(3))
     cut = data.stored_cut()
-    steps = Predicted(module, cut.shard(0).batch, SCHEME)
-    bind = partial(DGCLStrategy().scheme.bind, meter=Meter())
+    steps = memory_advice(SCHEME).steps(module, cut.shard(0).batch)
+    bind = partial(bind_module, DGCLStrategy().scheme, meter=Meter())
     rehearsed = rehearse(module, [cut.shard(rank) for rank in range(3)], bind, quiet_trainer("dgcl", 1))
     for sizes, found in zip(Sizes.of_ranks(cut, module), rehearsed.footprints, strict=True):
         expected = steps.footprint(sizes)
@@ -238,7 +239,7 @@ def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
 
     def kept(model: str, device: torch.device | None) -> float:
         module = NodeClassifier(build(model), num_classes=CLASSES)
-        return saved_bytes(Predicted(module, batch, SCHEME, device=device).footprint(sizes))
+        return saved_bytes(memory_advice(SCHEME).steps(module, batch, device=device).footprint(sizes))
 
     monkeypatch.setitem(BACKENDS, "cuda", lambda *_: None)
     on_cpu = kept("gat", None)
@@ -266,9 +267,9 @@ def test_memory_is_that_of_the_scheme(strategy, options, model):
     data = GraphDataModule(awkward_graph(3000, dtype=torch.float32))
     data.prepare_for(scheme.layout(4))
     cut = data.stored_cut()
-    steps = Predicted(module, cut.shard(0).batch, scheme.for_memory())
+    steps = memory_advice(scheme).steps(module, cut.shard(0).batch)
     shards = [cut.shard(rank) for rank in range(4)]
-    rehearsed = rehearse(module, shards, partial(scheme.bind, meter=Meter()), quiet_trainer("dgcl", 1))
+    rehearsed = rehearse(module, shards, partial(bind_module, scheme, meter=Meter()), quiet_trainer("dgcl", 1))
     expected = max(steps.footprint(sizes).peak().backward for sizes in Sizes.of_ranks(cut, module))
     found = max(each.peak().backward for each in rehearsed.footprints)
     assert expected == pytest.approx(found, rel=0.05 if options == {"replication": 1} else 0.35)
@@ -277,7 +278,7 @@ def test_memory_is_that_of_the_scheme(strategy, options, model):
 def test_layers_made_again_keep_their_arguments():
     rows, edges, columns = 1000, 5000, 8
     module = NodeClassifier(OwnModel(FEATURES, CLASSES), num_classes=CLASSES)
-    found = Predicted(module, whole_graph(awkward_graph(dtype=torch.float32)).batch, SCHEME).footprint(
+    found = memory_advice(SCHEME).steps(module, whole_graph(awkward_graph(dtype=torch.float32)).batch).footprint(
         Sizes(rows, 0, 0, edges, 0, edges)
     )
     # By hand: messages of both layers, their inputs and tanh's outputs, on each edge; between the layers, a row of each node.
@@ -291,11 +292,11 @@ def test_rows_on_their_way_are_counted(monkeypatch):
     module = NodeClassifier(OwnModel(FEATURES, CLASSES), num_classes=CLASSES)
     batch = whole_graph(awkward_graph(dtype=torch.float32)).batch
     sizes = Sizes(rows=1000, halo_rows=300, sent_rows=500, edges=5000, targets=0, held_edges=5000)
-    counted = Predicted(module, batch, SCHEME).footprint(sizes).held_bytes
+    counted = memory_advice(SCHEME).steps(module, batch).footprint(sizes).held_bytes
     monkeypatch.setattr(
         InProcessTransport, "most_bytes", property(lambda transport: 0, lambda transport, count: None), raising=False
     )
-    without = Predicted(module, batch, SCHEME).footprint(sizes).held_bytes
+    without = memory_advice(SCHEME).steps(module, batch).footprint(sizes).held_bytes
     assert counted - without == pytest.approx((300 + 500) * FEATURES * 4)  # the widest rows, both ways
 
 
@@ -331,7 +332,7 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
     monkeypatch.setattr(type(strategy), "root_device", torch.device("cuda", 0))
     module = NodeClassifier(build("own"), num_classes=CLASSES)
     size = Sizes(1000, 500, 500, 6000, 100, 6000)
-    peak = Predicted(module, whole_graph(graph).batch, SCHEME).footprint(size).peak().most
+    peak = memory_advice(SCHEME).steps(module, whole_graph(graph).batch).footprint(size).peak().most
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         warn_of_memory(strategy, module, None, whole_graph(graph), [size], peak)

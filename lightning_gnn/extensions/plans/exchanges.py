@@ -7,35 +7,23 @@ N nodes, E edges, P ranks, S stages. Traffic is ``[S, P, P]``: stage, sender, re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, singledispatch
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.extensions.plans.choice import PricedPlan, fastest, fastest_plans
-from lightning_gnn.extensions.plans.grid import (
-    GridCost,
-    block_cost,
-    block_traffic,
-    busiest,
-    edge_traffic,
-    matrix_traffic,
-    product_words,
-    products,
-    sparse_cost,
-    summa_traffic,
-    summa_work,
-)
-from lightning_gnn.extensions.plans.plan import Plan, check_devices, p2p
-from lightning_gnn.extensions.plans.plan_cost import PlanCost, direct_cost, plan_cost, swap_cost
+from lightning_gnn.extensions.plans.plan import Plan, check_devices
+from lightning_gnn.extensions.plans.plan_cost import PlanCost, direct_cost
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.layout import Replicas
-from lightning_gnn.partition.replicas import hold, replication_factors
+from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -101,8 +89,8 @@ class ExchangeCost:
         replication: rows that all ranks hold over N; None where blocks of rows only pass through.
         matrix_bytes: of the matrix's blocks, which travel too (2D and 3D).
         paper_rows: by the count of the paper's algorithm, which sends whole blocks; None where it has no formula.
-        choice: what ``spmm_15d`` knows of it when it chooses its replication factor; its `rows` are an upper bound if
-            sparsity-aware.
+        choice: what a scheme that chooses between several such exchanges knows of each, with ``rows`` and ``bytes_held``: for
+            ``spmm_15d``, whose `rows` are an upper bound if sparsity-aware.
         plan, cost: what moves, where the scheme follows a plan, and what it puts on each hop.
     """
 
@@ -115,7 +103,7 @@ class ExchangeCost:
     replication: float | None = None
     matrix_bytes: int = 0
     paper_rows: int | None = None
-    choice: GridCost | None = None
+    choice: Any = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
     cost: PlanCost | None = field(default=None, repr=False, compare=False)
 
@@ -133,7 +121,21 @@ class ExchangeCost:
         }
 
 
-def _sent_directly(
+@singledispatch
+def exchange_costs(scheme: Scheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+    """Returns the ways to exchange rows that ``lightning-gnn plan`` shows of a scheme, one of them followed; no ranks are there.
+
+    By default none: nothing is predicted. ``@exchange_costs.register`` adds a function for a class of schemes.
+    """
+    return []
+
+
+@exchange_costs.register
+def _(scheme: EdgeCutScheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+    return [edge_exchange("", work, topology, followed=True)]
+
+
+def sent_directly(
     scheme: str, traffic: NDArray[Any], work: Workload, topology: Topology | None, **more: Any
 ) -> ExchangeCost:
     """Returns an exchange that sends each row from its owner to where it is needed, in the stages of `traffic`."""
@@ -161,7 +163,7 @@ def edge_exchange(
     traffic = edge_traffic(holder, relation.offsets, work.edge_index)
     more.setdefault("edges", np.bincount(holder, minlength=relation.num_devices))
     nodes = int(relation.offsets[-1])
-    return _sent_directly(
+    return sent_directly(
         scheme, traffic, work, topology, replication=float((nodes + traffic[0].sum()) / max(1, nodes)), **more
     )
 
@@ -178,136 +180,36 @@ def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, hold
         needed_by = np.zeros(int(offsets[-1]), np.uint64)
         for rank in range(work.relation.num_devices):
             needed_by[ends[holder == rank]] |= np.uint64(1 << rank)
-        found.append(_fastest(Relation.from_masks(needed_by, offsets), topology, work))
+        found.append(fastest_for(Relation.from_masks(needed_by, offsets), topology, work))
     rows = sum(int(each.plan.traffic.sum()) for each in found)
     seconds = sum(each.cost.seconds(work.row_bytes) for each in found)
     return replace(direct, reason="", cost=None, rows=rows, seconds=seconds, **more)
 
 
-def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
-    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
-    check_devices(work.relation, topology)
-    parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
-    found = []
-    try:
-        plan = p2p(work.relation, topology)
-        found.append(_planned("p2p", PricedPlan(plan, plan_cost(plan, topology)), work, parts))
-    except ValueError as error:  # two devices without a link
-        found.append(ExchangeCost("p2p", reason=str(error)))
-    found.append(_planned("spst", _fastest(work.relation, topology, work), work, parts))
-    try:
-        cost = swap_cost(work.relation, topology)
-        rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
-        found.append(replace(parts, scheme="swap", rows=rows, seconds=cost.seconds(work.row_bytes), cost=cost))
-    except ValueError as error:  # several machines, or nothing known of the memory
-        found.append(ExchangeCost("swap", reason=str(error)))
-    found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
-    if len(topology.hosts) > 1:
-        return [*found, _replicated("dgcl_r", work, topology, topology.hosts)]
-    reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
-    return [*found, ExchangeCost("dgcl_r", reason=reason)]
-
-
-def _planned(name: str, found: PricedPlan, work: Workload, parts: ExchangeCost) -> ExchangeCost:
-    plan, cost = found.plan, found.cost
-    seconds, rows = cost.seconds(work.row_bytes), int(plan.traffic.sum())
-    return replace(parts, scheme=name, rows=rows, seconds=seconds, plan=plan, cost=cost)
-
-
-def _fastest(relation: Relation, topology: Topology, work: Workload) -> PricedPlan:
+def fastest_for(relation: Relation, topology: Topology, work: Workload) -> PricedPlan:
     """Returns the plan by which ``plan="spst"`` moves rows of the width of `work`."""
     return fastest(fastest_plans(relation, topology), work.row_bytes)
 
 
-def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
-    """Returns the exchange of neighbourhoods that each group of ranks holds together (DGCL-R, Table 5), as they are trained."""
-    held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
-    relation = Relation.from_halos(held.halos, held.offsets)
-    factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
-    parts = ExchangeCost(name, edges=held.num_edges, replication=factor)
-    return _planned(name, _fastest(relation, topology, work), work, parts)
+def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
+    """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
 
-
-def grid_name(replication: int, sparsity_aware: bool) -> str:
-    name = "spmm_1d" if replication == 1 else f"spmm_15d c={replication}"
-    return name if sparsity_aware else f"{name} blocks"
-
-
-def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
-    """Returns what the 1D and 1.5D products of CAGNET exchange, sparsity-aware and in blocks, by legal replication factor."""
-    offsets, ranks = work.relation.offsets, work.relation.num_devices
-    halos = [work.relation.halo(rank) for rank in range(ranks)]
-    found = []
-    for c in legal_replications(ranks):
-        grid = ProcessGrid(ranks, c)
-        holder = grid.holders(offsets, work.edge_index[1], work.edge_index[0])
-        paper_rows = grid.paper_words(int(offsets[-1]), 1)
-        sums = int(edge_traffic(holder, offsets, work.edge_index)[1].sum())
-        choice = sparse_cost(grid, offsets, halos, sums, work.feature_bytes)
-        sparse = edge_exchange(grid_name(c, True), work, topology, holder, paper_rows=paper_rows, choice=choice)
-        blocks = _sent_directly(
-            grid_name(c, False),
-            block_traffic(grid, offsets),
-            work,
-            topology,
-            edges=sparse.edges,
-            paper_rows=paper_rows,
-            choice=block_cost(grid, offsets, work.feature_bytes),
-        )
-        found += [sparse, blocks]
-    return found
-
-
-def product_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
-    """Returns what each of :func:`~lightning_gnn.extensions.plans.grid.products` exchanges; a forward product takes followed.
-
-    Mirrored ones are left out where they exchange as many rows, as in undirected graphs.
+    A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
+    one leads to; `holder` is each edge's rank, ``[E]``. Where that is the target's owner, these are halos, and nothing.
     """
-    offsets, (source, target) = work.relation.offsets, work.edge_index
-    named = {each.scheme: each for each in grid_exchanges(work, topology)}
-    found: list[ExchangeCost] = []
-    costs: list[tuple[float, float]] = []
-    for product in products(work.relation.num_devices):
-        holder = product.holders(offsets, target, source)
-        words = product_words(product, offsets, edge_traffic(holder, offsets, work.edge_index), work.columns, False)
-        costs.append(busiest(words, work.element_bytes, max(4, work.element_bytes)))
-        if isinstance(product.grid, ProcessGrid):
-            each = named.get(str(product)) or edge_exchange(str(product), work, topology, holder)
-        else:
-            cube = cube_exchange(work, topology, product.grid.dimensions)
-            assert cube is not None
-            each = cube
-        least = costs[-1] < min(costs[:-1], default=(np.inf, np.inf))
-        if least:
-            found = [replace(other, followed=False) for other in found]
-        if least or not product.mirrored or each.rows != found[-1].rows:
-            found.append(replace(each, followed=least))
-    return found
+    num_ranks = len(offsets) - 1
+    traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
+    for stage, ends in enumerate(edge_index):
+        # A flag per node and rank: less work than to sort all edges.
+        used = np.zeros((int(offsets[-1]), num_ranks), np.bool_)
+        used[ends, holder] = True
+        for owner in range(num_ranks):
+            traffic[stage, owner] = used[offsets[owner] : offsets[owner + 1]].sum(0)
+    traffic[1] = traffic[1].T.copy()
+    return _without_own(traffic)
 
 
-def cube_exchange(
-    work: Workload, topology: Topology | None, dimensions: int, keep_blocks: bool = True
-) -> ExchangeCost | None:
-    """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube.
-
-    With `keep_blocks`, the matrix has travelled before.
-    """
-    offsets, ranks, columns = work.relation.offsets, work.relation.num_devices, work.columns
-    try:
-        cube = ProcessCube.of(ranks, dimensions)
-    except ValueError:
-        return None
-    matrix = matrix_traffic(cube, offsets, work.edge_index, work.value_bytes)
-    if keep_blocks:
-        matrix[:] = 0
-    # Words and the matrix in units of rows: the narrower these are, the more the matrix counts.
-    traffic = summa_traffic(cube, offsets, columns) / columns + matrix / work.row_bytes
-    return _sent_directly(
-        f"spmm_{dimensions}d",
-        traffic,
-        work,
-        topology,
-        rows=round(cube.words(offsets, columns) / columns),
-        edges=summa_work(cube, offsets, work.edge_index, columns) / columns,
-        matrix_bytes=int(matrix.sum()),
-    )
+def _without_own(traffic: Ids) -> Ids:
+    ranks = np.arange(traffic.shape[1])
+    traffic[:, ranks, ranks] = 0
+    return traffic

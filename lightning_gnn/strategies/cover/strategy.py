@@ -6,13 +6,14 @@ computed over a vertex cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags
@@ -24,13 +25,13 @@ from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.plans import Topology
-from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange, planned_edges
 from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import twin_of
 
 CoverPlanName = Literal["p2p", "spst"]
 
@@ -43,13 +44,12 @@ class CoverScheme(PlannedScheme):
 
     def __init__(
         self,
-        keep_constant: bool = True,
         plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         refine: bool = False,
     ) -> None:
-        super().__init__(keep_constant, plan, topology, partition)
+        super().__init__(plan, topology, partition)
         check_flags(refine=refine)
         self.refine = refine
 
@@ -57,10 +57,6 @@ class CoverScheme(PlannedScheme):
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         layout = replace(super().layout(world_size, num_hosts), takes_types=False)
         return replace(layout, method="metis_cover") if self.refine else layout
-
-    @override
-    def for_self_check(self) -> CoverScheme:
-        return CoverScheme(self.keep_constant, topology=None)
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
@@ -86,21 +82,10 @@ class CoverScheme(PlannedScheme):
         exchange.make_matrix, exchange.spread = covered(1, 1), spread
         return exchange
 
-    @override
-    def followed(self) -> dict[str, Any]:
-        return {}
 
-    @override
-    def picture(self, shard: Shard) -> None:
-        return None
-
-    @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-        covered = cover_edges(work.edge_index, work.owner, work.relation.num_devices)
-        direct = edge_exchange("", work, topology, covered)
-        if topology is None or self.plan == "p2p":
-            return [replace(direct, followed=True)]
-        return [direct, planned_edges(direct, work, topology, covered, scheme="cover spst", followed=True)]
+@twin_of.register
+def _(scheme: CoverScheme) -> CoverScheme:
+    return CoverScheme(topology=None)
 
 
 class CoverStrategy(GNNStrategy):
@@ -127,6 +112,10 @@ class CoverStrategy(GNNStrategy):
 
     strategy_name = "cover"
 
+    @override
+    def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
+        """Tells nothing: arguments tell how rows travel."""
+
     @classmethod
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
@@ -141,7 +130,7 @@ class CoverStrategy(GNNStrategy):
         refine: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(CoverScheme(keep_constant, plan, topology, partition, refine), **options)
+        super().__init__(CoverScheme(plan, topology, partition, refine), keep_constant=keep_constant, **options)
         self.refine = refine
 
     @override

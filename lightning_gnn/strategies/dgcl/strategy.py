@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_whole
@@ -19,14 +20,14 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.plans import Topology
+from lightning_gnn.extensions.plans.followed import log_plan
 from lightning_gnn.extensions.plans.hierarchy import Hosts
 from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.strategies.dgcl.replicated import ReplicatedExchange
-from lightning_gnn.strategy.base import GNNStrategy
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_gnn.strategy.base import GNNStrategy, refuse_options
+from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
+from lightning_gnn.strategy.scheme import twin_of
 
 PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
 
@@ -37,19 +38,17 @@ _WHOLE_SMALL_GRAPH = 1000
 class DGCLScheme(PlannedScheme):
     """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity. See :class:`DGCLStrategy`."""
 
-    follows_plan = True
     plans = get_args(PlanName)
     over_links = ("spst", "dgcl_r")
 
     def __init__(
         self,
-        keep_constant: bool = True,
         plan: PlanName = "auto",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         hops: int | None = None,
     ) -> None:
-        super().__init__(keep_constant, plan, topology, partition)
+        super().__init__(plan, topology, partition)
         if hops is not None:
             check_whole(hops=hops)
         replicates = plan in ("replicate", "dgcl_r")
@@ -63,45 +62,26 @@ class DGCLScheme(PlannedScheme):
                 f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
             )
         self.hops = hops
-        if plan == "swap":
-            self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
+
+    def over(self, topology: str | Path | Topology) -> DGCLScheme:
+        """Returns the same scheme over another topology."""
+        return DGCLScheme(cast(PlanName, self.plan), topology, self.partition, self.hops)
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         layout = super().layout(world_size, num_hosts)
         if self.hops is None:
             return layout
-        topology = self._topology(world_size, num_hosts)
+        topology = self.topology_of(world_size, num_hosts)
         alone = tuple((rank,) for rank in range(world_size))
         groups = alone if self.plan == "replicate" or topology is None else topology.hosts
         return replace(layout, replicas=Replicas(self.hops, groups), takes_types=False)
-
-    @override
-    def less_memory(self, world_size: int) -> str:
-        if self.hops is None:
-            return super().less_memory(world_size)
-        return 'Let ranks communicate instead: plan="p2p" or "spst".'
-
-    @override
-    def for_self_check(self) -> DGCLScheme:
-        if self.hops is None:
-            return DGCLScheme(self.keep_constant, topology=None)
-        return DGCLScheme(self.keep_constant, "replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
 
     @override
     def way(self, world: World) -> tuple[Any, Topology | Hosts | None]:
         if self.plan == "replicate":
             return "p2p", None
         return "spst" if self.plan == "dgcl_r" else self.plan, self.links(world)
-
-    @override
-    def followed(self) -> dict[str, Any]:
-        found = super().followed()
-        return {**found, "name": self.plan} if self.plan in ("swap", "replicate") else found
-
-    @override
-    def picture(self, shard: Shard) -> Figure | None:
-        return None if self.plan in ("swap", "replicate") else super().picture(shard)
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
@@ -111,6 +91,20 @@ class DGCLScheme(PlannedScheme):
         rank = world.rank
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
         return ReplicatedExchange(exchange, own, self.hops)
+
+
+@twin_of.register
+def _(scheme: DGCLScheme) -> DGCLScheme:
+    if scheme.hops is None:
+        return DGCLScheme(topology=None)
+    return DGCLScheme("replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
+
+
+@memory_advice.register
+def _(scheme: DGCLScheme) -> MemoryAdvice:
+    if scheme.hops is None:
+        return MemoryAdvice(twin_of(scheme))
+    return MemoryAdvice(twin_of(scheme), less=lambda ranks: 'Let ranks communicate instead: plan="p2p" or "spst".')
 
 
 class DGCLStrategy(GNNStrategy):
@@ -145,6 +139,7 @@ class DGCLStrategy(GNNStrategy):
     """
 
     strategy_name = "dgcl"
+    scheme: DGCLScheme
 
     @classmethod
     @override
@@ -162,4 +157,14 @@ class DGCLStrategy(GNNStrategy):
         hops: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)
+        if plan == "swap":
+            refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
+        super().__init__(DGCLScheme(plan, topology, partition, hops), keep_constant=keep_constant, **options)
+
+    @override
+    def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
+        scheme, exchange = self.scheme, self.bound.exchange
+        if isinstance(exchange, ReplicatedExchange):
+            exchange = exchange.inner
+        between = None if scheme.plan == "replicate" else scheme.links(self.world)
+        log_plan(trainer, shard, exchange, between, scheme.plan if scheme.plan in ("swap", "replicate") else None)

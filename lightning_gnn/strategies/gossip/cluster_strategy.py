@@ -45,7 +45,7 @@ from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
 from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
-from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 
 Assignment = Literal["random", "metis"]
@@ -58,8 +58,6 @@ EXCHANGE_S = 30.0
 
 class ClusterScheme(EdgeCutScheme):
     """Clusters of the graph for training; the edge cut of ``dgcl`` for everything else."""
-
-    keeps_layers = "Layers see a few clusters of the graph: raise clusters, and each is smaller."
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -141,6 +139,8 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError("halo='history' shares files in memory as Linux has them. Use halo=None on this system.")
         check_choice("final", final, get_args(Final))
         check_choice("mode", mode or "min", get_args(Mode))
+        because = "Layers see a few clusters of the graph: raise clusters, and each is smaller."
+        refuse_options(options, ["recompute", "host_memory"], because)
         super().__init__(ClusterScheme(), **options)
         self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
         self.num_clusters, self.assignment = clusters, assignment
@@ -226,8 +226,8 @@ class ClusterStrategy(GNNStrategy):
 
     def _note_who_needs_whom(self) -> None:
         """Workers of a fit do without each other; all others wait for each other in every layer."""
-        self.scheme.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
-        self.scheme.restarts = self.restarts if self.scheme.survives_lost_ranks else 0
+        self.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
+        self.most_restarts = self.restarts if self.survives_lost_ranks else 0
 
     @override
     def setup_environment(self) -> None:
@@ -334,7 +334,7 @@ class ClusterStrategy(GNNStrategy):
         comparison = Comparison(self.final, self.monitor, self.mode)
         of_fit = worker, clusters, self.average == "gradients", comparison
         codec = make_codec(self.codec, self.stochastic_rounding, seed)
-        self._fit = WorkerFit(module, *of_fit, leaves_snapshots=self.scheme.restarts > 0, codec=codec)
+        self._fit = WorkerFit(module, *of_fit, leaves_snapshots=self.most_restarts > 0, codec=codec)
         if self._rejoins:
             seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # another than those of all others
         else:

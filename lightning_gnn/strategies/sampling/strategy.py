@@ -58,7 +58,7 @@ from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
 from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
-from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 from lightning_gnn.strategy.steps import StepStrategy
 
@@ -73,10 +73,7 @@ _NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 class SamplingScheme(EdgeCutScheme):
     """The edge cut of ``dgcl``, whose parts also have their share of each mask and node type; between machines first."""
 
-    keeps_layers = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
-
-    def __init__(self, keep_constant: bool = True, in_batches: bool | None = None) -> None:
-        super().__init__(keep_constant)
+    def __init__(self, in_batches: bool | None = None) -> None:
         self._in_batches = in_batches
 
     @override
@@ -222,7 +219,9 @@ class SamplingStrategy(GNNStrategy):
                 "evaluation='layers' looks at the whole graph, and with time_attr each node sees what was there at its time. "
                 "Leave one of them out."
             )
-        super().__init__(SamplingScheme(keep_constant, _IN_BATCHES[evaluation]), **options)
+        because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
+        refuse_options(options, ["recompute", "host_memory"], because)
+        super().__init__(SamplingScheme(_IN_BATCHES[evaluation]), keep_constant=keep_constant, **options)
         self.loss_reduction = loss_reduction
         self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)

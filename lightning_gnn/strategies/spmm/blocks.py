@@ -4,7 +4,7 @@ Source: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. Ours differs in 
 the c ranks of its process row instead of lying on all of them: a block is brought together at the rank that broadcasts it, and
 partial sums are reduced to the owners, the first half of the paper's all-reduce. And all blocks of a process column are broadcast
 at once, around a ring of its ranks, so that no rank waits for another one's turn: see
-:meth:`~lightning_gnn.partition.grid.ProcessGrid.ring`.
+:meth:`~lightning_gnn.strategies.spmm.grid.ProcessGrid.ring`.
 
 n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c block rows.
 """
@@ -21,12 +21,12 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Buffers, start_messages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
+from lightning_gnn.comm.matrix import Matrix, Triples, distribute
 from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition.grid import ProcessGrid
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategies.spmm.grid import ProcessGrid, on_grid
 
 
 class BlockMatrix(Matrix):

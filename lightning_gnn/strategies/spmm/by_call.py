@@ -15,10 +15,10 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.extensions.plans.grid import Product, busiest, own_edge_traffic, product_words, products
-from lightning_gnn.partition.grid import ProcessCube
 from lightning_gnn.partition.shard import HaloPlan, Ids, owners_of
+from lightning_gnn.strategies.spmm.grid import ProcessCube
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.traffic import Product, busiest, own_edge_traffic, product_words, products
 
 
 class MatrixByCall(Matrix):

@@ -13,37 +13,31 @@ from functools import partial
 from math import isqrt
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
+from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import SparseMatrix, on_grid
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.plans.exchanges import (
-    ExchangeCost,
-    Workload,
-    cube_exchange,
-    grid_exchanges,
-    grid_name,
-    product_exchanges,
-)
-from lightning_gnn.extensions.plans.grid import block_cost, choose, sparse_cost
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.by_call import MatrixByCall
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.traffic import block_cost, choose, sparse_cost
 from lightning_gnn.strategy.base import GNNStrategy
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
+from lightning_gnn.strategy.scheme import Scheme, twin_of
 
 Permute = Literal["metis", "random"]
 
@@ -52,11 +46,10 @@ class ProductScheme(Scheme):
     """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
     :class:`SpMM15DStrategy`."""
 
-    def __init__(self, permute: Permute | None, keep_constant: bool) -> None:
+    def __init__(self, permute: Permute | None) -> None:
         if not is_one_of(permute, ("metis", "random", None)):
             raise ValueError(f"permute must be 'metis', 'random' or None (got {shown(permute)}).")
-        check_flags(keep_constant=keep_constant)
-        self.permute, self.keep_constant = permute, keep_constant
+        self.permute = permute
 
     @abstractmethod
     def check_ranks(self, world_size: int) -> None:
@@ -68,20 +61,29 @@ class ProductScheme(Scheme):
         return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
 
 
+class GridExchange(HaloExchange):
+    """Moves rows directly where layers do not multiply.
+
+    Attributes:
+        grid: the process grid on which they do.
+    """
+
+    def __init__(self, plan: HaloPlan, world: World, meter: Meter, grid: ProcessGrid) -> None:
+        super().__init__(plan, world, meter)
+        self.grid = grid
+
+
 class SpMMScheme(ProductScheme):
     """1D and 1.5D products; see :class:`SpMM15DStrategy`."""
 
-    def __init__(
-        self, replication: int | None, sparsity_aware: bool, permute: Permute | None, keep_constant: bool = True
-    ) -> None:
+    def __init__(self, replication: int | None, sparsity_aware: bool, permute: Permute | None) -> None:
         if replication is not None:
             check_whole(replication=replication)
         check_flags(sparsity_aware=sparsity_aware)
         if replication is not None and replication < 1:
             raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
-        super().__init__(permute, keep_constant)
+        super().__init__(permute)
         self.replication, self.sparsity_aware = replication, sparsity_aware
-        self._made: ProcessGrid | None = None
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -90,47 +92,16 @@ class SpMMScheme(ProductScheme):
         return replace(super().layout(world_size, num_hosts), takes_types=types)
 
     @override
-    def followed(self) -> dict[str, Any]:
-        return {} if self._made is None else {"name": "products", "replication": self._made.replication}
-
-    @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-        found = grid_exchanges(work, topology)
-        own = [each.choice for each in found[not self.sparsity_aware :: 2] if each.choice is not None]
-        name = grid_name(self.replication or choose(own, None).grid.replication, self.sparsity_aware)
-        return [replace(each, followed=each.scheme == name) for each in found]
-
-    @override
     def check_ranks(self, world_size: int) -> None:
         ProcessGrid(world_size, self.replication or 1)
 
     @override
-    def working_bytes(self, counts: Sequence[int], row_bytes: int) -> int:
-        if self.sparsity_aware or self.replication is None:
-            return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
-        offsets = np.cumsum([0, *counts])
-        return block_cost(ProcessGrid(len(counts), self.replication), offsets, row_bytes).bytes_held
-
-    @override
-    def less_memory(self, world_size: int) -> str:
-        legal = ", ".join(map(str, legal_replications(world_size)))
-        return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
-
-    @override
-    def for_memory(self) -> SpMMScheme:
-        return SpMMScheme(1, self.sparsity_aware, self.permute, self.keep_constant)
-
-    @override
-    def for_self_check(self) -> SpMMScheme:
-        return SpMMScheme(1 if self.replication == 1 else 2, self.sparsity_aware, self.permute, self.keep_constant)
-
-    @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
         if shard.types.is_hetero:
-            self._made = ProcessGrid(world.size, 1)
-            return exchange
-        grid = self._made = self._grid(shard, offsets, shard.node_ids(world.rank), world)
+            return GridExchange(shard.plan, world, meter, ProcessGrid(world.size, 1))
+        offsets = shard.offsets
+        grid = self._grid(shard, offsets, shard.node_ids(world.rank), world)
+        exchange = GridExchange(shard.plan, world, meter, grid)
         sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
         blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
         exchange.make_matrix = sparse if self.sparsity_aware else blocks
@@ -174,38 +145,23 @@ def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, ran
 class CubeScheme(ProductScheme):
     """2D and 3D products; see :class:`SpMM2DStrategy`."""
 
-    def __init__(self, dimensions: int, permute: Permute | None, keep_constant: bool = True) -> None:
-        super().__init__(permute, keep_constant)
-        self.dimensions, self._is_column = dimensions, False
-
-    @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-        found = cube_exchange(work, topology, self.dimensions, self.keep_constant)
-        return [] if found is None else [replace(found, followed=True)]
+    def __init__(self, dimensions: int, permute: Permute | None, keep_blocks: bool = True, column: bool = False) -> None:
+        super().__init__(permute)
+        self.dimensions, self.keep_blocks, self.column = dimensions, keep_blocks, column
 
     @override
     def check_ranks(self, world_size: int) -> None:
         self._cube(world_size)
 
     def _cube(self, ranks: int) -> ProcessCube:
-        return ProcessCube(1, ranks) if self._is_column else ProcessCube.of(ranks, self.dimensions)
-
-    @override
-    def for_memory(self) -> SpMMScheme:
-        return SpMMScheme(1, False, self.permute, self.keep_constant)
-
-    @override
-    def for_self_check(self) -> CubeScheme:
-        scheme = CubeScheme(self.dimensions, self.permute, self.keep_constant)
-        scheme._is_column = True  # there is no square of two ranks: 1 x 1 x 2, by the same products
-        return scheme
+        return ProcessCube(1, ranks) if self.column else ProcessCube.of(ranks, self.dimensions)
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
         cube = self._cube(world.size)
         exchange.make_matrix = partial(
-            SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter, keep_blocks=self.keep_constant
+            SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter, keep_blocks=self.keep_blocks
         )
         # Attention and extremes: over the edges that each rank holds of the cube.
         dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
@@ -221,14 +177,41 @@ class AnyProductScheme(ProductScheme):
         """Any number of ranks multiplies in 1D."""
 
     @override
-    def exchanges(self, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-        return product_exchanges(work, topology)
-
-    @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange = HaloExchange(shard.plan, world, meter)
         exchange.make_matrix = partial(MatrixByCall, plan=shard.plan, offsets=shard.offsets, world=world, meter=meter)
         return exchange
+
+
+@twin_of.register
+def _(scheme: SpMMScheme) -> SpMMScheme:
+    return SpMMScheme(1 if scheme.replication == 1 else 2, scheme.sparsity_aware, scheme.permute)
+
+
+@twin_of.register
+def _(scheme: CubeScheme) -> CubeScheme:
+    # There is no square of two ranks: 1 x 1 x 2, by the same products.
+    return CubeScheme(scheme.dimensions, scheme.permute, scheme.keep_blocks, column=True)
+
+
+@memory_advice.register
+def _(scheme: SpMMScheme) -> MemoryAdvice:
+    def working_bytes(counts: Sequence[int], row_bytes: int) -> int:
+        if scheme.sparsity_aware or scheme.replication is None:
+            return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
+        offsets = np.cumsum([0, *counts])
+        return block_cost(ProcessGrid(len(counts), scheme.replication), offsets, row_bytes).bytes_held
+
+    def less(ranks: int) -> str:
+        legal = ", ".join(map(str, legal_replications(ranks)))
+        return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
+
+    return MemoryAdvice(SpMMScheme(1, scheme.sparsity_aware, scheme.permute), working_bytes, less)
+
+
+@memory_advice.register
+def _(scheme: CubeScheme) -> MemoryAdvice:
+    return MemoryAdvice(SpMMScheme(1, False, scheme.permute))
 
 
 class SpMMStrategy(GNNStrategy):
@@ -252,7 +235,7 @@ class SpMMStrategy(GNNStrategy):
     strategy_name = "spmm"
 
     def __init__(self, permute: Permute | None = "metis", keep_constant: bool = True, **options: Any) -> None:
-        super().__init__(AnyProductScheme(permute, keep_constant), **options)
+        super().__init__(AnyProductScheme(permute), keep_constant=keep_constant, **options)
 
 
 class SpMM15DStrategy(GNNStrategy):
@@ -292,7 +275,13 @@ class SpMM15DStrategy(GNNStrategy):
     ) -> None:
         if isinstance(permute, str) and permute == "auto":
             permute = "metis" if sparsity_aware else "random"
-        super().__init__(SpMMScheme(replication, sparsity_aware, permute, keep_constant), **options)
+        super().__init__(SpMMScheme(replication, sparsity_aware, permute), keep_constant=keep_constant, **options)
+
+    @override
+    def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
+        exchange = self.bound.exchange
+        assert isinstance(exchange, GridExchange)
+        log_config(trainer, {"plan": {"name": "products", "replication": exchange.grid.replication}})
 
 
 class SpMM1DStrategy(SpMM15DStrategy):
@@ -338,7 +327,7 @@ class SpMM2DStrategy(GNNStrategy):
     dimensions = 2
 
     def __init__(self, permute: Permute | None = "random", keep_constant: bool = True, **options: Any) -> None:
-        super().__init__(CubeScheme(self.dimensions, permute, keep_constant), **options)
+        super().__init__(CubeScheme(self.dimensions, permute, keep_constant), keep_constant=keep_constant, **options)
 
 
 class SpMM3DStrategy(SpMM2DStrategy):

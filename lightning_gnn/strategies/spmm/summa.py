@@ -1,8 +1,8 @@
 """2D and 3D products: blocks of the matrix travel, as well as blocks of rows.
 
 Source: CAGNET (SC'20) sections 4.3 and 4.4, SUMMA on a square of ranks, and on each layer of a cube; see
-:class:`~lightning_gnn.partition.grid.ProcessCube` for who holds what. Rows come in and go out whole, as each rank owns them,
-so that dense layers see all columns of a node: they are turned into columns of blocks inside a block's owners, and back.
+:class:`~lightning_gnn.strategies.spmm.grid.ProcessCube` for who holds what. Rows come in and go out whole, as each rank owns
+them, so that dense layers see all columns of a node: they are turned into columns of blocks inside a block's owners, and back.
 
 SUMMA's stages begin at another block on each rank of a row and of a column, as Cannon's algorithm does: so in each stage a rank
 sends its block of the matrix to one rank and its rows to one, and gets one of each. In one order for all, q - 1 of q would wait.
@@ -20,12 +20,12 @@ from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
+from lightning_gnn.comm.matrix import Matrix, Triples, distribute
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
-from lightning_gnn.partition.grid import ProcessCube
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.spmm.blocks import ProductMessages
+from lightning_gnn.strategies.spmm.grid import ProcessCube, on_grid
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class MessageCache:
         taken, self.sent = self.sent, {}
         return taken
 
+    def add_loss(self, part: Tensor) -> None:
+        """Takes this rank's part of a loss, a scalar; those of all ranks sum to one device's loss."""
+        self.loss = part if self.loss is None else self.loss + part
+
     def take_loss(self) -> float:
         """Returns this rank's part of the loss since the last call, nan without one, and starts again."""
         taken, self.loss = self.loss, None

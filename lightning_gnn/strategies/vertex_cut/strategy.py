@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
@@ -27,15 +28,15 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.codecs.codec import CodecName
 from lightning_gnn.extensions.plans.detect import hosts_of
-from lightning_gnn.nn.bind import Binding
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import Types
+from lightning_gnn.rows import local_rows
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
 from lightning_gnn.strategies.vertex_cut.cutters import METHODS
 from lightning_gnn.strategies.vertex_cut.loaded_edges import LoadedEdges
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.strategy.base import GNNStrategy
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.strategy.scheme import Scheme, twin_of
 
 EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "streaming"]
 
@@ -51,17 +52,15 @@ class VertexCutScheme(Scheme):
         host_weight: float,
         cache: AdaptiveThreshold | LargestChanges | float | None,
         monitor: str | None,
-        keep_constant: bool,
         cache_within_hosts: bool = False,
     ) -> None:
         self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
-        self.cache, self.monitor, self.keep_constant = cache, monitor, keep_constant
+        self.cache, self.monitor = cache, monitor
         self.cache_within_hosts = cache_within_hosts
         self.approximation = "" if cache is None else "cached messages"
         self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._messages: MessageCache | None = None
         self._world: World | None = None
-        self._loaded: LoadedEdges | None = None
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -78,10 +77,6 @@ class VertexCutScheme(Scheme):
         return LayoutSpec("vertex_cut", world_size, groups, self.partition, host_weight=weight, takes_types=types)
 
     @override
-    def for_self_check(self) -> VertexCutScheme:
-        return VertexCutScheme("random", None, 0.0, None, self.monitor, self.keep_constant)
-
-    @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         assert shard.holders is not None
         make_exchange: MakeExchange = send_directly
@@ -94,16 +89,6 @@ class VertexCutScheme(Scheme):
         exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
         exchange.make_matrix, exchange.spread = make, lambda copy_bytes, result_bytes: make
         return exchange
-
-    @override
-    def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
-        binding = super().bind(module, shard, world, meter)
-        self._loaded = LoadedEdges(binding.context, shard.edge_counts)
-        return binding
-
-    @override
-    def unbind(self) -> None:
-        self._messages = self._world = self._loaded = None
 
     def _near(self, world: World) -> Sequence[int]:
         """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
@@ -125,18 +110,18 @@ class VertexCutScheme(Scheme):
             return MessageCache(cache, near)
         return MessageCache(cache.epsilon, near, cache.factors)
 
-    @override
-    def take_loss(self, part: torch.Tensor) -> None:
-        if self._messages is not None:
-            before = self._messages.loss
-            self._messages.loss = part if before is None else before + part
+    @property
+    def messages(self) -> MessageCache | None:
+        """The cached messages of the run, if there are any."""
+        return self._messages
 
-    @override
-    def callbacks(self, world: World) -> Sequence[pl.Callback]:
-        found: list[pl.Callback] = [] if self._loaded is None else [self._loaded]
-        if self._messages is not None:
-            found.append(CacheSchedule(self._messages, self._rule, self.monitor, world))
-        return found
+    def release(self) -> None:
+        """Forgets what is cached; the run is over."""
+        self._messages = self._world = None
+
+    def schedule(self, world: World) -> list[pl.Callback]:
+        """Returns the callback that lets the threshold follow training, if rows are cached."""
+        return [] if self._messages is None else [CacheSchedule(self._messages, self._rule, self.monitor, world)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -148,6 +133,11 @@ class VertexCutScheme(Scheme):
         if isinstance(self._rule, AdaptiveThreshold) and "threshold" in state:
             saved = state["threshold"]
             self._rule.epsilon, self._rule.mean, self._rule.first = saved["epsilon"], saved["mean"], saved.get("first")
+
+
+@twin_of.register
+def _(scheme: VertexCutScheme) -> VertexCutScheme:
+    return VertexCutScheme("random", None, 0.0, None, scheme.monitor)
 
 
 class VertexCutStrategy(GNNStrategy):
@@ -244,8 +234,8 @@ class VertexCutStrategy(GNNStrategy):
                 "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
                 "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
             )
-        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, keep_constant, cache_within_hosts)
-        super().__init__(scheme, **options)
+        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, cache_within_hosts)
+        super().__init__(scheme, keep_constant=keep_constant, **options)
         self.redraw_every = redraw_every
 
     @override
@@ -254,6 +244,24 @@ class VertexCutStrategy(GNNStrategy):
         if isinstance(self.scheme.cache, AdaptiveThreshold):
             layers = [name for name, child in module.named_modules() if isinstance(child, MessagePassing)]
             self.scheme.cache.check_names([*layers, "expand", "reduce"])
+
+    @override
+    def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
+        loaded = LoadedEdges(self.bound, shard.edge_counts)
+        return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.scheme.messages is not None:
+            assert self._values is not None
+            with local_rows():
+                self.scheme.messages.add_loss(closure_loss.detach() * self._values.scale)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.scheme.release()
 
     @property
     @override

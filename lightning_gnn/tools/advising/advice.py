@@ -34,6 +34,7 @@ from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.candidates import Candidate, candidates
 from lightning_gnn.tools.advising.machine import Machine, timing, with_trainer_messages
 from lightning_gnn.tools.advising.rehearsal import Rehearsal, rehearse
@@ -182,7 +183,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
             '"spmm_1d" or "sampling".'
         )
     shards = [cut.shard(rank) for rank in range(ranks)]
-    bind = partial(strategy.scheme.bind, meter=Meter())
+    bind = partial(bind_module, strategy.scheme, meter=Meter(), keep_constant=strategy.keep_constant)
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
     return _priced(candidate, cut, rehearsal, job)
 

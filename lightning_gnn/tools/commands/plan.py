@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from lightning_gnn.checks.footprint import Peak, Predicted, Sizes
+from lightning_gnn.checks.footprint import Peak, Sizes
 from lightning_gnn.checks.memory import training_bytes
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload
@@ -19,6 +19,9 @@ from lightning_gnn.extensions.plans.presets import PRESETS, find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.tables import rank_plan
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
+from lightning_gnn.registry import costs_of
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.memory import memory_advice
 from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.advising.candidates import candidates
@@ -54,11 +57,14 @@ class PlanReport:
     @classmethod
     def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
         """Returns the report on a strategy's scheme."""
-        own = [replace(each, scheme=each.scheme or name) for each in scheme.exchanges(work, topology)]
+        own = [replace(each, scheme=each.scheme or name) for each in costs_of(scheme, work, topology)]
+        if not own:
+            reason = f"no prediction, since {type(scheme).__name__} registers no exchange_costs (docs/own-scheme.md)"
+            own = [ExchangeCost(name, followed=True, reason=reason)]
         report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
         followed = report.followed
         if followed.plan is None or topology is None:
-            if scheme.follows_plan and followed.reason:
+            if isinstance(scheme, DGCLScheme) and followed.reason:
                 raise ValueError(followed.reason)
             return report
         ranks = [rank_plan(followed.plan, rank) for rank in range(topology.num_devices)]
@@ -126,7 +132,7 @@ def _others(
         if type(other) in seen or not candidate.full_graph or other.layout(work.relation.num_devices).kind != kind:
             continue
         seen.add(type(other))
-        for each in other.exchanges(work, topology):
+        for each in costs_of(other, work, topology):
             name = each.scheme or candidate.name
             found.setdefault(name, replace(each, scheme=name, followed=False))
     return list(found.values())[len(own) :]
@@ -170,6 +176,8 @@ class PlanCLI(GraphCLI):
             if config[name] is not None and config[name] < 1:
                 raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
         self.topology = self._topology(scheme, parts)
+        if isinstance(scheme, DGCLScheme) and self.topology is not None:
+            self.scheme = scheme.over(self.topology)
         layers, columns = (_of_model(config.model, name) for name in ("num_layers", "hidden_channels"))
         self.layers = config.layers or layers or PAPER_LAYERS
         self.layers_from = "--layers" if config.layers else "the model's" if layers else "DGCL's"
@@ -177,7 +185,7 @@ class PlanCLI(GraphCLI):
         self.columns_from = "--columns" if config.columns else "the model's" if columns else "the features'"
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
-            if not scheme.follows_plan:
+            if not isinstance(scheme, DGCLScheme):
                 raise ValueError(
                     f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out."
                 )
@@ -186,8 +194,8 @@ class PlanCLI(GraphCLI):
     def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
         """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
         source = self.config.topology
-        if scheme.follows_plan:
-            scheme.topology = source = source or scheme.topology  # type: ignore[attr-defined]
+        if isinstance(scheme, DGCLScheme):
+            source = source or scheme.topology
             if source in (None, "auto", "measured"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
@@ -200,11 +208,12 @@ class PlanCLI(GraphCLI):
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
-            steps = Predicted(self.module, cut.shard(0).batch, self.scheme.for_memory(), quiet_trainer())
+            advice = memory_advice(self.scheme)
+            steps = advice.steps(self.module, cut.shard(0).batch, quiet_trainer(), None, self.strategy.keep_constant)
         except RuntimeError as error:
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
-        working = self.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
         footprints = [steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from lightning_gnn.checks.footprint import PHASES, Peak
 from lightning_gnn.console import text_table
-from lightning_gnn.extensions.plans.grid import choose
 from lightning_gnn.extensions.plans.plan import Plan
 from lightning_gnn.extensions.plans.plan_cost import Balance, LinkLoad, PlanCost
+from lightning_gnn.strategies.spmm.traffic import choose
 
 if TYPE_CHECKING:
     from lightning_gnn.tools.commands.plan import PlanReport

@@ -41,6 +41,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
 from lightning_gnn.tools.parity.report import GROUPS, ParityReport, SchemeParity
 
@@ -318,7 +319,7 @@ class _Check:
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
     def _on_parts(self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, steps: int) -> Outcome:
-        bind = partial(strategy.scheme.bind, meter=Meter())
+        bind = partial(bind_module, strategy.scheme, meter=Meter(), keep_constant=strategy.keep_constant)
         prepare = coding(strategy) if trial.training else None
         return trial.on_parts(shards, bind, prepare, steps, self._seed)
 

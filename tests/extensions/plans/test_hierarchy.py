@@ -98,7 +98,7 @@ def test_72_ranks_on_9_machines_as_directly(share, monkeypatch):
 
     def work(rank: int) -> tuple[int, int]:
         world, meters = InProcessWorld(rank, meeting), [Meter(), Meter()]
-        found = DGCLScheme(plan="spst")._links(world)
+        found = DGCLScheme(plan="spst").links(world)
         assert found == hosts
         rows = halo_plan(rank, offsets, halos)
         tables = plan_through_hosts(rank, hosts, rows, halos, offsets)

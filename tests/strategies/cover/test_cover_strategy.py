@@ -39,10 +39,10 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans import Relation
-from lightning_gnn.extensions.plans.exchanges import Workload
-from lightning_gnn.extensions.plans.grid import edge_traffic
+from lightning_gnn.extensions.plans.exchanges import Workload, edge_traffic
 from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.partition.shard import Relabelling
+from lightning_gnn.registry import costs_of
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.cover.strategy import CoverScheme
 from lightning_gnn.tools.advising.advice import advise_on
@@ -124,10 +124,10 @@ def test_advice_knows_what_relays_send():
     order = Relabelling.from_assignment(np.random.default_rng(6).integers(0, 4, graph.num_nodes), 4)
     edge_index = order.new_ids()[graph.edge_index.numpy()]
     work = Workload(Relation.from_edges(edge_index, order.offsets), edge_index, 2, 16, 16)
-    direct, along_trees = CoverScheme(plan="spst").exchanges(work, chain(4))
+    direct, along_trees = costs_of(CoverScheme(plan="spst"), work, chain(4))
     assert direct.seconds is None and "no link" in direct.reason
     assert along_trees.followed and along_trees.rows > direct.rows and along_trees.seconds is not None
-    [only] = CoverScheme().exchanges(work, chain(4))
+    [only] = costs_of(CoverScheme(), work, chain(4))
     assert only.followed and only.rows == direct.rows
 
 

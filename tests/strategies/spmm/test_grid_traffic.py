@@ -19,22 +19,26 @@ from benchmarks.rings import published_traffic
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
-from lightning_gnn.extensions.plans.exchanges import (
-    ExchangeCost,
-    Workload,
-    cube_exchange,
-    grid_exchanges,
-    plan_exchanges,
-    product_exchanges,
-)
-from lightning_gnn.extensions.plans.grid import (
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_traffic
+from lightning_gnn.extensions.plans.plan_cost import direct_cost
+from lightning_gnn.extensions.plans.presets import dgx1, uniform
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.partition.shard import Relabelling, halo_plan
+from lightning_gnn.strategies.dgcl.costs import plan_exchanges
+from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.by_call import MatrixByCall
+from lightning_gnn.strategies.spmm.costs import cube_exchange, grid_exchanges, product_exchanges
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
+from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.traffic import (
     block_cost,
     block_traffic,
     busiest,
-    edge_traffic,
     matrix_traffic,
     product_words,
     products,
@@ -43,16 +47,6 @@ from lightning_gnn.extensions.plans.grid import (
     summa_traffic,
     summa_work,
 )
-from lightning_gnn.extensions.plans.plan_cost import direct_cost
-from lightning_gnn.extensions.plans.presets import dgx1, uniform
-from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.partition.shard import Relabelling, halo_plan
-from lightning_gnn.strategies.spmm.blocks import BlockMatrix
-from lightning_gnn.strategies.spmm.by_call import MatrixByCall
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
 
 COLUMNS = 3
 

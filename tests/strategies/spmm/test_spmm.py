@@ -46,16 +46,17 @@ from lightning_gnn import (
 from lightning_gnn.comm.call import DIRECTIONS, Call
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
-from lightning_gnn.extensions.plans.grid import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, _partial_sums
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.traffic import GridCost, block_cost, choose, sparse_cost
+from lightning_gnn.strategy.scheme import bind_module
 
 
 @cache
@@ -384,7 +385,7 @@ def test_attention_on_squares_and_cubes(size, dimensions, kind):
         mine.zero_grad()
         own = n_id[slice(*offsets[rank : rank + 2])]
         scheme, world = CubeScheme(dimensions, None), InProcessWorld(rank, meeting)
-        binding = scheme.bind(torch.nn.Sequential(mine), shard, world, meter)
+        binding = bind_module(scheme, torch.nn.Sequential(mine), shard, world, meter)
         rows = x.detach()[own].requires_grad_()
         with graph_in_use(binding.context, this_thread_only=True):
             out = mine(rows, shard.batch.edge_index)

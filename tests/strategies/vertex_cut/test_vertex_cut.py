@@ -44,6 +44,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.strategies.vertex_cut.cache import _Channel
 from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
+from lightning_gnn.strategy.scheme import bind_module
 
 
 @cache
@@ -134,7 +135,7 @@ def test_ranks_compute_the_edges_that_they_were_given(monkeypatch, method):
     def work(rank: int) -> Meter:
         shard, meter = cut.shard(rank), Meter()
         convs = torch.nn.ModuleList([GCNConv(width, width), GATConv(width, width)])
-        binding = VertexCutStrategy(method).scheme.bind(convs, shard, InProcessWorld(rank, meeting), meter)
+        binding = bind_module(VertexCutStrategy(method).scheme, convs, shard, InProcessWorld(rank, meeting), meter)
         binding.context.begin_step()
         x = shard.batch.x.clone().requires_grad_()  # no constant, which is sent once
         convs[1](convs[0](x, shard.batch.edge_index), shard.batch.edge_index).sum().backward()

@@ -23,6 +23,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.plans.presets import dgx1, machines, uniform
 from lightning_gnn.strategies import register
+from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import CLOSE, Advice, advise_on, explained
 from lightning_gnn.tools.advising.candidates import Candidate, candidates, chosen
 from lightning_gnn.tools.advising.extrapolate import extrapolate, smaller
@@ -47,7 +48,7 @@ def rehearsed(candidate: Candidate, ranks: int, module: NodeClassifier) -> Rehea
     data.prepare_for(scheme.layout(ranks))
     cut = data.stored_cut()
     shards = [cut.shard(rank) for rank in range(ranks)]
-    return rehearse(module, shards, partial(scheme.bind, meter=Meter()), quiet_trainer("dgcl", 1))
+    return rehearse(module, shards, partial(bind_module, scheme, meter=Meter()), quiet_trainer("dgcl", 1))
 
 
 def logged(rank: int, world_size: int, every: list[Candidate], model: str) -> list[float]:

@@ -23,7 +23,7 @@ from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
-from lightning_gnn.extensions.plans.exchanges import Workload, plan_exchanges
+from lightning_gnn.extensions.plans.exchanges import Workload, edge_exchange, exchange_costs
 from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages, save_picture
 from lightning_gnn.extensions.plans.plan import p2p
 from lightning_gnn.extensions.plans.plan_cost import balance, hop_labels, link_loads, plan_cost, swap_cost
@@ -36,6 +36,7 @@ from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.strategies import GNNStrategy, Scheme, register
+from lightning_gnn.strategies.dgcl.costs import plan_exchanges
 from lightning_gnn.tools.commands.partition import partition
 from lightning_gnn.tools.commands.plan import PlanReport, plan
 
@@ -367,9 +368,13 @@ class OwnStrategy(GNNStrategy):
 
 
 def test_a_registered_strategy_joins(store, tmp_path, capsys):
-    """The user's own is planned for, and stands beside the others when one of them is."""
+    """The user's own is planned for where its scheme says what it costs, and stands beside the others when one of them is."""
     register(OwnStrategy)
+    arguments = [*DATA, "--parts=3", "--trainer.strategy=of_a_user", "--topology=uniform"]
     try:
+        plan(arguments)
+        assert "no prediction, since OwnScheme registers no exchange_costs" in " ".join(capsys.readouterr().out.split())
+        exchange_costs.register(OwnScheme, lambda _, work, topology: [edge_exchange("", work, topology, followed=True)])
         for strategy in ("of_a_user", "spmm_1d"):
             file = tmp_path / f"{strategy}.json"
             arguments = [*DATA, "--parts=3", f"--trainer.strategy={strategy}", "--topology=uniform", f"--json={file}"]

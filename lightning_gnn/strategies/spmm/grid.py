@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
+from lightning_gnn.comm.matrix import Holders
 from lightning_gnn.partition.shard import Ids, owners_of
 
 
@@ -219,3 +220,8 @@ class ProcessCube:
             int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks)
         )
         return nodes * columns * (q - 1) + nodes * columns * (self.layers - 1) + 2 * turned
+
+
+def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
+    """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
+    return partial(grid.holders, offsets)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.partition.grid import ProcessCube, ProcessGrid, legal_replications
 from lightning_gnn.partition.shard import Ids
+from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Product:
     mirrored: bool = False
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
-        """Returns the rank that holds each entry; see :meth:`~lightning_gnn.partition.grid.ProcessGrid.holders`."""
+        """Returns the rank that holds each entry; see :meth:`~lightning_gnn.strategies.spmm.grid.ProcessGrid.holders`."""
         return self.grid.holders(offsets, *((col, row) if self.mirrored else (row, col)))
 
     def __str__(self) -> str:
@@ -169,24 +169,6 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
         for stage, passed in enumerate(ring):
             sent = [0 if owner is None else own[owner] for owner in passed]
             traffic[stage + 1, ranks, np.roll(ranks, -1)] = sent
-    return _without_own(traffic)
-
-
-def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
-
-    A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
-    one leads to; `holder` is each edge's rank, ``[E]``. Where that is the target's owner, these are halos, and nothing.
-    """
-    num_ranks = len(offsets) - 1
-    traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
-    for stage, ends in enumerate(edge_index):
-        # A flag per node and rank: less work than to sort all edges.
-        used = np.zeros((int(offsets[-1]), num_ranks), np.bool_)
-        used[ends, holder] = True
-        for owner in range(num_ranks):
-            traffic[stage, owner] = used[offsets[owner] : offsets[owner + 1]].sum(0)
-    traffic[1] = traffic[1].T.copy()
     return _without_own(traffic)
 
 

@@ -1,0 +1,67 @@
+"""What one exchange of ``dgcl`` moves and takes under each of its plans, for ``lightning-gnn plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_gnn.extensions.plans.choice import PricedPlan
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange, exchange_costs, fastest_for
+from lightning_gnn.extensions.plans.plan import check_devices, p2p
+from lightning_gnn.extensions.plans.plan_cost import plan_cost, swap_cost
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.partition.replicas import hold
+from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+
+
+@exchange_costs.register
+def _(scheme: DGCLScheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
+    if topology is None:
+        return [edge_exchange("p2p", work, None, followed=True)]
+    found = {each.scheme: each for each in plan_exchanges(work, topology)}
+    plan, name = found["spst"].plan, "spst" if scheme.plan == "auto" else scheme.plan
+    direct = plan is None or plan.num_stages <= 1 or (scheme.plan == "auto" and topology.uniform)
+    if name == "spst" and direct:
+        name = "p2p"
+    return [replace(each, followed=each.scheme == name) for each in found.values()]
+
+
+def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
+    """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
+    check_devices(work.relation, topology)
+    parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
+    found = []
+    try:
+        plan = p2p(work.relation, topology)
+        found.append(_planned("p2p", PricedPlan(plan, plan_cost(plan, topology)), work, parts))
+    except ValueError as error:  # two devices without a link
+        found.append(ExchangeCost("p2p", reason=str(error)))
+    found.append(_planned("spst", fastest_for(work.relation, topology, work), work, parts))
+    try:
+        cost = swap_cost(work.relation, topology)
+        rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
+        found.append(replace(parts, scheme="swap", rows=rows, seconds=cost.seconds(work.row_bytes), cost=cost))
+    except ValueError as error:  # several machines, or nothing known of the memory
+        found.append(ExchangeCost("swap", reason=str(error)))
+    found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
+    if len(topology.hosts) > 1:
+        return [*found, _replicated("dgcl_r", work, topology, topology.hosts)]
+    reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
+    return [*found, ExchangeCost("dgcl_r", reason=reason)]
+
+
+def _planned(name: str, found: PricedPlan, work: Workload, parts: ExchangeCost) -> ExchangeCost:
+    plan, cost = found.plan, found.cost
+    seconds, rows = cost.seconds(work.row_bytes), int(plan.traffic.sum())
+    return replace(parts, scheme=name, rows=rows, seconds=seconds, plan=plan, cost=cost)
+
+
+def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
+    """Returns the exchange of neighbourhoods that each group of ranks holds together (DGCL-R, Table 5), as they are trained."""
+    held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
+    relation = Relation.from_halos(held.halos, held.offsets)
+    factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
+    parts = ExchangeCost(name, edges=held.num_edges, replication=factor)
+    return _planned(name, fastest_for(relation, topology, work), work, parts)
