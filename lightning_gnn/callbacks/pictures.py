@@ -1,19 +1,43 @@
-"""Pictures of parts and of what ranks sent each other. Drawn without a display."""
+"""Pictures of parts and of what ranks sent each other. Drawn without a display.
+
+Functions return a figure; :func:`save_picture` writes it as PNG and SVG, with text as text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from lightning_gnn.comm.traffic import ByLayer
-from lightning_gnn.extensions.plans.pictures import INK, KINDS
+
+INK, GREY, PALE = "#222222", "#8a8f98", "#eef1f5"
+KINDS = ("#2f6fb5", "#e07b39", "#3a9d6e", "#b0468c", "#8c6d31", "#5b5bd6", "#c9a227", "#7f7f7f")
 
 NUMBERED = 8
 """Up to so many ranks, each cell says its bytes."""
+
+
+def save_picture(figure: Figure, path: Path) -> list[Path]:
+    """Writes `figure` beside `path` as ``.png`` and ``.svg`` and returns the files; the same figure gives the same SVG."""
+    files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(files[0], dpi=150)
+        figure.savefig(files[1], metadata={"Date": None})
+    return files
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure of so many inches that is drawn without a display."""
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+    return figure
 
 
 def traffic_matrices(by_rank: Sequence[ByLayer]) -> dict[tuple[str, str], NDArray[np.int64]]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_gnn.launching.failures import RankFailedError
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.launching.strategy import Launchable
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
@@ -23,7 +21,7 @@ _MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
 """Of the environment of a process that Open MPI, MPICH or Intel MPI, or MVAPICH has started."""
 
 
-def make_launcher(strategy: GNNStrategy, start_method: StartMethod) -> _Launcher:
+def make_launcher(strategy: Launchable, start_method: StartMethod) -> _Launcher:
     """Returns the launcher, which starts the ranks and runs the Trainer's calls on them; raises ValueError if they are there
     already, and would be started again, RuntimeError under MPI."""
     environment: Any = strategy.cluster_environment

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -31,11 +31,9 @@ from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.ports import listener_of
+from lightning_gnn.launching.strategy import Launchable
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, store_for_children
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategy.base import GNNStrategy
 
 
 class ProcessLauncher(_Launcher):
@@ -46,7 +44,7 @@ class ProcessLauncher(_Launcher):
     ``"fork"`` is the start method that works in notebooks.
     """
 
-    def __init__(self, strategy: GNNStrategy, start_method: Literal["spawn", "fork"]) -> None:
+    def __init__(self, strategy: Launchable, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
         self._reporter: Reporter | None = None  # in a rank

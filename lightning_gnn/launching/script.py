@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import (
@@ -41,11 +41,9 @@ from lightning_gnn.launching.failures import (
     show_once,
 )
 from lightning_gnn.launching.ports import listener_of
+from lightning_gnn.launching.strategy import Launchable
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE
-
-if TYPE_CHECKING:
-    from lightning_gnn.strategy.base import GNNStrategy
 
 STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 """Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
@@ -98,7 +96,7 @@ class ScriptLauncher(_Launcher):
     started them ends them; those of the same machine say which was gone.
     """
 
-    def __init__(self, strategy: GNNStrategy) -> None:
+    def __init__(self, strategy: Launchable) -> None:
         global _watches
         self._strategy = strategy
         if _parent is not None and not _watches:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # of vmap and the like, which has no memory
 from torch.overrides import TorchFunctionMode
 
+from lightning_gnn.rows.gathering import GatherRows, TakeRows
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
     FROM_ROWS,
@@ -33,7 +34,7 @@ from lightning_gnn.rows.placement import (
     note_change,
     version_of,
 )
-from lightning_gnn.rows.ranks import EnterRows, GatherParts, GatherRows, Ranks, SumOverRanks, TakeRows, digest_of
+from lightning_gnn.rows.ranks import EnterRows, GatherParts, Ranks, SumOverRanks, digest_of
 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}

@@ -1,6 +1,6 @@
 """Pictures of plans: the load of links on a topology, and what hops do over time. Drawn without a display.
 
-Functions return a figure; :func:`save_picture` writes it as PNG and SVG, with text as text.
+Functions return a figure; :func:`~lightning_gnn.callbacks.pictures.save_picture` writes it.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch, Wedge
 from numpy.typing import NDArray
 
+from lightning_gnn.callbacks.pictures import GREY, INK, KINDS, PALE, new_figure
 from lightning_gnn.extensions.plans.plan_cost import LinkLoad, PlanCost, hop_labels
 from lightning_gnn.extensions.plans.topology import Topology
 
@@ -34,26 +33,6 @@ GATE, BETWEEN, LEAST = 0.1, 1.9, 4.2
 
 HOPS = 18
 """So many are drawn, over time and beside the links."""
-
-INK, GREY, PALE = "#222222", "#8a8f98", "#eef1f5"
-KINDS = ("#2f6fb5", "#e07b39", "#3a9d6e", "#b0468c", "#8c6d31", "#5b5bd6", "#c9a227", "#7f7f7f")
-
-
-def save_picture(figure: Figure, path: Path) -> list[Path]:
-    """Writes `figure` beside `path` as ``.png`` and ``.svg`` and returns the files; the same figure gives the same SVG."""
-    files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(files[0], dpi=150)
-        figure.savefig(files[1], metadata={"Date": None})
-    return files
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure of so many inches that is drawn without a display."""
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
-    return figure
 
 
 def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,7 @@ from lightning_gnn.console import text_table
 from lightning_gnn.extensions.plans.plan import Plan
 from lightning_gnn.extensions.plans.plan_cost import Balance, LinkLoad, PlanCost
 from lightning_gnn.strategies.spmm.traffic import choose
-
-if TYPE_CHECKING:
-    from lightning_gnn.tools.commands.plan import PlanReport
+from lightning_gnn.tools.commands.plan_report import PlanReport
 
 UNEVEN = 2.0
 """Edges of the busiest rank over the mean from which a default is worth a word."""

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_gnn.extensions.plans.pictures import GREY, INK, KINDS, new_figure
+from lightning_gnn.callbacks.pictures import GREY, INK, KINDS, new_figure
 from lightning_gnn.tools.comparing.results import PARTS
 from lightning_gnn.tools.comparing.table import columns, number
 

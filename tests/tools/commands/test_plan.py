@@ -18,13 +18,14 @@ from planning import problems, random_relation, random_topology
 from processes import REPOSITORY
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn.callbacks.pictures import save_picture
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
 from lightning_gnn.extensions.plans.exchanges import Workload, edge_exchange, exchange_costs
-from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages, save_picture
+from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages
 from lightning_gnn.extensions.plans.plan import p2p
 from lightning_gnn.extensions.plans.plan_cost import balance, hop_labels, link_loads, plan_cost, swap_cost
 from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8, uniform
@@ -38,7 +39,8 @@ from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.strategies import GNNStrategy, Scheme, register
 from lightning_gnn.strategies.dgcl.costs import plan_exchanges
 from lightning_gnn.tools.commands.partition import partition
-from lightning_gnn.tools.commands.plan import PlanReport, plan
+from lightning_gnn.tools.commands.plan import plan
+from lightning_gnn.tools.commands.plan_report import PlanReport
 
 PLANS = ("p2p", "spst", "swap", "replicate", "dgcl_r")
 
