@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_gnn.registry import STRATEGIES
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
     from lightning_gnn.strategy.scheme import Scheme
 
+PLUGINS = "lightning_gnn.strategies"
+"""The group of entry points by which a package brings strategies: ``name = "package.module:Class"``."""
+
 _MODULES = {
     **{name: module for module, name in STRATEGIES.values()},
     "GNNStrategy": "lightning_gnn.strategy.base",
@@ -44,13 +49,25 @@ def __getattr__(name: str) -> Any:
 
 
 class _Lazy:
-    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken."""
+    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken.
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module, self._name = module, name
+    Args:
+        module, name: where its class is.
+        plugin: the package that brings it; None for our own.
+    """
+
+    def __init__(self, module: str, name: str, plugin: str | None = None) -> None:
+        self._module, self._name, self._plugin = module, name, plugin
 
     def load(self) -> type[GNNStrategy]:
-        return getattr(import_module(self._module), self._name)
+        """Returns the class; raises ImportError if it cannot be imported."""
+        try:
+            return getattr(import_module(self._module), self._name)
+        except Exception as error:
+            if self._plugin is None:
+                raise
+            what = f"{self._module}:{self._name}, a strategy of the package {self._plugin}"
+            raise ImportError(f"{what}, cannot be imported: {type(error).__name__}: {error}") from error
 
     def __call__(self, **arguments: Any) -> GNNStrategy:
         return self.load()(**arguments)
@@ -82,13 +99,38 @@ def registered() -> dict[str, type[GNNStrategy]]:
     """Returns this package's strategies, and those of users, by the names that they are registered by."""
     from lightning_gnn.strategy.base import GNNStrategy
 
-    kinds = {name: each["strategy"] for name, each in StrategyRegistry.items()}
-    kinds = {name: kind.load() if isinstance(kind, _Lazy) else kind for name, kind in kinds.items()}
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, GNNStrategy)}
+    found: dict[str, type[GNNStrategy]] = {}
+    broken: set[str] = set()
+    for name, each in StrategyRegistry.items():
+        kind = each["strategy"]
+        try:
+            kind = kind.load() if isinstance(kind, _Lazy) else kind
+        except ImportError as error:
+            broken.add(str(error))
+        if isinstance(kind, type) and issubclass(kind, GNNStrategy):
+            found[name] = kind
+    for text in broken - _TOLD:
+        rank_zero_warn(f"{text}. It is left out.")
+        _TOLD.add(text)
+    return found
 
+
+def _register_plugins() -> None:
+    """Makes strategies of installed packages known by name, without importing them."""
+    for entry in entry_points(group=PLUGINS):
+        plugin = entry.dist.name if entry.dist is not None else entry.value
+        if entry.name in StrategyRegistry:
+            rank_zero_warn(f"The package {plugin} has a strategy {entry.name!r}, a name that is taken. It is left out.")
+        else:
+            _register(entry.name, entry.attr, _Lazy(entry.module, entry.attr, plugin))
+
+
+_TOLD: set[str] = set()
+"""What has been said of plugins."""
 
 for _name, (_module, _class) in STRATEGIES.items():
     _register(_name, _class, _Lazy(_module, _class))
+_register_plugins()
 
 __all__ = [
     "CachedVertexCutStrategy",

@@ -28,6 +28,7 @@ from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategy.scheme import bind_module
 
 CONVS = sorted(set(RECIPES) - OVER_ALL - {"GPSConv"})  # whose dense attention takes rows of all nodes
 IN_PROCESS = sorted(set(CONVS) - ABSTRACT)
@@ -69,7 +70,7 @@ class With(DGCLScheme):
     """``dgcl`` by another exchange."""
 
     def __init__(self, kind: type[HaloExchange]) -> None:
-        super().__init__(topology=None, keep_constant=False)
+        super().__init__(topology=None)
         self.kind = kind
 
     def exchange(self, shard: Any, world: Any, meter: Meter) -> HaloExchange:
@@ -112,7 +113,7 @@ def outputs_of(name: str, kind: type[HaloExchange], moved: bool) -> list[Any]:
             torch.manual_seed(7)
             conv = make().double().eval()
             batch.x = batch.x.detach().requires_grad_()
-            binding = With(kind).bind(torch.nn.Sequential(conv), shard, world, meter)
+            binding = bind_module(With(kind), torch.nn.Sequential(conv), shard, world, meter, keep_constant=False)
             binding.context.begin_step()
             out = outputs(call(conv, batch))
             if out.requires_grad:
@@ -155,7 +156,7 @@ def test_an_exchange_sees_every_byte(monkeypatch, name):
 def test_several_tensors_in_one_message_pass_through_it():
     def work(rank: int, world: InProcessWorld) -> Any:
         shard = shards(3)[rank]
-        zeroed = With(Zeroed).context(shard, world, Meter())
+        zeroed = bind_module(With(Zeroed), torch.nn.Module(), shard, world, Meter()).context
         one, other = (torch.ones(shard.plan.num_owned, *shape, requires_grad=True) for shape in ((3,), (2, 4)))
         for out in zeroed.expand_all([one, other], "layer"):
             assert (out[: shard.plan.num_owned] == 1).all() and not out[shard.plan.num_owned :].any()
@@ -170,7 +171,7 @@ def test_step_and_call_are_told_before_anything_travels():
     def work(rank: int, world: InProcessWorld) -> Any:
         shard = shards(2)[rank]
         model = torch.nn.ModuleList([nn.SAGEConv(8, 8), nn.TransformerConv(8, 8)]).double()
-        binding = With(Seen).bind(model, shard, world, Meter())
+        binding = bind_module(With(Seen), model, shard, world, Meter(), keep_constant=False)
         for step in (Step("train", 0, 0), Step("train", 0, 1), Step("validation", 0, 0)):
             binding.context.begin_step(step)
             x = shard.batch.x.clone().requires_grad_()
@@ -227,7 +228,7 @@ def test_the_way_of_a_row_is_short(monkeypatch, make):
     def work(rank: int, world: InProcessWorld) -> None:
         shard = shards(2)[rank]
         conv = make().double()
-        With(HaloExchange).bind(torch.nn.Sequential(conv), shard, world, Meter())
+        bind_module(With(HaloExchange), torch.nn.Sequential(conv), shard, world, Meter(), keep_constant=False)
         conv(shard.batch.x.clone().requires_grad_(), shard.batch.edge_index).sum().backward()
 
     on_ranks(2, work)

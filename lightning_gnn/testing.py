@@ -1,0 +1,195 @@
+"""Tests of a strategy of your own, in one process: ``lightning_gnn.testing.conformance(MyStrategy())``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import BatchNorm, GATConv, GCNConv, MessagePassing, SAGEConv
+
+from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.in_process import InProcessWorld, Meeting
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Shard, split_graph
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.tools.parity import check_parity
+
+_NODES, _EDGES, _FEATURES, _CLASSES = 61, 240, 6, 4
+
+
+def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list[str]:
+    """Checks that a strategy keeps the contract of schemes and exchanges (docs/own-scheme.md), on threads of this process.
+
+    - Steps of models with sums, extremes, attention, a user's conv and batch norm have one device's loss, outputs, gradients
+      and metrics. Of a strategy with an approximation they run, and are not compared.
+    - `start_expand` brings exactly the halo rows, and `start_reduce` is its transpose, for rows of any width, with several
+      exchanges under way that are waited for in any order.
+    - What ranks send is counted.
+    - The states of scheme and exchange are plain values, which ``torch.load(weights_only=True)`` takes.
+
+    A graph with hubs, isolated nodes and repeated edges is cut into uneven parts, of which one is empty from three ranks on.
+
+    Args:
+        strategy: with the arguments that are to be tested.
+        ranks: numbers of ranks. Those that the scheme's layout refuses are left out.
+
+    Returns:
+        What was checked, in words.
+
+    Raises:
+        AssertionError: the strategy differs, or refuses all these numbers of ranks; the text says where.
+    """
+    done: list[str] = []
+    for size in ranks:
+        try:
+            layout = strategy.scheme.layout(size)
+        except ValueError:
+            continue
+        graph = _graph()
+        data = GraphDataModule(graph, partition=_part(size) if layout.kind == "edge_cut" else None)
+        for name, make in _MODULES.items():
+            report = check_parity(make(), data, [strategy], devices=size)
+            assert report.ok, f"{name} on {size} ranks:\n{report}"
+            done.append(f"{name} on {size} ranks")
+        part, holders, _ = data.assigned(graph, layout)
+        shards, meeting = split_graph(graph, np.asarray(part), layout, holders), Meeting(size)
+        for found in meeting.run(partial(_check_exchange, strategy, shards, meeting)):
+            if isinstance(found, BaseException):
+                raise AssertionError(f"the exchange on {size} ranks: {found}") from found
+        done.append(f"the exchange on {size} ranks")
+    assert done, f"{type(strategy).__name__} runs on none of {', '.join(map(str, ranks))} ranks."
+    return done
+
+
+def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Meeting, rank: int) -> None:
+    """Runs on each rank."""
+    shard, world, meter = shards[rank], InProcessWorld(rank, meeting), Meter()
+    exchange = strategy.scheme.exchange(shard, world, meter)
+    ids = torch.from_numpy(shard.node_ids(rank))
+    owned, halo = ids[: exchange.num_owned], ids[exchange.num_owned :]
+    assert len(halo) == exchange.num_halo, f"it has {exchange.num_halo} halo rows, and the shard {len(halo)}"
+    readers = torch.zeros(int(shard.offsets[-1]), 1, dtype=torch.float64)
+    for each in shard.halos:
+        readers[each] += 1
+    order = np.random.default_rng(rank).permutation(6)  # of waits, on each rank another one
+    waits = [_start(exchange, number, owned, halo, readers) for number in range(6)]
+    for number in range(6) if exchange.in_stages else order:
+        waits[number]()
+    sent = sum(traffic.bytes_sent for traffic in meter.by_layer.values())
+    assert sent > 0 or exchange.idle, "it sends rows that the meter does not count"
+    exchange.drain()
+    for name, of in (("scheme", strategy.scheme), ("exchange", exchange)):
+        buffer = io.BytesIO()
+        torch.save(of.state_dict(), buffer)
+        buffer.seek(0)
+        try:
+            of.load_state_dict(torch.load(buffer, weights_only=True))
+        except Exception as error:
+            raise AssertionError(f"the {name}'s state_dict() has more than plain values and tensors: {error}") from error
+
+
+def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers: Tensor) -> Callable[[], None]:
+    """Starts an expand or a reduce of rows that tell whose they are; returns what waits, and compares."""
+    call, width = Call(f"layer {number % 2}", number // 2), 1 + number % 3
+    rows = torch.arange(1.0, len(readers) + 1, dtype=torch.float64).view(-1, 1).repeat(1, width) * (number + 1)
+    if number % 2 == 0:
+        into = rows.new_empty(len(halo), width)
+        wait = exchange.start_expand(rows[owned], into, call)
+
+        def expanded() -> None:
+            wait()
+            assert torch.equal(into, rows[halo]), "start_expand brings other rows than the owners have"
+
+        return expanded
+    finish = exchange.start_reduce(rows[halo], call.backward())
+
+    def reduced() -> None:
+        own = rows[owned].clone()
+        finish(own)
+        expected = rows[owned] * (1 + readers[owned])
+        assert torch.allclose(own, expected, rtol=1e-12), "start_reduce adds something else than the readers sent"
+
+    return reduced
+
+
+def _graph() -> Data:
+    """Returns a graph with hubs, isolated nodes, loops, repeated edges, and masks of which some parts have nothing."""
+    draws = np.random.default_rng(3)
+    source = draws.integers(0, _NODES - 6, _EDGES)  # the last nodes are isolated
+    target = np.where(draws.random(_EDGES) < 0.2, 0, draws.integers(0, _NODES - 6, _EDGES))
+    x = torch.from_numpy(draws.standard_normal((_NODES, _FEATURES))).float()
+    y, group = torch.from_numpy(draws.integers(0, _CLASSES, _NODES)), torch.from_numpy(draws.integers(0, 4, _NODES))
+    edges = torch.from_numpy(np.stack([source, target]))
+    return Data(x=x, edge_index=edges, y=y, train_mask=group < 2, val_mask=group == 2, test_mask=group == 3)
+
+
+def _part(size: int) -> NDArray[np.int64]:
+    """Returns the owner of each node: uneven parts, the last one of three or more without nodes."""
+    shares = np.arange(size, 0, -1.0)
+    if size > 2:
+        shares[-1] = 0
+    return np.random.default_rng(size).choice(size, _NODES, p=shares / shares.sum())
+
+
+class _UsersConv(MessagePassing):
+    """A conv with a message of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(aggr="mean")
+        self.lin = torch.nn.Linear(2 * inputs, outputs)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.lin(torch.cat([x_i, x_j - x_i], -1)).tanh()
+
+
+class _Model(pl.LightningModule):
+    """Two convs, and steps as users write them."""
+
+    def __init__(self, make: Callable[[int, int], torch.nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = make(_FEATURES, 8), BatchNorm(8), make(8, _CLASSES)
+
+    def forward(self, batch: Data) -> Tensor:
+        return self.second(self.norm(self.first(batch.x, batch.edge_index)).relu(), batch.edge_index)
+
+    def _loss(self, batch: Data, mask: Tensor, name: str) -> Tensor:
+        out = self(batch)
+        loss = F.cross_entropy(out[mask], batch.y[mask])
+        self.log_dict({f"{name}_loss": loss, f"{name}_acc": (out.argmax(-1) == batch.y)[mask].float().mean()})
+        return loss
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self._loss(batch, batch.train_mask, "train")
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._loss(batch, batch.val_mask, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._loss(batch, batch.test_mask, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self(batch).softmax(-1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+_MODULES: dict[str, Callable[[], pl.LightningModule]] = {
+    "sums (GCNConv)": partial(_Model, GCNConv),
+    "extremes (SAGEConv, max)": partial(_Model, partial(SAGEConv, aggr="max")),
+    "attention (GATConv)": partial(_Model, GATConv),
+    "a message of a user's": partial(_Model, _UsersConv),
+}
