@@ -1,5 +1,6 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
-# make test   linter, type checker and the tests of every day, some minutes
+# make test   linter, type checker and the tests of every day, some minutes: the core, and that each scheme keeps the contract
+# make test-schemes  the full tests of each scheme, some minutes more
 # make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
 # make test-install PYTHON=python3.12  what is built, in an empty environment of that Python: installed, and tried
 # make docs   the site, in build/site, with the tutorials, which run for some minutes; a broken link is an error
@@ -7,9 +8,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SCHEMES := $(filter-out %__pycache__/,$(wildcard tests/strategies/*/))
 TUTORIALS := $(patsubst docs/%.py,build/%.md,$(wildcard docs/tutorials/*.py))
 
-.PHONY: demo test test-all test-only test-install lint docs clean
+.PHONY: demo test test-schemes test-all test-only test-install lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -17,7 +19,10 @@ demo: $(STAMP)
 test: lint test-only
 
 test-only: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not campaign"
+	$(BIN)/python -m pytest -n 2 -m "not campaign" $(addprefix --ignore=,$(SCHEMES))
+
+test-schemes: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not campaign" $(SCHEMES)
 
 test-all: lint
 	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest -n 2
