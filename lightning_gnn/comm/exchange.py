@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from lightning_gnn.comm.transport import Rows, by_peer, rows_of
 from lightning_gnn.extensions.zero_rows.messages import ZeroRows
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
-
-if TYPE_CHECKING:
-    from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 
 T = TypeVar("T")
 
@@ -104,6 +101,24 @@ class Buffers:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
 
+class Triples:
+    """Entries of a matrix over all nodes, ids as in the relabelled graph.
+
+    Attributes:
+        row, col: int64 ``[E]``.
+        value: ``[E]``; None for ones.
+    """
+
+    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
+        self.row, self.col, self.value = row, col, value
+
+    def transpose(self) -> Triples:
+        return Triples(self.col, self.row, self.value)
+
+    def __getitem__(self, chosen: Tensor) -> Triples:
+        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
+
+
 class Exchange(ABC):
     """S and its transpose for one rank: all rows that layers read of other ranks come by it, whatever layers compute.
 
@@ -144,7 +159,7 @@ class Exchange(ABC):
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None
-        self.spread: Callable[[int, int], Callable[[Triples], SparseMatrix]] | None = None
+        self.spread: Callable[[int, int], Callable[[Triples], Matrix]] | None = None
 
     # What a scheme is #########################################################
 
@@ -290,6 +305,24 @@ class Exchange(ABC):
             wait = self.world.transport.start_each(sends, receives)
         wait = self._zero_rows.waiting(wait, into, into_counts, call)
         return counted(wait, self.world, self.meter, call, traffic)
+
+
+class Matrix(ABC):
+    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
+        """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
+
+        Args:
+            x: this rank's rows, ``[N, F]``, contiguous.
+            call: which one of the step; in the backward pass, it is multiplied with the transpose.
+        """
+
+    @property
+    def exchanges(self) -> Sequence[Exchange]:
+        """Those by which rows travel."""
+        return ()
 
 
 class HaloExchange(Exchange):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix
+from lightning_gnn.comm.exchange import Matrix
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.kernels.sums import RowStatistics, row_statistics_grad
 from lightning_gnn.nn.edges import Sum, scale_, scaled, shared, upstream_of, wide
 

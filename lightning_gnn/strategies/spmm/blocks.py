@@ -19,9 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Buffers, start_messages
+from lightning_gnn.comm.exchange import Buffers, Matrix, Triples, start_messages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, distribute, on_grid
+from lightning_gnn.comm.matrix import distribute, on_grid
 from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm

@@ -44,9 +44,10 @@ from lightning_gnn import (
     SpMMStrategy,
 )
 from lightning_gnn.comm.call import DIRECTIONS, Call
+from lightning_gnn.comm.exchange import Matrix, Triples
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples, on_grid
+from lightning_gnn.comm.matrix import SparseMatrix, on_grid
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.extensions.plans.grid import GridCost, block_cost, choose, sparse_cost
