@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,3 +40,11 @@ def refiner_of(method: str) -> Callable[..., Any] | None:
         return None
     module, name = _REFINERS[method]
     return getattr(import_module(module), name)
+
+
+def out_of_core(host_memory: int | str | None, folder: str | Path | None, shared_memory: bool) -> Any:
+    """Returns what has the ranks of a strategy share `host_memory`; None without. See
+    :class:`~lightning_gnn.extensions.out_of_core.run.OutOfCore`."""
+    if host_memory is None and folder is None:
+        return None
+    return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(host_memory, folder, shared_memory)

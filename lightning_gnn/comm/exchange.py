@@ -10,7 +10,6 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -79,28 +78,6 @@ def start_messages(
     return counted(wait, world, meter, call, traffic)
 
 
-class Buffers:
-    """Memory of an exchange that is used again: new memory costs more than what is written to it, if there is room to keep it."""
-
-    def __init__(self, world: World) -> None:
-        self._device, self._keeps = world.device, world.keeps_buffers
-        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns memory that nobody else has until it is given back."""
-        free = self._free[torch.Size(shape), dtype]
-        if free:
-            return free.pop()
-        # An inference tensor could not take part in autograd later, and evaluation may well come first.
-        with torch.inference_mode(False):
-            return torch.empty(*shape, dtype=dtype, device=self._device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Has memory used again that :meth:`take` has returned."""
-        if self._keeps:
-            self._free[buffer.shape, buffer.dtype].append(buffer)
-
-
 class Triples:
     """Entries of a matrix over all nodes, ids as in the relabelled graph.
 
@@ -154,7 +131,7 @@ class Exchange(ABC):
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
-        self.world, self.meter, self.buffers = world, meter, Buffers(world)
+        self.world, self.meter, self.buffers = world, meter, world.buffers()
         self._zero_rows = ZeroRows(world)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.comm.buffers import Buffers
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
@@ -157,7 +157,6 @@ class World:
         device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
-        messages: a folder where such messages are, in files, for ranks that have no memory to keep; None for memory.
 
     Attributes:
         step: where the run is.
@@ -171,22 +170,14 @@ class World:
     """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
     stand_ins = False
     """Ranks are threads of one process, which stand for ranks on any machines."""
-    keeps_buffers = True
-    """What rows are received into stays with the exchange that received them; else it is freed between two of its calls."""
+    _watchdog = Watchdog
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: timedelta,
-        shared_memory: bool = True,
-        messages: Path | None = None,
+        self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
-        self.keeps_buffers = messages is None
-        self.watch = Watchdog(rank, size, timeout.total_seconds())
+        self.watch = self._watchdog(rank, size, timeout.total_seconds())
         self.backend = backend_of(device)
         self._owns_default = not dist.is_initialized()
         if not self._owns_default and dist.get_world_size() != size:
@@ -221,7 +212,7 @@ class World:
             self.watch.start(dist.PrefixStore(name, shared.clone()), everyone._get_sequence_number_for_group)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
-            self._memory = SharedMemory(rank, self.all_gather_object, self.watch, messages)
+            self._memory = self._make_memory()
         hosts = None
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
@@ -232,6 +223,24 @@ class World:
         self.gradient_group = self._new_group(self.backend) if apart else None
         self._waited_s = 0.0
         self.closed = False
+
+    def _make_memory(self) -> SharedMemory:
+        return SharedMemory(self.rank, self.all_gather_object, self.watch)
+
+    def buffers(self) -> Buffers:
+        """Returns memory for what an exchange receives."""
+        return Buffers(self.device)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What each rank does by itself while it is open has failed on all ranks if it fails on one: they would wait for each
+        other."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        raise_together(self, failure, what)
 
     def begin_step(self, step: Step) -> None:
         """Notes that another step begins; calls are numbered anew."""

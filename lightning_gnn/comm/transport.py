@@ -293,13 +293,9 @@ class ProcessTransport(Transport):
         return self._memory.expect(peer, self.watch.mark(), accept)
 
     def _receive(self, expected: Sequence[tuple[int, int]]) -> None:
-        memory = self._memory
-        if not expected:
-            return
-        assert memory is not None
-        memory.wait_for(expected)
-        for peer, number in expected:
-            memory.receive(peer, number)
+        if expected:
+            assert self._memory is not None
+            self._memory.receive_all(expected)
 
     def _free_scratch(self, num_bytes: int) -> Tensor:
         """Returns shared memory that nothing is sent from any more, to peers on other machines either."""

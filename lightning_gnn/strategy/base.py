@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
@@ -25,6 +26,7 @@ from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
+from lightning_gnn.registry import out_of_core
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
@@ -111,7 +113,7 @@ class GNNStrategy(StepStrategy):
     ) -> None:
         for name in _REMOVED.keys() & plugins.keys():
             raise TypeError(f"{type(self).__name__}({name}=...) was removed. {_REMOVED[name]}.")
-        super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
+        super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute)
         check_flags(stochastic_rounding=stochastic_rounding)
@@ -120,6 +122,8 @@ class GNNStrategy(StepStrategy):
             raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
         if recompute and scheme.keeps_layers:
             raise ValueError(f"recompute=True is of no use. {scheme.keeps_layers}")
+        self._out_of_core = out_of_core(host_memory, host_memory_dir, shared_memory)
+        self.host_memory, self.host_memory_dir = self._out_of_core and self._out_of_core.most_bytes, host_memory_dir
         if host_memory is not None and scheme.keeps_layers:
             raise ValueError(f"host_memory={host_memory!r} is of no use. {scheme.keeps_layers}")
         if recompute and stochastic_rounding:
@@ -155,7 +159,7 @@ class GNNStrategy(StepStrategy):
             self_check: whether the self-check may run here.
         """
         if trainer is not None and self.world_size > 1:
-            run_checks.before_ranks_start(self, trainer, given, self_check)
+            run_checks.before_ranks_start(self, trainer, given, self_check, self._out_of_core is None)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -217,6 +221,30 @@ class GNNStrategy(StepStrategy):
         of_steps = None if self._rows is None else self._rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
         return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._out_of_core is not None:
+            self._out_of_core.check(self.parallel_devices or [], self.num_nodes)
+        super()._configure_launcher()
+
+    @override
+    def _make_world(self) -> World:
+        if self._out_of_core is None:
+            return super()._make_world()
+        of_run = self.global_rank, self.world_size, self.root_device, self.timeout
+        return self._out_of_core.make_world(*of_run, self._trainer.default_root_dir)
+
+    @contextmanager
+    @override
+    def _step(self, name: str) -> Iterator[None]:
+        with nullcontext() if self._out_of_core is None else self._out_of_core.turn(), super()._step(name):
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with nullcontext() if self._out_of_core is None else self._out_of_core.turn():
+            return super().backward(*args, **kwargs)
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""

@@ -77,8 +77,10 @@ class RunChecks(pl.Callback):
             )
 
 
-def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequence[Any], self_check: bool) -> None:
-    """See :meth:`~lightning_gnn.strategy.base.GNNStrategy.before_ranks_start`."""
+def before_ranks_start(
+    strategy: GNNStrategy, trainer: pl.Trainer, given: Sequence[Any], self_check: bool, must_fit: bool
+) -> None:
+    """See :meth:`~lightning_gnn.strategy.base.GNNStrategy.before_ranks_start`; `must_fit`: into this machine's memory."""
     module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
     data = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
     data = strategy.check_data(data or getattr(trainer, "datamodule", None))
@@ -98,7 +100,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     if not layout.reads_edges(types.is_hetero):
         return
     _warm_up(strategy, module, trainer)
-    if not types.is_hetero and strategy.host_memory is None:
+    if must_fit and not types.is_hetero:
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)

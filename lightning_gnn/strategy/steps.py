@@ -136,7 +136,7 @@ class StepStrategy(RankStrategy):
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         """While open, the module's step of that name runs."""
-        with self.my_turn(), telling_about_types(f"{type(self._module).__name__}.{name}"):
+        with telling_about_types(f"{type(self._module).__name__}.{name}"):
             yield
 
     def _approximating(self) -> AbstractContextManager[None]:
@@ -158,7 +158,7 @@ class StepStrategy(RankStrategy):
                 loss = precision.pre_backward(closure_loss, module)
             gradients.before()
             self.scheme.take_loss(closure_loss.detach() * scale)
-            with self.my_turn(), self._approximating(), self._computing_again():
+            with self._approximating(), self._computing_again():
                 precision.backward(loss * scale, module, optimizer, *args, **kwargs)
             with self._drawing(False):
                 self.loss = gradients.after(closure_loss.detach() * scale)

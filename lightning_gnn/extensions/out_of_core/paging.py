@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import full_disk, unnamed_file
+from lightning_gnn.extensions.out_of_core.files import full_disk, unnamed_file
 from lightning_gnn.extensions.out_of_core.turns import Turns
 from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 
@@ -108,8 +108,6 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
         stack.callback(turns.close)
         pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(near)))
         stack.callback(pager.close)
-        world.watch.turns = turns.given_up
-        stack.callback(setattr, world.watch, "turns", nullcontext)
         stack.enter_context(pager)
         yield pager
 
