@@ -26,6 +26,7 @@ STRATEGIES = {
 """The module and the class of each strategy, by the name that ``Trainer(strategy=...)`` takes."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
+_WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 
@@ -48,3 +49,20 @@ def out_of_core(host_memory: int | str | None, folder: str | Path | None, shared
     if host_memory is None and folder is None:
         return None
     return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(host_memory, folder, shared_memory)
+
+
+def transport_wrappers() -> list[Any]:
+    """Returns the classes that wrap every transport, see :class:`~lightning_gnn.comm.transport.TransportWrapper`."""
+    return [getattr(import_module(module), name) for module, name in _WRAPPERS]
+
+
+def over_transport(transport: Any) -> Any:
+    """Returns what rows travel by where messages between ranks travel by `transport`."""
+    for wrapper in transport_wrappers():
+        transport = wrapper(transport)
+    return transport
+
+
+def codecs() -> ModuleType:
+    """Returns the module of codecs, with ``make_codec`` and ``EncodingTransport``."""
+    return import_module("lightning_gnn.extensions.codecs.transport")

@@ -23,8 +23,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.comm.transport import Rows, by_peer, rows_of
-from lightning_gnn.extensions.zero_rows.messages import ZeroRows
+from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
@@ -132,7 +131,6 @@ class Exchange(ABC):
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
         self.world, self.meter, self.buffers = world, meter, world.buffers()
-        self._zero_rows = ZeroRows(world)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None
@@ -172,7 +170,7 @@ class Exchange(ABC):
     @property
     def approximate(self) -> bool:
         """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
-        return self.world.transport.encodes
+        return self.world.transport.approximate
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""
@@ -260,28 +258,12 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        if self._zero_rows.may_be_left_out(call):
-            return self._send_without_zeros(out, out_counts, into, into_counts, call, began)
-        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        # As start_messages does, without a frame of its own: all rows of layers come this way.
-        traffic = self.world.transport.traffic(sends)
-        with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(sends, receives)
-        return counted(wait, self.world, self.meter, call, traffic)
-
-    def _send_without_zeros(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
-    ) -> Callable[[], None]:
-        """Starts messages of the backward pass without rows of zeros, and counts what is sent of them."""
-        with during_exchange(self.world, call.layer, call.direction):
-            self._zero_rows.begin_step()
-            sends, num_rows = self._zero_rows.pack(out, out_counts, call)
-        receives = self._zero_rows.unpacked(into, into_counts, call)
-        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
-        with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(sends, receives)
-        wait = self._zero_rows.waiting(wait, into, into_counts, call)
-        return counted(wait, self.world, self.meter, call, traffic)
+        world = self.world
+        with during_exchange(world, call.layer, call.direction):
+            world.watch.begins(joint=False)
+            traffic, wait = world.transport.start_rows(out, out_counts, into, into_counts, call, self)
+        traffic.seconds = self.meter.since(began, world.device, call.layer, call.direction)
+        return counted(wait, world, self.meter, call, traffic)
 
 
 class Matrix(ABC):

@@ -21,11 +21,10 @@ from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.traffic import span
-from lightning_gnn.comm.transport import ProcessTransport, Rows
+from lightning_gnn.comm.transport import ProcessTransport, Rows, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
-from lightning_gnn.extensions.codecs.codec import Codec
-from lightning_gnn.extensions.codecs.transport import EncodingTransport
+from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
 
@@ -216,10 +215,9 @@ class World:
         hosts = None
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
-        self.transport: ProcessTransport | EncodingTransport = ProcessTransport(
-            size, self.graph_group, self._memory, self.watch, device, hosts
-        )
-        apart = size > 1 and not self.transport.all_local
+        self._ranks = ProcessTransport(size, self.graph_group, self._memory, self.watch, device, hosts)
+        self.transport: Any = over_transport(self._ranks)
+        apart = size > 1 and not self._ranks.all_local
         self.gradient_group = self._new_group(self.backend) if apart else None
         self._waited_s = 0.0
         self.closed = False
@@ -267,9 +265,9 @@ class World:
         hosts = self.all_gather_object(machine_key() or socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
-    def use_codec(self, codec: Codec) -> None:
-        """Has rows encoded while :meth:`~lightning_gnn.comm.transport.Transport.encoding` of the transport is open."""
-        self.transport = EncodingTransport(self.transport, codec)
+    def wrap_transport(self, wrapper: Callable[[Transport], Transport]) -> None:
+        """Has rows travel by what `wrapper` makes of the transport."""
+        self.transport = wrapper(self.transport)
 
     def _beside_others(self) -> AbstractContextManager[None]:
         return gloo_beside("localhost" if self.size == 1 else os.environ.get("MASTER_ADDR", ""))
@@ -295,7 +293,7 @@ class World:
         """Seconds that this rank has waited for others until now; None on devices, whose queues wait."""
         if self.backend != "gloo":
             return None
-        return self._waited_s + self.transport.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
+        return self._waited_s + self._ranks.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -356,9 +354,9 @@ class World:
         return tensor
 
     def _all_reduce_(self, tensor: Tensor) -> None:
-        if self.transport.all_local:
+        if self._ranks.all_local:
             # In rank order, so that all ranks round alike.
-            parts = self.transport.gather(tensor)
+            parts = self._ranks.gather(tensor)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part
@@ -394,8 +392,8 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         with self._all_take_part(operation):
-            if self.transport.all_local:
-                return torch.stack(self.transport.gather(tensor))
+            if self._ranks.all_local:
+                return torch.stack(self._ranks.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
             with self._waiting():
                 dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group_of(tensor))
@@ -545,7 +543,7 @@ class World:
                 if group is not None:
                     dist.destroy_process_group(group)
         # The threads of a group end with the last reference, and tensors that users keep lead here.
-        self.transport.close()
+        self._ranks.close()
         self.graph_group = self.gradient_group = self.host_group = None
 
 

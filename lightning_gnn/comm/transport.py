@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
 from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import Watchdog
-from lightning_gnn.extensions.codecs.codec import Codec
 
 ALIGNED = 16
 """Bytes at whose multiples numbers of any size may lie."""
@@ -80,15 +80,11 @@ class Transport(ABC):
     Ranks that exchange anything start to do so in the same order, and may wait for it in any order.
 
     Attributes:
-        encodes: whether rows may travel approximately now: encoded, by an
-            :class:`~lightning_gnn.extensions.codecs.transport.EncodingTransport`, or only where they have changed, by a
-            :class:`~lightning_gnn.strategies.vertex_cut.cache.CachedExchange`.
-        codec: how rows are encoded; None for as they are.
+        approximate: whether rows may travel approximately now: in fewer bytes, or only where they have changed.
         receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
     """
 
-    encodes = False
-    codec: Codec | None = None
+    approximate = False
     receives_early = True
 
     @abstractmethod
@@ -109,6 +105,23 @@ class Transport(ABC):
         Raises:
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
         """
+
+    def start_rows(
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
+    ) -> tuple[Traffic, Callable[[], None]]:
+        """Starts one message to and from every peer that has rows; returns what is sent, and the function that waits.
+
+        Args:
+            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order.
+            out_counts, into_counts: rows for and from each rank, ``[P]``.
+            call: which one of the step.
+            exchange: whose rows they are.
+
+        Raises:
+            PeerError: as :meth:`start_each`.
+        """
+        sends = by_peer(out, out_counts)
+        return self.traffic(sends), self.start_each(sends, by_peer(into, into_counts))
 
     @abstractmethod
     def start_varied(
@@ -137,17 +150,59 @@ class Transport(ABC):
         return rows_of(rows).nbytes
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a row of `width` numbers in training, once rows are encoded, if they are."""
+        """Returns the bytes of a row of `width` numbers in training, where it may travel approximately."""
         return width * dtype.itemsize
 
     @contextmanager
-    def encoding(self, on: bool = True) -> Iterator[None]:
+    def approximating(self, on: bool = True) -> Iterator[None]:
         """Rows may travel approximately while this is open, or may not; on every rank alike."""
-        before, self.encodes = self.encodes, on
+        before, self.approximate = self.approximate, on
         try:
             yield
         finally:
-            self.encodes = before
+            self.approximate = before
+
+    def take_sums(self) -> tuple[float, ...]:
+        """Returns numbers since the last call, whose sums over ranks :meth:`metrics` takes."""
+        return ()
+
+    def metrics(self, sums: Tensor) -> dict[str, Tensor]:
+        """Returns by name what is logged of such sums."""
+        return {}
+
+
+class TransportWrapper(Transport):
+    """A transport over another one, which has what this one does not.
+
+    Args:
+        transport: what carries the bytes.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self.receives_early = transport, transport.receives_early
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @staticmethod
+    def warm_up(dtype: torch.dtype) -> None:
+        """Runs the loops of the wrapper once, on rows of this dtype, so that they are compiled."""
+
+    @override
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+        return self._transport.scratch(shape, dtype, device)
+
+    @override
+    def start_each(
+        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
+    ) -> Callable[[], None]:
+        return self._transport.start_each(sends, receives)
+
+    @override
+    def start_varied(
+        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
+    ) -> Callable[[], dict[int, Tensor]]:
+        return self._transport.start_varied(sends, senders)
 
 
 class ProcessTransport(Transport):

@@ -63,7 +63,7 @@ class StatisticsOverRanks(torch.autograd.Function):
             if name in wanted:
                 partial = getattr(found, name)
                 # Exactly: an edge either has the extreme, on all ranks, or not.
-                with matrix.rows.world.transport.encoding(False):
+                with matrix.rows.world.transport.approximating(False):
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
                     whole.index_fill_(0, without, 0)
                     everywhere = matrix.rows.expand(whole, layer)

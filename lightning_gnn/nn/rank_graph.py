@@ -179,7 +179,7 @@ class RankGraph:
         """
         world = self.exchange.world
         calls = world.calls.copy()
-        with torch.inference_mode(False), torch.no_grad(), world.transport.encoding(False):
+        with torch.inference_mode(False), torch.no_grad(), world.transport.approximating(False):
             made = make()
         world.calls = calls
         return made

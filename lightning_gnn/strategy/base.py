@@ -20,13 +20,12 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.extensions.codecs.codec import Codec, CodecName, make_codec
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
-from lightning_gnn.registry import out_of_core
+from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
@@ -104,7 +103,7 @@ class GNNStrategy(StepStrategy):
         timeout: float = 1800.0,
         self_check: bool = True,
         keep_memory: bool = True,
-        codec: CodecName | None = None,
+        codec: str | None = None,
         stochastic_rounding: bool = False,
         recompute: bool = False,
         host_memory: int | str | None = None,
@@ -117,9 +116,8 @@ class GNNStrategy(StepStrategy):
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, recompute=recompute)
         check_flags(stochastic_rounding=stochastic_rounding)
-        make_codec(codec, stochastic_rounding)
-        if codec is not None and scheme.takes_no_codec:
-            raise ValueError(f"codec={codec!r} encodes the rows that ranks send each other. {scheme.takes_no_codec}")
+        if codec is not None or stochastic_rounding:
+            codecs().make_codec(codec, stochastic_rounding)
         if recompute and scheme.keeps_layers:
             raise ValueError(f"recompute=True is of no use. {scheme.keeps_layers}")
         self._out_of_core = out_of_core(host_memory, host_memory_dir, shared_memory)
@@ -137,7 +135,7 @@ class GNNStrategy(StepStrategy):
         self.predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
-        self._codec: Codec | None = None
+        self._codec: Any = None
         self._shard: Shard | None = None
         self._checks = SelfChecks(self)
         self._callbacks: list[pl.Callback] = []
@@ -185,10 +183,9 @@ class GNNStrategy(StepStrategy):
         module = self._module
         self.progress.begin_stage()
         self.random = RandomStreams(self.world)
-        self._codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
-        if self._codec is not None:
-            self.world.use_codec(self._codec)
-
+        if self.codec is not None:
+            self._codec = codecs().make_codec(self.codec, self.stochastic_rounding, self.random.seed)
+            self.world.wrap_transport(partial(codecs().EncodingTransport, codec=self._codec))
         in_parts = self.binds(shard)
         self._in_use = ExitStack()
         if in_parts:
@@ -245,6 +242,10 @@ class GNNStrategy(StepStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with nullcontext() if self._out_of_core is None else self._out_of_core.turn():
             return super().backward(*args, **kwargs)
+
+    def transport_wrappers(self) -> list[Any]:
+        """Returns the classes that wrap the transport of training steps."""
+        return [*transport_wrappers(), *([] if self.codec is None else [codecs().EncodingTransport])]
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""

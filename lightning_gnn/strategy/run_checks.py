@@ -153,7 +153,6 @@ def _warm_up(strategy: GNNStrategy, module: pl.LightningModule, trainer: pl.Trai
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if "bf16" in str(trainer.precision):
         dtypes.add(torch.bfloat16)
-    groups = kernel_groups(module) | {"zeros", *(["codes"] if strategy.codec is not None else [])}
-    seconds = warm_up(groups, dtypes)
+    seconds = warm_up(kernel_groups(module), dtypes, [each.warm_up for each in strategy.transport_wrappers()])
     if seconds:
         rank_zero_info(f"Compiled in {seconds:.1f} s")

@@ -35,7 +35,6 @@ class Scheme(ABC):
         keep_constant: keep what layers make of the graph's own features alone, which is the same in every step.
         survives_lost_ranks: the other ranks may go on when one has failed.
         restarts: how often each of them that was killed is started again, where they may go on without.
-        takes_no_codec: why rows cannot be encoded; empty if they can.
         keeps_layers: why what layers keep is not made again; empty if it can be.
         follows_plan: rows follow a plan over a topology, the scheme's attribute ``topology``.
     """
@@ -44,7 +43,6 @@ class Scheme(ABC):
     keep_constant = True
     survives_lost_ranks = False
     restarts = 0
-    takes_no_codec = ""
     keeps_layers = ""
     follows_plan = False
 

@@ -142,7 +142,7 @@ class StepStrategy(RankStrategy):
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
-        return self.world.transport.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.transport.approximating(trainer.current_epoch + 1 != trainer.max_epochs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -192,7 +192,7 @@ class ShortFloats(Codec):
         out.copy_(data.view(torch.bfloat16))
 
 
-def make_codec(name: CodecName | None, stochastic: bool = False, seed: int = 0) -> Codec | None:
+def make_codec(name: str | None, stochastic: bool = False, seed: int = 0) -> Codec | None:
     """Returns the codec of that name; None for None, which is exact.
 
     Args:

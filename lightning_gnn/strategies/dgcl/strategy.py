@@ -63,8 +63,6 @@ class DGCLScheme(PlannedScheme):
                 f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
             )
         self.hops = hops
-        if plan == "swap":
-            self.takes_no_codec = "With plan='swap' they read each other's where these lie. Use plan='p2p' or 'spst'."
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -162,4 +160,9 @@ class DGCLStrategy(GNNStrategy):
         hops: int | None = None,
         **options: Any,
     ) -> None:
+        if plan == "swap" and options.get("codec") is not None:
+            raise ValueError(
+                f"codec={options['codec']!r} encodes the rows that ranks send each other. With plan='swap' they read each "
+                "other's where these lie. Use plan='p2p' or 'spst'."
+            )
         super().__init__(DGCLScheme(keep_constant, plan, topology, partition, hops), **options)

@@ -30,6 +30,7 @@ from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
@@ -193,8 +194,7 @@ def coding(strategy: GNNStrategy) -> Callable[[World], None]:
 
     def prepare(world: World) -> None:
         if codec is not None:
-            world.use_codec(codec)
-        world.transport.encodes = True
+            world.wrap_transport(partial(EncodingTransport, codec=codec))
 
     return prepare
 

@@ -163,7 +163,7 @@ def rehearse(
             without_optimizers(model, run_backward)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
-        with graph_in_use(binding.context, this_thread_only=True):
+        with graph_in_use(binding.context, this_thread_only=True), world.transport.approximating():
             for step in range(STEPS):
                 recorder.begin(rank)
                 binding.context.begin_step()
