@@ -130,7 +130,7 @@ class Exchange(ABC):
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
-        self.world, self.meter, self.buffers = world, meter, world.buffers()
+        self.world, self.meter, self.buffers = world, meter, world.buffers(world.device)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None

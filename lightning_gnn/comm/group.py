@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.buffers import Buffers
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.traffic import span
-from lightning_gnn.comm.transport import ProcessTransport, Rows, Transport
+from lightning_gnn.comm.transport import Buffers, ProcessTransport, Rows, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
 from lightning_gnn.registry import over_transport
@@ -169,6 +168,8 @@ class World:
     """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
     stand_ins = False
     """Ranks are threads of one process, which stand for ranks on any machines."""
+    buffers = Buffers
+    """Makes memory, on a device, for what an exchange receives."""
     _watchdog = Watchdog
 
     def __init__(
@@ -224,10 +225,6 @@ class World:
 
     def _make_memory(self) -> SharedMemory:
         return SharedMemory(self.rank, self.all_gather_object, self.watch)
-
-    def buffers(self) -> Buffers:
-        """Returns memory for what an exchange receives."""
-        return Buffers(self.device)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

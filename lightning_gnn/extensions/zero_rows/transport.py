@@ -73,26 +73,20 @@ class ZeroRows:
     waited for, so that both ends of a message have seen the same ones.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, transport: Transport) -> None:
+        self._world, self._transport = world, transport
         self._step: Step | None = None
         self._looks = True
         self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
     def start(
-        self,
-        transport: Transport,
-        out: Rows,
-        out_counts: Sequence[int],
-        into: Tensor,
-        into_counts: Sequence[int],
-        call: Call,
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call
     ) -> tuple[Traffic, Callable[[], None]]:
-        """Starts messages over `transport`; see :meth:`~lightning_gnn.comm.transport.Transport.start_rows`."""
+        """Starts messages; see :meth:`~lightning_gnn.comm.transport.Transport.start_rows`."""
         self._begin_step()
         sends, num_rows = self._pack(out, out_counts, call)
-        wait = transport.start_each(sends, self._unpacked(into, into_counts, call))
+        wait = self._transport.start_each(sends, self._unpacked(into, into_counts, call))
         traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
         return traffic, self._waiting(wait, into, into_counts, call)
 
@@ -216,5 +210,5 @@ class ZeroRowsTransport(TransportWrapper):
         if call.direction != "backward" or into.device.type != "cpu":
             return self._transport.start_rows(out, out_counts, into, into_counts, call, exchange)
         if exchange not in self._of:
-            self._of[exchange] = ZeroRows(exchange.world)
-        return self._of[exchange].start(self._transport, out, out_counts, into, into_counts, call)
+            self._of[exchange] = ZeroRows(exchange.world, self._transport)
+        return self._of[exchange].start(out, out_counts, into, into_counts, call)

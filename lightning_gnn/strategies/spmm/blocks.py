@@ -53,7 +53,7 @@ class BlockMatrix(Matrix):
         self._stages = [(passed[self.row], passed[self.row - 1]) for passed in grid.ring(column)]
         self._passes = {owner for owner, _ in self._stages if owner is not None}
         self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
-        self._buffers = world.buffers()
+        self._buffers = world.buffers(world.device)
 
     def _distribute(self, entries: Triples) -> dict[int, tuple[CSR, Tensor | None]]:
         """Returns by the owner of a sub-block what it is multiplied with here, and the values of that in slot order."""

@@ -31,8 +31,8 @@ from torch_geometric.data import Data
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
 from lightning_gnn.extensions.out_of_core import paging
-from lightning_gnn.extensions.out_of_core.files import FileSegment, unnamed_file
-from lightning_gnn.extensions.out_of_core.paging import Pager
+from lightning_gnn.extensions.out_of_core.paging import Pager, unnamed_file
+from lightning_gnn.extensions.out_of_core.run import FileSegment
 from lightning_gnn.extensions.out_of_core.turns import _Lock
 from lightning_gnn.heap import freed_at_once
 
