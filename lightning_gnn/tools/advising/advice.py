@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,13 +188,14 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     return _priced(candidate, cut, rehearsal, job)
 
 
-def coding(strategy: GNNStrategy) -> Callable[[World], None]:
+def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[None]]:
     """Returns what lets rows of a rank's world travel as in the strategy's training steps, which may be approximately."""
     codec = make_codec(strategy.codec, strategy.stochastic_rounding)
 
-    def prepare(world: World) -> None:
+    def prepare(world: World) -> AbstractContextManager[None]:
         if codec is not None:
             world.wrap_transport(partial(EncodingTransport, codec=codec))
+        return world.transport.approximating()
 
     return prepare
 
