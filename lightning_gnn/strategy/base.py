@@ -230,7 +230,7 @@ class GNNStrategy(StepStrategy):
         if self._out_of_core is None:
             return super()._make_world()
         of_run = self.global_rank, self.world_size, self.root_device, self.timeout
-        return self._out_of_core.make_world(*of_run, self._trainer.default_root_dir)
+        return self._out_of_core.make_world(self._trainer.default_root_dir, *of_run)
 
     @contextmanager
     @override

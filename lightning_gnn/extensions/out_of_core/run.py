@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,15 @@ class FileMemory(SharedMemory):
     """Mailboxes whose messages are in files.
 
     Args:
-        rank, exchange_objects, watch: see :class:`~lightning_gnn.comm.shared_memory.SharedMemory`.
         folder: where the files are.
+        of_world: see :class:`~lightning_gnn.comm.shared_memory.SharedMemory`.
     """
 
     _watch: WatchdogOfTurns
     _leaves = False  # messages lie where they are while this rank waits
 
-    def __init__(
-        self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: WatchdogOfTurns, folder: Path
-    ) -> None:
-        super().__init__(rank, exchange_objects, watch)
+    def __init__(self, folder: Path, *of_world: Any) -> None:
+        super().__init__(*of_world)
         self._folder = folder
 
     @override
@@ -131,9 +128,9 @@ class OutOfCoreWorld(World):
     """Ranks of one machine that compute in turns, and have so many bytes in memory, all together.
 
     Args:
-        rank, size, device, timeout: see :class:`~lightning_gnn.comm.group.World`.
         folder: where ranks have what there is no memory for, and their messages.
         most_bytes: see :func:`~lightning_gnn.extensions.out_of_core.paging.in_turns`.
+        of_run: see :class:`~lightning_gnn.comm.group.World`.
 
     Attributes:
         turns: of this rank.
@@ -142,11 +139,9 @@ class OutOfCoreWorld(World):
     _watchdog, buffers = WatchdogOfTurns, _FreedBuffers
     watch: WatchdogOfTurns
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, timeout: timedelta, folder: Path, most_bytes: int
-    ) -> None:
+    def __init__(self, folder: Path, most_bytes: int, *of_run: Any) -> None:
         self._folder, self._in_turns = folder, ExitStack()
-        super().__init__(rank, size, device, timeout)
+        super().__init__(*of_run)
         try:
             self.turns = self._in_turns.enter_context(in_turns(self, folder, most_bytes)).turns
         except BaseException:
@@ -156,7 +151,7 @@ class OutOfCoreWorld(World):
 
     @override
     def _make_memory(self) -> SharedMemory:
-        return FileMemory(self.rank, self.all_gather_object, self.watch, self._folder)
+        return FileMemory(self._folder, self.rank, self.all_gather_object, self.watch)
 
     @contextmanager
     @override
@@ -205,13 +200,11 @@ class OutOfCore:
                 'Trainer(accelerator="cpu", devices=8), say.'
             )
 
-    def make_world(
-        self, rank: int, size: int, device: torch.device, timeout: timedelta, default_folder: str
-    ) -> OutOfCoreWorld:
-        """Returns the ranks of a run; all ranks call it."""
+    def make_world(self, default_folder: str, *of_run: Any) -> OutOfCoreWorld:
+        """Returns the ranks of a run, see :class:`~lightning_gnn.comm.group.World`; all ranks call it."""
         folder = Path(self._folder or default_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._world = OutOfCoreWorld(rank, size, device, timeout, folder, self.most_bytes)
+        self._world = OutOfCoreWorld(folder, self.most_bytes, *of_run)
         return self._world
 
     def turn(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -316,6 +317,12 @@ def messages(rank: int, world_size: int, shared_memory: bool, name: Any) -> None
 @pytest.mark.parametrize(("shared_memory", "name"), [(True, "int8"), (False, "int8"), (True, "int4"), (False, "bf16")])
 def test_messages_of_ranks(ranks, shared_memory, name):
     ranks.run(3, messages, shared_memory, name)
+
+
+def test_what_one_transport_cannot_the_one_around_it_cannot():
+    """NCCL does one thing after the other, so plans must not receive before they have sent."""
+    for early in (True, False):
+        assert EncodingTransport(SimpleNamespace(receives_early=early), codec_of("int8")).receives_early == early
 
 
 def mixed(rank: int, world_size: int, shared_memory: bool) -> None:

@@ -30,6 +30,7 @@ from torch_geometric.data import Data
 
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.out_of_core import paging
 from lightning_gnn.extensions.out_of_core.paging import Pager, unnamed_file
 from lightning_gnn.extensions.out_of_core.run import FileSegment
@@ -182,6 +183,41 @@ def test_turns(ranks, disk):
     assert all(map(equal, [outcome for outcome, *_ in found], ranks.run(4, in_memory, graph(), "gcn")))
     assert (at_once(found, 0), at_once(found, 1)) == (2, 1)
     assert all(10 < len(rooms) < len(cores) for _, _, (rooms, cores), _ in found)
+
+
+def holds_turns(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, set[bool]]:
+    """Returns whether it was this rank's turn where it read its part of the graph, computed, and was in between."""
+    found: dict[str, set[bool]] = {name: set() for name in ("reading", "step", "backward", "between")}
+    strategy = DGCLStrategy(**options)
+
+    def note(where: str) -> None:
+        found[where].add(strategy.world.turns._room.held)  # type: ignore[attr-defined]
+
+    class Model(lightning_gnn.NodeClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            note("step")
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda grad: note("backward"))
+            return loss
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            note("between")
+
+    class Reading(Cut):
+        def shard(self, *args: Any) -> Any:
+            note("reading")
+            return read(self, *args)
+
+    read, model = Cut.shard, Model(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
+    trainer = quiet_trainer(strategy, world_size, False, max_epochs=2)
+    with mock.patch.object(Cut, "shard", Reading.shard):
+        trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
+    return found
+
+
+def test_what_ranks_do_in_their_turns(ranks, disk):
+    for found in ranks.run(2, holds_turns, {"host_memory": "8GB", "host_memory_dir": str(disk)}):
+        assert found == {"reading": {True}, "step": {True}, "backward": {True}, "between": {False}}
 
 
 def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int, int]:
