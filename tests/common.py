@@ -46,7 +46,7 @@ def examples(count: int) -> settings:
 def all_rows_sent() -> Iterator[None]:
     """Rows that are zero are sent too, as where none is: how many there are at most, a scheme decides."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ZeroRowsTransport, "start_rows", TransportWrapper.start_rows)
+        patch.setattr(ZeroRowsTransport, "messages", TransportWrapper.messages)
         yield
 
 

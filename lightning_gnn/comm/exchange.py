@@ -260,10 +260,11 @@ class Exchange(ABC):
         """
         world = self.world
         with during_exchange(world, call.layer, call.direction):
+            sends, receives, traffic, around = world.transport.messages(out, out_counts, into, into_counts, call, self)
             world.watch.begins(joint=False)
-            traffic, wait = world.transport.start_rows(out, out_counts, into, into_counts, call, self)
+            wait = world.transport.start_each(sends, receives)
         traffic.seconds = self.meter.since(began, world.device, call.layer, call.direction)
-        return counted(wait, world, self.meter, call, traffic)
+        return counted(wait if around is None else around(wait), world, self.meter, call, traffic)
 
 
 class Matrix(ABC):

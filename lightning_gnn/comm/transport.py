@@ -96,6 +96,16 @@ def by_peer(rows: Rows, counts: Sequence[int]) -> list[tuple[int, Any]]:
     return [(peer, part) for peer, part in enumerate(rows.split(list(counts))) if rows_of(part).numel()]
 
 
+Messages = tuple[
+    Sequence[tuple[int, Rows]],
+    Sequence[tuple[int, Receive]],
+    Traffic,
+    Callable[[Callable[[], None]], Callable[[], None]] | None,
+]
+"""What to send and to receive, see :meth:`Transport.start_each`; what is counted of it; what makes the function that is waited
+for of the one that :meth:`Transport.start_each` returns, if that is another."""
+
+
 class Transport(ABC):
     """One message to and from every peer, whatever carries it.
 
@@ -128,22 +138,19 @@ class Transport(ABC):
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
         """
 
-    def start_rows(
+    def messages(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
-    ) -> tuple[Traffic, Callable[[], None]]:
-        """Starts one message to and from every peer that has rows; returns what is sent, and the function that waits.
+    ) -> Messages:
+        """Returns the messages that rows of an exchange are: one to and from every peer that has some.
 
         Args:
             out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order.
             out_counts, into_counts: rows for and from each rank, ``[P]``.
             call: which one of the step.
             exchange: whose rows they are.
-
-        Raises:
-            PeerError: as :meth:`start_each`.
         """
         sends = by_peer(out, out_counts)
-        return self.traffic(sends), self.start_each(sends, by_peer(into, into_counts))
+        return sends, by_peer(into, into_counts), self.traffic(sends), None
 
     @abstractmethod
     def start_varied(
@@ -210,21 +217,19 @@ class TransportWrapper(Transport):
     def warm_up(dtype: torch.dtype) -> None:
         """Runs the loops of the wrapper once, on rows of this dtype, so that they are compiled."""
 
-    @override
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
-        return self._transport.scratch(shape, dtype, device)
+    # The other one's own, without a frame in between.
 
-    @override
-    def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
-    ) -> Callable[[], None]:
-        return self._transport.start_each(sends, receives)
+    @property
+    def scratch(self) -> Any:
+        return self._transport.scratch
 
-    @override
-    def start_varied(
-        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], dict[int, Tensor]]:
-        return self._transport.start_varied(sends, senders)
+    @property
+    def start_each(self) -> Any:
+        return self._transport.start_each
+
+    @property
+    def start_varied(self) -> Any:
+        return self._transport.start_varied
 
 
 class ProcessTransport(Transport):

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.traffic import Traffic
-from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, TransportWrapper, UpTo, rows_of
+from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, Rows, Scratch, TransportWrapper, UpTo, rows_of
 from lightning_gnn.extensions.codecs.codec import Codec, make_codec
 from lightning_gnn.extensions.codecs.kernels import dequantise, quantise, shorten
 
@@ -45,11 +43,8 @@ class EncodingTransport(TransportWrapper):
         dequantise(ends, packed, 8, rows)
 
     @override
-    def start_rows(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
-    ) -> tuple[Traffic, Callable[[], None]]:
-        start = super().start_rows if self.approximate else self._transport.start_rows
-        return start(out, out_counts, into, into_counts, call, exchange)
+    def messages(self, *rows: Any) -> Messages:
+        return super().messages(*rows) if self.approximate else self._transport.messages(*rows)
 
     def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
         """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,10 +31,10 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.transport import (
     ALIGNED,
+    Messages,
     Receive,
     Rows,
     Scratch,
-    Transport,
     TransportWrapper,
     UpTo,
     by_peer,
@@ -73,22 +74,22 @@ class ZeroRows:
     waited for, so that both ends of a message have seen the same ones.
     """
 
-    def __init__(self, world: World, transport: Transport) -> None:
-        self._world, self._transport = world, transport
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._step: Step | None = None
         self._looks = True
         self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
-    def start(
+    def messages(
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call
-    ) -> tuple[Traffic, Callable[[], None]]:
-        """Starts messages; see :meth:`~lightning_gnn.comm.transport.Transport.start_rows`."""
+    ) -> Messages:
+        """See :meth:`~lightning_gnn.comm.transport.Transport.messages`."""
         self._begin_step()
         sends, num_rows = self._pack(out, out_counts, call)
-        wait = self._transport.start_each(sends, self._unpacked(into, into_counts, call))
         traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
-        return traffic, self._waiting(wait, into, into_counts, call)
+        receives = self._unpacked(into, into_counts, call)
+        return sends, receives, traffic, partial(self._waiting, into, into_counts, call)
 
     def _begin_step(self) -> None:
         """The first time in a step, waits for the messages of earlier ones."""
@@ -149,7 +150,7 @@ class ZeroRows:
 
         return [(peer, received((call, peer, False), rows)) for peer, rows in by_peer(into, counts)]
 
-    def _waiting(self, wait: Callable[[], None], into: Tensor, counts: Sequence[int], call: Call) -> Callable[[], None]:
+    def _waiting(self, into: Tensor, counts: Sequence[int], call: Call, wait: Callable[[], None]) -> Callable[[], None]:
         """Returns the function that waits for what :meth:`_unpacked` returned for these rows, and looks at them."""
 
         def receive() -> None:
@@ -198,7 +199,7 @@ class ZeroRowsTransport(TransportWrapper):
         unpack_rows(out, rows)
 
     @override
-    def start_rows(
+    def messages(
         self,
         out: Rows,
         out_counts: Sequence[int],
@@ -206,9 +207,9 @@ class ZeroRowsTransport(TransportWrapper):
         into_counts: Sequence[int],
         call: Call,
         exchange: Exchange,
-    ) -> tuple[Traffic, Callable[[], None]]:
+    ) -> Messages:
         if call.direction != "backward" or into.device.type != "cpu":
-            return self._transport.start_rows(out, out_counts, into, into_counts, call, exchange)
+            return self._transport.messages(out, out_counts, into, into_counts, call, exchange)
         if exchange not in self._of:
-            self._of[exchange] = ZeroRows(exchange.world, self._transport)
-        return self._of[exchange].start(out, out_counts, into, into_counts, call)
+            self._of[exchange] = ZeroRows(exchange.world)
+        return self._of[exchange].messages(out, out_counts, into, into_counts, call)
