@@ -36,6 +36,7 @@ import torch
 from common import report
 from killing import EPOCHS, KINDS, PHASES, STARTS, Trial, module, start_trial
 
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.nn.fused import kernel_groups
 
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warm_up(kernel_groups(module()) | {"codes"}, {torch.float32})
+    warm_up(kernel_groups(module()), {torch.float32}, [EncodingTransport.warm_up])
     rng = random.Random(options.seed)
     cases = [(strategy, phase) for phase in options.phases for strategy in options.strategies]
     rng.shuffle(cases)

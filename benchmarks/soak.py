@@ -36,6 +36,7 @@ from killing import Kind, module, run_program, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gnn import GraphDataModule
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.nn.fused import kernel_groups
 
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warm_up(kernel_groups(module()) | {"codes"}, {torch.float32})
+    warm_up(kernel_groups(module()), {torch.float32}, [EncodingTransport.warm_up])
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     rows: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []

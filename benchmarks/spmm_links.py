@@ -27,9 +27,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import DIRECTIONS, Call
-from lightning_gnn.comm.exchange import HaloExchange
+from lightning_gnn.comm.exchange import HaloExchange, Matrix, Triples
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.extensions.plans import Topology

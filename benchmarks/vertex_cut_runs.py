@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.vertex_cut.cache import MessageCache
@@ -229,7 +231,7 @@ def train_in_process(
         world, meter, scheme, shard = InProcessWorld(rank, meeting), Meter(), copy.copy(strategy.scheme), shards[rank]
         codec = make_codec(strategy.codec, strategy.stochastic_rounding, rank)
         if codec is not None:
-            world.use_codec(codec)
+            world.wrap_transport(partial(EncodingTransport, codec=codec))
         model, batch = build(graph, seed, dropout, layers), shard.batch
         random, redraw_every = RandomStreams(world), strategy.redraw_every
         context = bind_module(scheme, model, shard, world, meter).context
@@ -259,7 +261,7 @@ def train_in_process(
                     cache.epoch = epoch
                 context.begin_step()
                 drawing = random.inside() if redraw_every == 1 else random.repeated(epoch // redraw_every)
-                with drawing, world.transport.encoding(epoch + 1 < epochs):
+                with drawing, world.transport.approximating(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])
                     optimizer.zero_grad()

@@ -28,7 +28,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
-from lightning_gnn.extensions.zero_rows.messages import ZeroRows
+from lightning_gnn.comm.transport import TransportWrapper
+from lightning_gnn.extensions.zero_rows.transport import ZeroRowsTransport
 
 GRAPHS = {
     "cora": ("planetoid", "Planetoid", "Cora", 1433, 7),
@@ -64,13 +65,13 @@ class Turns(L.Callback):
     """Has all rows sent in every second block of epochs."""
 
     def __init__(self) -> None:
-        self._send = ZeroRows.may_be_left_out
+        self._messages = ZeroRowsTransport.messages
         self.found: list[dict[str, Any]] = []  # of all ranks
         self._found: dict[bool, list[Any]] = {True: [], False: []}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._without = trainer.current_epoch // BLOCK % 2 == 1
-        ZeroRows.may_be_left_out = self._send if self._without else lambda self, call: False  # type: ignore[method-assign]
+        ZeroRowsTransport.messages = self._messages if self._without else TransportWrapper.messages  # type: ignore[method-assign]
         self._began = time.perf_counter(), time.process_time()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -82,7 +83,7 @@ class Turns(L.Callback):
         self._found[self._without].append([*seconds, *sent])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        ZeroRows.may_be_left_out = self._send  # type: ignore[method-assign]
+        ZeroRowsTransport.messages = self._messages  # type: ignore[method-assign]
         self.found = trainer.strategy.world.all_gather_object(
             {"with": self._found[False], "without": self._found[True]}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover",
 """Modules that register what an exchange of their schemes costs."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
+_WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 
@@ -50,3 +52,28 @@ def refiner_of(method: str) -> Callable[..., Any] | None:
         return None
     module, name = _REFINERS[method]
     return getattr(import_module(module), name)
+
+
+def out_of_core(host_memory: int | str | None, folder: str | Path | None, shared_memory: bool) -> Any:
+    """Returns what has the ranks of a strategy share `host_memory`; None without. See
+    :class:`~lightning_gnn.extensions.out_of_core.run.OutOfCore`."""
+    if host_memory is None and folder is None:
+        return None
+    return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(host_memory, folder, shared_memory)
+
+
+def transport_wrappers() -> list[Any]:
+    """Returns the classes that wrap every transport, see :class:`~lightning_gnn.comm.transport.TransportWrapper`."""
+    return [getattr(import_module(module), name) for module, name in _WRAPPERS]
+
+
+def over_transport(transport: Any) -> Any:
+    """Returns what rows travel by where messages between ranks travel by `transport`."""
+    for wrapper in transport_wrappers():
+        transport = wrapper(transport)
+    return transport
+
+
+def codecs() -> ModuleType:
+    """Returns the module of codecs, with ``make_codec`` and ``EncodingTransport``."""
+    return import_module("lightning_gnn.extensions.codecs.transport")

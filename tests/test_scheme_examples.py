@@ -79,7 +79,7 @@ def draws(name: str, count: int, share: float = 0.5) -> Any:
         outs, present, rows = [], [], []
         for step in range(count):
             binding.context.begin_step(Step("train", 0, step))
-            with world.transport.encoding():
+            with world.transport.approximating():
                 present.append(exchange.present)
                 outs.append(conv(x, shard.batch.edge_index).detach())
             rows.append(meter.take()["0", "forward"].rows)
@@ -150,7 +150,7 @@ def test_rows_and_gradients_of_the_last_step():
         for step in range(4):
             world.begin_step(Step("train", 0, step))
             exchange.begin_step(world.step)
-            with world.transport.encoding():
+            with world.transport.approximating():
                 x = torch.full((own, 2), float(step + 1), requires_grad=True)
                 out = exchange.expand(x, "layer")
                 out.backward(torch.full_like(out, 10.0 * (step + 1)))

@@ -17,7 +17,6 @@ from lightning_gnn.callbacks.loggers import log_files, log_picture, log_values, 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
-from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.rows.ranks import Ranks
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
@@ -100,14 +99,9 @@ class CommunicationMetrics(pl.Callback):
         self._steps_before = messages, sent
         return messages - before[0], sent - before[1]
 
-    def _codec_squares(self) -> tuple[float, ...]:
-        """Sums of squares of errors and numbers since the last call; nothing without a codec."""
-        transport = self._world.transport
-        return transport.codec.take_squares() if isinstance(transport, EncodingTransport) else ()
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._codec_squares()
+        self._world.transport.take_sums()
         self._take_steps()
         self._meter.take()  # what the sanity check sent belongs to no epoch
 
@@ -136,7 +130,7 @@ class CommunicationMetrics(pl.Callback):
         self.epoch = sum(self.by_layer.values(), Traffic())
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *map(float, self._take_steps())]
-        own += self._codec_squares()
+        own += self._world.transport.take_sums()
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
         by_rank = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
@@ -163,9 +157,7 @@ class CommunicationMetrics(pl.Callback):
         if self._world.waited_s is not None:
             values["comm/waited_share"] = longest[4] / seconds
             self._watch(by_rank[:, 4], float(seconds))
-        if len(own) > 9:
-            values["codec/error"] = (total[9] / total[10]).sqrt() if total[10] else torch.zeros_like(total[10])
-        log_values(trainer, values)
+        log_values(trainer, values | self._world.transport.metrics(total[9:]))
 
     def _watch(self, waited: torch.Tensor, seconds: float) -> None:
         """Warns once of ranks that wait too much; the first epoch, in which much is made, does not count."""

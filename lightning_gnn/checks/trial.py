@@ -167,14 +167,14 @@ class Trial:
         self,
         shards: Sequence[Shard],
         bind: Bind,
-        prepare: Callable[[World], None] | None = None,
+        prepare: Callable[[World], AbstractContextManager[None]] | None = None,
         steps: int = 1,
         seed: int = 0,
     ) -> Outcome:
         """Returns a run on parts of it, each on a rank that is a thread.
 
         Args:
-            prepare: called with each rank's world before the module is bound.
+            prepare: called with each rank's world before the module is bound; what it returns is open during steps.
             steps, seed: see :meth:`on_whole`.
 
         Raises:
@@ -188,13 +188,12 @@ class Trial:
 
         def on_rank(rank: int) -> OnRank:
             world: World = InProcessWorld(rank, meeting)
-            if prepare is not None:
-                prepare(world)
+            prepared = nullcontext() if prepare is None else prepare(world)
             binding = bind(models[rank], shards[rank], world)
             if not shards[rank].types.is_hetero:
                 binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
             recorders[rank] = Recorder(models[rank], True, self._explanation is None)
-            with graph_in_use(binding.context, this_thread_only=True):
+            with graph_in_use(binding.context, this_thread_only=True), prepared:
                 seed_all(seed)
                 return self._run(models[rank], shards[rank], world, recorders[rank], binding, steps)
 

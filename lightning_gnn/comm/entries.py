@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from lightning_gnn.comm.group import World, raise_together
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.sockets import connect, own_address, receive
 from lightning_gnn.console import text_console
 from lightning_gnn.data.store import LARGEST_MANIFEST, StoreError, read_manifest, write_copy
@@ -173,13 +173,8 @@ class _Task:
 
 def _on_all(world: World, function: Callable[[], T]) -> list[T]:
     """Returns what a function gives on each rank, in rank order; raises on all where it raises on one."""
-    value: Any = None
-    failure = None
-    try:
+    with world.together("The partitioned graph could not be brought to all machines"):
         value = function()
-    except Exception as error:
-        failure = error
-    raise_together(world, failure, "The partitioned graph could not be brought to all machines")
     return world.all_gather_object(value)
 
 

@@ -10,10 +10,9 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +23,9 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.comm.transport import Rows, by_peer, rows_of
-from lightning_gnn.extensions.zero_rows.messages import ZeroRows
+from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
-
-if TYPE_CHECKING:
-    from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
 
 T = TypeVar("T")
 
@@ -82,26 +77,22 @@ def start_messages(
     return counted(wait, world, meter, call, traffic)
 
 
-class Buffers:
-    """Memory of an exchange that is used again: new memory costs more than what is written to it, if there is room to keep it."""
+class Triples:
+    """Entries of a matrix over all nodes, ids as in the relabelled graph.
 
-    def __init__(self, world: World) -> None:
-        self._device, self._keeps = world.device, world.keeps_buffers
-        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+    Attributes:
+        row, col: int64 ``[E]``.
+        value: ``[E]``; None for ones.
+    """
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns memory that nobody else has until it is given back."""
-        free = self._free[torch.Size(shape), dtype]
-        if free:
-            return free.pop()
-        # An inference tensor could not take part in autograd later, and evaluation may well come first.
-        with torch.inference_mode(False):
-            return torch.empty(*shape, dtype=dtype, device=self._device)
+    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
+        self.row, self.col, self.value = row, col, value
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Has memory used again that :meth:`take` has returned."""
-        if self._keeps:
-            self._free[buffer.shape, buffer.dtype].append(buffer)
+    def transpose(self) -> Triples:
+        return Triples(self.col, self.row, self.value)
+
+    def __getitem__(self, chosen: Tensor) -> Triples:
+        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
 
 
 class Exchange(ABC):
@@ -139,12 +130,11 @@ class Exchange(ABC):
 
     def __init__(self, num_owned: int, num_halo: int, world: World, meter: Meter, idle: bool = False) -> None:
         self.num_owned, self.num_halo, self.idle = num_owned, num_halo, idle
-        self.world, self.meter, self.buffers = world, meter, Buffers(world)
-        self._zero_rows = ZeroRows(world)
+        self.world, self.meter, self.buffers = world, meter, world.buffers(world.device)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
         self.make_matrix: Callable[[Triples], Matrix] | None = None
-        self.spread: Callable[[int, int], Callable[[Triples], SparseMatrix]] | None = None
+        self.spread: Callable[[int, int], Callable[[Triples], Matrix]] | None = None
 
     # What a scheme is #########################################################
 
@@ -180,7 +170,7 @@ class Exchange(ABC):
     @property
     def approximate(self) -> bool:
         """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
-        return self.world.transport.encodes
+        return self.world.transport.approximate
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""
@@ -268,28 +258,31 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        if self._zero_rows.may_be_left_out(call):
-            return self._send_without_zeros(out, out_counts, into, into_counts, call, began)
-        sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        # As start_messages does, without a frame of its own: all rows of layers come this way.
-        traffic = self.world.transport.traffic(sends)
-        with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(sends, receives)
-        return counted(wait, self.world, self.meter, call, traffic)
+        world = self.world
+        with during_exchange(world, call.layer, call.direction):
+            sends, receives, traffic, around = world.transport.messages(out, out_counts, into, into_counts, call, self)
+            world.watch.begins(joint=False)
+            wait = world.transport.start_each(sends, receives)
+        traffic.seconds = self.meter.since(began, world.device, call.layer, call.direction)
+        return counted(wait if around is None else around(wait), world, self.meter, call, traffic)
 
-    def _send_without_zeros(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
-    ) -> Callable[[], None]:
-        """Starts messages of the backward pass without rows of zeros, and counts what is sent of them."""
-        with during_exchange(self.world, call.layer, call.direction):
-            self._zero_rows.begin_step()
-            sends, num_rows = self._zero_rows.pack(out, out_counts, call)
-        receives = self._zero_rows.unpacked(into, into_counts, call)
-        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
-        with starting(self.world, self.meter, call, traffic, began):
-            wait = self.world.transport.start_each(sends, receives)
-        wait = self._zero_rows.waiting(wait, into, into_counts, call)
-        return counted(wait, self.world, self.meter, call, traffic)
+
+class Matrix(ABC):
+    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, call: Call) -> Tensor:
+        """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
+
+        Args:
+            x: this rank's rows, ``[N, F]``, contiguous.
+            call: which one of the step; in the backward pass, it is multiplied with the transpose.
+        """
+
+    @property
+    def exchanges(self) -> Sequence[Exchange]:
+        """Those by which rows travel."""
+        return ()
 
 
 class HaloExchange(Exchange):

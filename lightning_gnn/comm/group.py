@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +20,10 @@ from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
 from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
 from lightning_gnn.comm.traffic import span
-from lightning_gnn.comm.transport import ProcessTransport, Rows
+from lightning_gnn.comm.transport import Buffers, ProcessTransport, Rows, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
-from lightning_gnn.extensions.codecs.codec import Codec
-from lightning_gnn.extensions.codecs.transport import EncodingTransport
+from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
 
@@ -157,7 +155,6 @@ class World:
         device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
         timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
         shared_memory: let CPU ranks of one machine talk through shared memory.
-        messages: a folder where such messages are, in files, for ranks that have no memory to keep; None for memory.
 
     Attributes:
         step: where the run is.
@@ -171,22 +168,16 @@ class World:
     """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
     stand_ins = False
     """Ranks are threads of one process, which stand for ranks on any machines."""
-    keeps_buffers = True
-    """What rows are received into stays with the exchange that received them; else it is freed between two of its calls."""
+    buffers = Buffers
+    """Makes memory, on a device, for what an exchange receives."""
+    _watchdog = Watchdog
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: timedelta,
-        shared_memory: bool = True,
-        messages: Path | None = None,
+        self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
-        self.keeps_buffers = messages is None
-        self.watch = Watchdog(rank, size, timeout.total_seconds())
+        self.watch = self._watchdog(rank, size, timeout.total_seconds())
         self.backend = backend_of(device)
         self._owns_default = not dist.is_initialized()
         if not self._owns_default and dist.get_world_size() != size:
@@ -221,17 +212,30 @@ class World:
             self.watch.start(dist.PrefixStore(name, shared.clone()), everyone._get_sequence_number_for_group)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
-            self._memory = SharedMemory(rank, self.all_gather_object, self.watch, messages)
+            self._memory = self._make_memory()
         hosts = None
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
-        self.transport: ProcessTransport | EncodingTransport = ProcessTransport(
-            size, self.graph_group, self._memory, self.watch, device, hosts
-        )
-        apart = size > 1 and not self.transport.all_local
+        self._ranks = ProcessTransport(size, self.graph_group, self._memory, self.watch, device, hosts)
+        self.transport: Any = over_transport(self._ranks)
+        apart = size > 1 and not self._ranks.all_local
         self.gradient_group = self._new_group(self.backend) if apart else None
         self._waited_s = 0.0
         self.closed = False
+
+    def _make_memory(self) -> SharedMemory:
+        return SharedMemory(self.rank, self.all_gather_object, self.watch)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What each rank does by itself while it is open has failed on all ranks if it fails on one: they would wait for each
+        other."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        raise_together(self, failure, what)
 
     def begin_step(self, step: Step) -> None:
         """Notes that another step begins; calls are numbered anew."""
@@ -258,9 +262,9 @@ class World:
         hosts = self.all_gather_object(machine_key() or socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
-    def use_codec(self, codec: Codec) -> None:
-        """Has rows encoded while :meth:`~lightning_gnn.comm.transport.Transport.encoding` of the transport is open."""
-        self.transport = EncodingTransport(self.transport, codec)
+    def wrap_transport(self, wrapper: Callable[[Transport], Transport]) -> None:
+        """Has rows travel by what `wrapper` makes of the transport."""
+        self.transport = wrapper(self.transport)
 
     def _beside_others(self) -> AbstractContextManager[None]:
         return gloo_beside("localhost" if self.size == 1 else os.environ.get("MASTER_ADDR", ""))
@@ -286,7 +290,7 @@ class World:
         """Seconds that this rank has waited for others until now; None on devices, whose queues wait."""
         if self.backend != "gloo":
             return None
-        return self._waited_s + self.transport.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
+        return self._waited_s + self._ranks.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -347,9 +351,9 @@ class World:
         return tensor
 
     def _all_reduce_(self, tensor: Tensor) -> None:
-        if self.transport.all_local:
+        if self._ranks.all_local:
             # In rank order, so that all ranks round alike.
-            parts = self.transport.gather(tensor)
+            parts = self._ranks.gather(tensor)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part
@@ -385,8 +389,8 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         with self._all_take_part(operation):
-            if self.transport.all_local:
-                return torch.stack(self.transport.gather(tensor))
+            if self._ranks.all_local:
+                return torch.stack(self._ranks.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
             with self._waiting():
                 dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group_of(tensor))
@@ -536,7 +540,7 @@ class World:
                 if group is not None:
                     dist.destroy_process_group(group)
         # The threads of a group end with the last reference, and tensors that users keep lead here.
-        self.transport.close()
+        self._ranks.close()
         self.graph_group = self.gradient_group = self.host_group = None
 
 

@@ -23,6 +23,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.transport import Receive, Rows, Transport, UpTo, rows_of
 from lightning_gnn.comm.watchdog import Watchdog
+from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
 
@@ -231,7 +232,8 @@ class InProcessWorld(World):
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
         self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
         self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
-        self.transport: Any = InProcessTransport(rank, meeting)
+        self._ranks: Any = InProcessTransport(rank, meeting)
+        self.transport = over_transport(self._ranks)
         self.gradient_group = None
         self.step, self.calls = Step(), Counter()
         self._meeting = meeting
@@ -251,13 +253,13 @@ class InProcessWorld(World):
         for peer in range(self.size):
             if peer != self.rank:
                 self._meeting.post(self.rank, peer, value)
-        return [value if peer == self.rank else self.transport.take(peer) for peer in range(self.size)]
+        return [value if peer == self.rank else self._ranks.take(peer) for peer in range(self.size)]
 
     @override
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Returns the source's value on every rank."""
         if self.rank != source:
-            return self.transport.take(source)
+            return self._ranks.take(source)
         for peer in range(self.size):
             if peer != source:
                 self._meeting.post(source, peer, value)

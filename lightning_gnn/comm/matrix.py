@@ -5,7 +5,6 @@ n nodes, N of them owned by a rank, P ranks, E entries.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange, Matrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.joined import JoinedExchange
 from lightning_gnn.comm.traffic import Meter
@@ -34,24 +33,6 @@ end; all ranks call it."""
 def send_directly(rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter) -> Exchange:
     """Returns the exchange between owners and those who read; see :data:`MakeExchange`."""
     return HaloExchange(rows, world, meter)
-
-
-class Triples:
-    """Entries of a matrix over all nodes, ids as in the relabelled graph.
-
-    Attributes:
-        row, col: int64 ``[E]``.
-        value: ``[E]``; None for ones.
-    """
-
-    def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
-        self.row, self.col, self.value = row, col, value
-
-    def transpose(self) -> Triples:
-        return Triples(self.col, self.row, self.value)
-
-    def __getitem__(self, chosen: Tensor) -> Triples:
-        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
 
 
 Holders = Callable[[Ids, Ids], Ids]
@@ -114,24 +95,6 @@ def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
 
 def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[int, Tensor]]:
     return [(peer, part) for peer, part in by_peer(values, counts) if peer != rank]
-
-
-class Matrix(ABC):
-    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
-
-    @abstractmethod
-    def multiply(self, x: Tensor, call: Call) -> Tensor:
-        """Returns this rank's rows of the product, ``[N, F]``, in at least float32.
-
-        Args:
-            x: this rank's rows, ``[N, F]``, contiguous.
-            call: which one of the step; in the backward pass, it is multiplied with the transpose.
-        """
-
-    @property
-    def exchanges(self) -> Sequence[Exchange]:
-        """Those by which rows travel."""
-        return ()
 
 
 class SparseMatrix(Matrix):

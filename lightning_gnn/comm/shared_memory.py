@@ -10,18 +10,14 @@ ends. The order of memory accesses that this relies on (data before the number t
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
 import platform
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,65 +65,26 @@ def machine_key() -> str | None:
         return None
 
 
-_PUNCH_HOLE = 3  # with FALLOC_FL_KEEP_SIZE, see `man fallocate`
-
-
-def unnamed_file(folder: Path, flags: int = 0) -> int:
-    """Returns a descriptor of a new file in a folder, to read and write, which is gone when nothing has it open or mapped."""
-    descriptor, name = tempfile.mkstemp(prefix=".lightning_gnn.", dir=folder)
-    try:
-        return os.open(name, os.O_RDWR | flags)
-    finally:
-        os.close(descriptor)
-        os.unlink(name)
-
-
-def full_disk(error: OSError) -> Exception:
-    """Returns what to raise where a file of host_memory could not be written."""
-    if error.errno != errno.ENOSPC:
-        return error
-    return RuntimeError(
-        "The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory."
-    )
-
-
 class Segment:
     """Memory that this process owns or has mapped from a peer."""
 
-    def __init__(self, fd: int, size: int, owned: bool, in_file: bool = False) -> None:
-        self.fd, self.size, self._owned, self._in_file, self._reserved = fd, size, owned, in_file, 0
+    def __init__(self, fd: int, size: int, owned: bool) -> None:
+        self.fd, self.size, self._owned = fd, size, owned
         self._map = mmap.mmap(fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if not owned:
             os.close(fd)
 
     @classmethod
-    def create(cls, size: int, folder: Path | None = None) -> Segment:
-        """Makes a segment; with a folder, it is in a file there that has no name, which the system writes and drops as it needs
-        memory."""
-        fd = os.memfd_create("lightning_gnn") if folder is None else unnamed_file(folder)
+    def create(cls, size: int) -> Segment:
+        fd = os.memfd_create("lightning_gnn")
         os.ftruncate(fd, size)
-        return cls(fd, size, owned=True, in_file=folder is not None)
+        return cls(fd, size, owned=True)
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Segment:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         return cls(opened, os.fstat(opened).st_size, owned=False)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Takes the place of so many bytes on the disk, in a file: to write where there is none would end the process."""
-        if self._in_file and self._reserved < num_bytes:
-            try:
-                os.posix_fallocate(self.fd, 0, num_bytes)
-            except OSError as error:
-                raise full_disk(error) from error
-            self._reserved = num_bytes
-
-    def give_up(self) -> None:
-        """Gives what is in a file back to the disk, unwritten where it has not been written yet; nobody reads it any more."""
-        begin, end = ctypes.c_long(0), ctypes.c_long(self.size)
-        if self._reserved and ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, begin, end) == 0:
-            self._reserved = 0
 
     def close(self) -> None:
         # The mapping goes when the last tensor over it does.
@@ -152,7 +109,6 @@ class SharedMemory:
         rank: this process's rank.
         exchange_objects: all-gathers a picklable object over all ranks; used once, here.
         watch: keeps the deadline, after which a wait is a :class:`PeerError`.
-        folder: where messages are, in files; None for memory.
 
     Attributes:
         peers: the other ranks that are reachable, ascending.
@@ -164,14 +120,8 @@ class SharedMemory:
     is expected: so any number of messages may be under way, though a mailbox holds one.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        exchange_objects: Callable[[Any], list[Any]],
-        watch: Watchdog,
-        folder: Path | None = None,
-    ) -> None:
-        self.rank, self._watch, self._folder = rank, watch, folder
+    def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
+        self.rank, self._watch = rank, watch
         self.waited_s = 0.0
         key = machine_key()
         size = 0
@@ -214,17 +164,15 @@ class SharedMemory:
         for peer, number in box.waits_for.items():
             self._wait(peer, lambda peer=peer, number=number: self._has_taken(peer, number))  # type: ignore[misc]
         box.waits_for = {}
-        other = self._outboxes[1 - self._current]
-        taken = self._folder is not None and all(self._has_taken(*each) for each in other.waits_for.items())
-        if taken and other.segment is not None:
-            other.segment.give_up()
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
                 box.segment.close()
-            box.segment = Segment.create(max(1 << 16, 1 << (num_bytes - 1).bit_length()), self._folder)
+            box.segment = self._new_segment(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
             box.generation += 1
-        box.segment.reserve(num_bytes)
         return box.segment.bytes[:num_bytes]
+
+    def _new_segment(self, size: int) -> Segment:
+        return Segment.create(size)
 
     def post(self, messages: Sequence[tuple[int, int, int]], mark: int) -> None:
         """Announces parts of the current scratch memory: ``(peer, offset, bytes)`` each; then turns to the other buffer.
@@ -258,22 +206,10 @@ class SharedMemory:
         self._expected[peer].append((mark, accept))
         return self._received[peer] + len(self._expected[peer])
 
-    def wait_for(self, expected: Sequence[tuple[int, int]]) -> None:
-        """Where ranks compute in turns: returns when all these messages have come, and it is this rank's turn again. They lie
-        where they are until :meth:`receive` is called: what they are copied to then stays in memory for what uses it."""
-        if self._watch.turns is nullcontext:
-            return
-        with self._watch.turns():
-            for peer, number in expected:
-                self._wait(peer, lambda peer=peer, number=number: self._has_come(peer, number), early=False)  # type: ignore[misc]
-
-    def _has_come(self, peer: int, number: int) -> bool:
-        """Returns whether a message is in its mailbox, or was accepted; accepts those before it."""
-        while self._received[peer] < number and self._tables[peer][self.rank][_POSTED] > self._received[peer]:
-            if self._received[peer] == number - 1:
-                return True
-            self._accept(peer)
-        return self._received[peer] >= number
+    def receive_all(self, expected: Sequence[tuple[int, int]]) -> None:
+        """Returns when these messages, of peers and with numbers, have been accepted; see :meth:`receive`."""
+        for peer, number in expected:
+            self.receive(peer, number)
 
     def receive(self, peer: int, number: int) -> None:
         """Returns when an expected message has been accepted.
@@ -307,17 +243,25 @@ class SharedMemory:
         self._tables[self.rank][peer, _TAKEN] = self._received[peer]
         return True
 
-    def _wait(self, peer: int, ready: Callable[[], Any], early: bool = True) -> None:
-        """Waits until `ready`; `early`: what arrives meanwhile, and is expected, is accepted."""
+    def _has_posted(self, peer: int) -> bool:
+        """Returns whether its mailbox has a message that was not accepted."""
+        return self._tables[peer][self.rank][_POSTED] > self._received[peer]
+
+    def _take_in(self) -> None:
+        """Accepts what has arrived and is expected, while this rank waits for anything."""
+        for sender, expected in self._expected.items():
+            if expected and self._has_posted(sender):
+                self._accept(sender)
+
+    def _wait(self, peer: int, ready: Callable[[], Any]) -> None:
+        """Waits until `ready`; see :meth:`_take_in`."""
         for _ in range(_SPINS):
             if ready():
                 return
         began = looked = time.perf_counter()
         with self._watch.waiting(peer):
             while not ready():
-                for sender, expected in self._expected.items():
-                    if early and expected and self._tables[sender][self.rank][_POSTED] > self._received[sender]:
-                        self._accept(sender)
+                self._take_in()
                 now = time.perf_counter()
                 if now - began < _YIELD_S:
                     os.sched_yield()

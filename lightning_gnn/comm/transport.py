@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
 from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import Watchdog
-from lightning_gnn.extensions.codecs.codec import Codec
 
 ALIGNED = 16
 """Bytes at whose multiples numbers of any size may lie."""
@@ -61,6 +62,27 @@ class UpTo:
     accept: Accept
 
 
+class Buffers:
+    """Memory of an exchange that is used again: new memory costs more than what is written to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns memory that nobody else has until it is given back."""
+        free = self._free[torch.Size(shape), dtype]
+        if free:
+            return free.pop()
+        # An inference tensor could not take part in autograd later, and evaluation may well come first.
+        with torch.inference_mode(False):
+            return torch.empty(*shape, dtype=dtype, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Has memory used again that :meth:`take` has returned."""
+        self._free[buffer.shape, buffer.dtype].append(buffer)
+
+
 Receive = Tensor | UpTo
 
 
@@ -74,21 +96,27 @@ def by_peer(rows: Rows, counts: Sequence[int]) -> list[tuple[int, Any]]:
     return [(peer, part) for peer, part in enumerate(rows.split(list(counts))) if rows_of(part).numel()]
 
 
+Messages = tuple[
+    Sequence[tuple[int, Rows]],
+    Sequence[tuple[int, Receive]],
+    Traffic,
+    Callable[[Callable[[], None]], Callable[[], None]] | None,
+]
+"""What to send and to receive, see :meth:`Transport.start_each`; what is counted of it; what makes the function that is waited
+for of the one that :meth:`Transport.start_each` returns, if that is another."""
+
+
 class Transport(ABC):
     """One message to and from every peer, whatever carries it.
 
     Ranks that exchange anything start to do so in the same order, and may wait for it in any order.
 
     Attributes:
-        encodes: whether rows may travel approximately now: encoded, by an
-            :class:`~lightning_gnn.extensions.codecs.transport.EncodingTransport`, or only where they have changed, by a
-            :class:`~lightning_gnn.strategies.vertex_cut.cache.CachedExchange`.
-        codec: how rows are encoded; None for as they are.
+        approximate: whether rows may travel approximately now: in fewer bytes, or only where they have changed.
         receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
     """
 
-    encodes = False
-    codec: Codec | None = None
+    approximate = False
     receives_early = True
 
     @abstractmethod
@@ -109,6 +137,20 @@ class Transport(ABC):
         Raises:
             PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
         """
+
+    def messages(
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
+    ) -> Messages:
+        """Returns the messages that rows of an exchange are: one to and from every peer that has some.
+
+        Args:
+            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order.
+            out_counts, into_counts: rows for and from each rank, ``[P]``.
+            call: which one of the step.
+            exchange: whose rows they are.
+        """
+        sends = by_peer(out, out_counts)
+        return sends, by_peer(into, into_counts), self.traffic(sends), None
 
     @abstractmethod
     def start_varied(
@@ -137,17 +179,57 @@ class Transport(ABC):
         return rows_of(rows).nbytes
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a row of `width` numbers in training, once rows are encoded, if they are."""
+        """Returns the bytes of a row of `width` numbers in training, where it may travel approximately."""
         return width * dtype.itemsize
 
     @contextmanager
-    def encoding(self, on: bool = True) -> Iterator[None]:
+    def approximating(self, on: bool = True) -> Iterator[None]:
         """Rows may travel approximately while this is open, or may not; on every rank alike."""
-        before, self.encodes = self.encodes, on
+        before, self.approximate = self.approximate, on
         try:
             yield
         finally:
-            self.encodes = before
+            self.approximate = before
+
+    def take_sums(self) -> tuple[float, ...]:
+        """Returns numbers since the last call, whose sums over ranks :meth:`metrics` takes."""
+        return ()
+
+    def metrics(self, sums: Tensor) -> dict[str, Tensor]:
+        """Returns by name what is logged of such sums."""
+        return {}
+
+
+class TransportWrapper(Transport):
+    """A transport over another one, which has what this one does not.
+
+    Args:
+        transport: what carries the bytes.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self.receives_early = transport, transport.receives_early
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @staticmethod
+    def warm_up(dtype: torch.dtype) -> None:
+        """Runs the loops of the wrapper once, on rows of this dtype, so that they are compiled."""
+
+    # The other one's own, without a frame in between.
+
+    @property
+    def scratch(self) -> Any:
+        return self._transport.scratch
+
+    @property
+    def start_each(self) -> Any:
+        return self._transport.start_each
+
+    @property
+    def start_varied(self) -> Any:
+        return self._transport.start_varied
 
 
 class ProcessTransport(Transport):
@@ -293,13 +375,9 @@ class ProcessTransport(Transport):
         return self._memory.expect(peer, self.watch.mark(), accept)
 
     def _receive(self, expected: Sequence[tuple[int, int]]) -> None:
-        memory = self._memory
-        if not expected:
-            return
-        assert memory is not None
-        memory.wait_for(expected)
-        for peer, number in expected:
-            memory.receive(peer, number)
+        if expected:
+            assert self._memory is not None
+            self._memory.receive_all(expected)
 
     def _free_scratch(self, num_bytes: int) -> Tensor:
         """Returns shared memory that nothing is sent from any more, to peers on other machines either."""

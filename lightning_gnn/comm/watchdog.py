@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from types import FrameType
@@ -176,7 +176,6 @@ class Watchdog:
         place: stage and step of the training, alike on all ranks that do the same: part of what operations are called.
         stage: of the current operation, where it has several.
         peer: the rank that is waited for; None for all.
-        turns: what is open while this rank waits: others may compute then that would not beside it.
         alarm: why the ranks are to end; empty while all is well.
         cause: of it, in a line, once all have said what they do.
     """
@@ -185,7 +184,6 @@ class Watchdog:
         self.rank, self.size, self.deadline_s = rank, size, deadline_s
         self.place = self.stage = self.alarm = self.cause = ""
         self.peer: int | None = None
-        self.turns: Callable[[], AbstractContextManager[None]] = nullcontext
         self._number = 0
         self._calls: Callable[[], int] = lambda: 0
         self._passed: deque[Passed] = deque(maxlen=_KEPT)
@@ -216,8 +214,7 @@ class Watchdog:
     def waiting(self, peer: int | None = None) -> Iterator[None]:
         """Says, while it is open, that this rank waits for a peer, or for several; of a wait that has failed it stays known."""
         self.peer = peer
-        with self.turns():
-            yield
+        yield
         self.peer = None
 
     def begins(self, joint: bool) -> None:

@@ -291,8 +291,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         world = strategy.world
         raise_together(world, self._failure, "The graph could not be loaded and partitioned")
         folder = self.agree(world, layout, leads=strategy.local_rank == 0)
-        shard = failure = None
-        try:
+        with world.together("The partitioned graph could not be read"):
             if self._shard is not None and self._shard_of == (folder, layout):
                 shard = self._shard  # as the last stage has left it, like the whole graph on one device
                 shard.batch.cpu()
@@ -301,12 +300,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self._shard = None  # before the next one takes its memory
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types.is_hetero)
-                with strategy.my_turn():
-                    shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
-        except Exception as error:
-            failure = error
-        raise_together(world, failure, "The partitioned graph could not be read")
-        assert shard is not None
+                shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         self._shard_of = folder, layout
         return shard
 

@@ -332,7 +332,7 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
 
     If the losses of all ranks sum to the loss of one device, these are the gradients of one device. A parameter that has a
     gradient on no rank keeps None; one that has one on some rank gets it everywhere. A step ends with it, by
-    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.extensions.zero_rows.messages`).
+    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.extensions.zero_rows.transport`).
 
     Args:
         parameters: a module, or its parameters in the same order on every rank.

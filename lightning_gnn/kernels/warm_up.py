@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.extensions.codecs.kernels import dequantise, quantise, shorten
-from lightning_gnn.extensions.zero_rows.kernels import nonzero_rows, pack_rows, unpack_rows
 from lightning_gnn.kernels.attention import additive_scores, edge_softmax, pair_products, pair_sums, weighted_sums
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import timed_compilation
@@ -32,36 +30,24 @@ def _attention(csr: CSR, dtype: torch.dtype) -> None:
     weighted_sums(csr, rows, edge_softmax(csr, scores)).sum().backward()
 
 
-def _codes(csr: CSR, dtype: torch.dtype) -> None:
-    rows = torch.ones(1, 2, dtype=dtype)
-    for noise in (None, 1):
-        ends, packed, _ = quantise(rows, 8, noise)
-        shorten(rows, torch.empty(1, 2, dtype=torch.bfloat16), noise)
-    dequantise(ends, packed, 8, rows)
-
-
-def _zeros(csr: CSR, dtype: torch.dtype) -> None:
-    rows, out = torch.ones(1, 2, dtype=dtype), torch.empty(1 + 2 * dtype.itemsize, dtype=torch.uint8)
-    nonzero_rows(rows, [1])
-    pack_rows(rows, [1], [True], [0], out)
-    unpack_rows(out, rows)
-
-
 _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {
     "sums": lambda csr, dtype: spmm(csr, torch.ones(csr.num_cols, 2, dtype=dtype)),
     "statistics": _statistics,
     "attention": _attention,
-    "codes": _codes,
-    "zeros": _zeros,
 }
 
 
-def warm_up(groups: Collection[str], dtypes: Collection[torch.dtype]) -> float:
+def warm_up(
+    groups: Collection[str],
+    dtypes: Collection[torch.dtype],
+    others: Sequence[Callable[[torch.dtype], object]] = (),
+) -> float:
     """Loads loops from disk, and compiles those that are not there; returns the seconds of that, 0 if all were.
 
     Args:
-        groups: of ``"sums"``, ``"statistics"``, ``"attention"``, ``"codes"`` and ``"zeros"``.
+        groups: of ``"sums"``, ``"statistics"`` and ``"attention"``.
         dtypes: of the rows.
+        others: run other loops, on rows of a dtype.
     """
     # Sources out of order, so that the transpose is sorted, and a permutation of slots is needed.
     rows, columns = torch.tensor([[0, 0, 1], [2, 0, 1]], dtype=torch.int32)
@@ -73,5 +59,8 @@ def warm_up(groups: Collection[str], dtypes: Collection[torch.dtype]) -> float:
             for group in groups:
                 for dtype in dtypes:
                     _GROUPS[group](csr, dtype)
+            for other in others:
+                for dtype in dtypes:
+                    other(dtype)
 
     return timed_compilation(use)

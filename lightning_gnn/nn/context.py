@@ -81,7 +81,7 @@ class GraphContext(RankGraph):
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
-            with self.exchange.world.transport.encoding(False):
+            with self.exchange.world.transport.approximating(False):
                 reduce = matrix.rows.reduce_max if operation == "max" else matrix.rows.reduce
                 return matrix.rows.expand(reduce(partial, layer), layer)
 

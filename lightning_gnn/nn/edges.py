@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.utils import scatter
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.comm.matrix import Triples
+from lightning_gnn.comm.exchange import Exchange, Triples
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad

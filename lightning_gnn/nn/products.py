@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix
+from lightning_gnn.comm.exchange import Matrix
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.kernels.sums import RowStatistics, row_statistics_grad
 from lightning_gnn.nn.edges import Sum, scale_, scaled, shared, upstream_of, wide
 
@@ -62,7 +63,7 @@ class StatisticsOverRanks(torch.autograd.Function):
             if name in wanted:
                 partial = getattr(found, name)
                 # Exactly: an edge either has the extreme, on all ranks, or not.
-                with matrix.rows.world.transport.encoding(False):
+                with matrix.rows.world.transport.approximating(False):
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
                     whole.index_fill_(0, without, 0)
                     everywhere = matrix.rows.expand(whole, layer)

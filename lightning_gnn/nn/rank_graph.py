@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_gnn.comm.call import Step
-from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.exchange import Exchange, Matrix, Triples
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.kernels import CSR
@@ -179,7 +179,7 @@ class RankGraph:
         """
         world = self.exchange.world
         calls = world.calls.copy()
-        with torch.inference_mode(False), torch.no_grad(), world.transport.encoding(False):
+        with torch.inference_mode(False), torch.no_grad(), world.transport.approximating(False):
             made = make()
         world.calls = calls
         return made
@@ -290,6 +290,8 @@ class RankGraph:
 
         def spread() -> SparseMatrix:
             source, target = stored_ids(edge_index)
-            return make(Triples(target_ids[target], node_ids[source], None))
+            matrix = make(Triples(target_ids[target], node_ids[source], None))
+            assert isinstance(matrix, SparseMatrix)
+            return matrix
 
         return self.kept.of_edges(("spread", make), [edge_index], spread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,16 +17,17 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
+from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.extensions.codecs.codec import Codec, CodecName, make_codec
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
+from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
@@ -114,7 +115,7 @@ class GNNStrategy(StepStrategy):
         timeout: float = 1800.0,
         self_check: bool = True,
         keep_memory: bool = True,
-        codec: CodecName | None = None,
+        codec: str | None = None,
         stochastic_rounding: bool = False,
         keep_constant: bool = True,
         recompute: bool = False,
@@ -124,11 +125,14 @@ class GNNStrategy(StepStrategy):
     ) -> None:
         for name in _REMOVED.keys() & plugins.keys():
             raise TypeError(f"{type(self).__name__}({name}=...) was removed. {_REMOVED[name]}.")
-        super().__init__(start_method, shared_memory, timeout, host_memory, host_memory_dir, **plugins)
+        super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, keep_memory=keep_memory, keep_constant=keep_constant, recompute=recompute)
         check_flags(stochastic_rounding=stochastic_rounding)
-        make_codec(codec, stochastic_rounding)
+        if codec is not None or stochastic_rounding:
+            codecs().make_codec(codec, stochastic_rounding)
+        self._out_of_core = out_of_core(host_memory, host_memory_dir, shared_memory)
+        self.host_memory, self.host_memory_dir = self._out_of_core and self._out_of_core.most_bytes, host_memory_dir
         if recompute and stochastic_rounding:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
@@ -140,7 +144,7 @@ class GNNStrategy(StepStrategy):
         self.predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
-        self._codec: Codec | None = None
+        self._codec: Any = None
         self._shard: Shard | None = None
         self._checks = SelfChecks(self)
         self._callbacks: list[pl.Callback] = []
@@ -162,7 +166,7 @@ class GNNStrategy(StepStrategy):
             self_check: whether the self-check may run here.
         """
         if trainer is not None and self.world_size > 1:
-            run_checks.before_ranks_start(self, trainer, given, self_check)
+            run_checks.before_ranks_start(self, trainer, given, self_check, self._out_of_core is None)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -188,10 +192,9 @@ class GNNStrategy(StepStrategy):
         module = self._module
         self.progress.begin_stage()
         self.random = RandomStreams(self.world)
-        self._codec = make_codec(self.codec, self.stochastic_rounding, self.random.seed)
-        if self._codec is not None:
-            self.world.use_codec(self._codec)
-
+        if self.codec is not None:
+            self._codec = codecs().make_codec(self.codec, self.stochastic_rounding, self.random.seed)
+            self.world.wrap_transport(partial(codecs().EncodingTransport, codec=self._codec))
         in_parts = self.binds(shard)
         self._in_use = ExitStack()
         if in_parts:
@@ -235,6 +238,34 @@ class GNNStrategy(StepStrategy):
         of_steps = None if self._rows is None else self._rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
         return [metrics, self.progress, self._checks]
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._out_of_core is not None:
+            self._out_of_core.check(self.parallel_devices or [], self.num_nodes)
+        super()._configure_launcher()
+
+    @override
+    def _make_world(self) -> World:
+        if self._out_of_core is None:
+            return super()._make_world()
+        of_run = self.global_rank, self.world_size, self.root_device, self.timeout
+        return self._out_of_core.make_world(self._trainer.default_root_dir, *of_run)
+
+    @contextmanager
+    @override
+    def _step(self, name: str) -> Iterator[None]:
+        with nullcontext() if self._out_of_core is None else self._out_of_core.turn(), super()._step(name):
+            yield
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with nullcontext() if self._out_of_core is None else self._out_of_core.turn():
+            return super().backward(*args, **kwargs)
+
+    def transport_wrappers(self) -> list[Any]:
+        """Returns the classes that wrap the transport of training steps."""
+        return [*transport_wrappers(), *([] if self.codec is None else [codecs().EncodingTransport])]
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -18,12 +16,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_flags, check_numbers, checked_bytes
+from lightning_gnn.arguments import check_choice, check_flags, check_numbers
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.processes import here
 from lightning_gnn.devices import backend_of
-from lightning_gnn.extensions.out_of_core.paging import Pager, in_turns
 from lightning_gnn.launching import StartMethod, make_launcher
 
 MOST_SECONDS = 10**8
@@ -43,8 +40,6 @@ class RankStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         shared_memory: bool = True,
         timeout: float = 1800.0,
-        host_memory: int | str | None = None,
-        host_memory_dir: str | Path | None = None,
         **plugins: Any,
     ) -> None:
         super().__init__(**plugins)
@@ -54,19 +49,9 @@ class RankStrategy(ParallelStrategy):
             raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
         check_flags(shared_memory=shared_memory)
         self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
-        self.host_memory = None if host_memory is None else checked_bytes("host_memory", host_memory)
-        if host_memory_dir is not None and host_memory is None:
-            raise ValueError("host_memory_dir is where ranks have what host_memory has no room for: set that, too.")
-        self.host_memory_dir = host_memory_dir
-        if host_memory is not None and not shared_memory:
-            raise ValueError(
-                "host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out."
-            )
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None
-        self._pager: Pager | None = None
-        self._in_turns = ExitStack()
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -96,7 +81,6 @@ class RankStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or []:
             backend_of(device)
-        self._check_host_memory()
         self._launcher = make_launcher(self, self._start_method)  # type: ignore[arg-type]
 
     @property
@@ -146,33 +130,9 @@ class RankStrategy(ParallelStrategy):
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
         self._world = self._make_world()
-        if self.host_memory is not None:
-            folder = self._memory_folder()
-            self._pager = self._in_turns.enter_context(in_turns(self._world, folder, self.host_memory))
-
-    def _check_host_memory(self) -> None:
-        """Raises ValueError for ranks that cannot compute one after the other."""
-        kinds = sorted({device.type for device in self.parallel_devices or []})
-        if self.host_memory is not None and (kinds != ["cpu"] or self.num_nodes > 1 or self.num_processes == 1):
-            raise ValueError(
-                "host_memory is for several CPU ranks of one machine: each has a part of the graph, and they compute one after "
-                f"the other (got num_nodes={self.num_nodes}, devices={self.num_processes} on {', '.join(kinds)}). Set "
-                'Trainer(accelerator="cpu", devices=8), say.'
-            )
-
-    def my_turn(self) -> AbstractContextManager[None]:
-        """While open, this rank computes, and others that share ``host_memory`` with it wait."""
-        return nullcontext() if self._pager is None else self._pager.turns.taken()
-
-    def _memory_folder(self) -> Path:
-        """Returns where ranks have what there is no memory for."""
-        folder = Path(self.host_memory_dir or self._trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def _make_world(self) -> World:
-        messages = None if self.host_memory is None else self._memory_folder()
-        return World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory, messages)
+        return World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
 
     @override
     def model_to_device(self) -> None:
@@ -235,8 +195,6 @@ class RankStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._in_turns.close()
-        self._pager = None
         if self._world is not None:
             self._world.close()
             self._world = None

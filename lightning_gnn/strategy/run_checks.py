@@ -77,8 +77,10 @@ class RunChecks(pl.Callback):
             )
 
 
-def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequence[Any], self_check: bool) -> None:
-    """See :meth:`~lightning_gnn.strategy.base.GNNStrategy.before_ranks_start`."""
+def before_ranks_start(
+    strategy: GNNStrategy, trainer: pl.Trainer, given: Sequence[Any], self_check: bool, must_fit: bool
+) -> None:
+    """See :meth:`~lightning_gnn.strategy.base.GNNStrategy.before_ranks_start`; `must_fit`: into this machine's memory."""
     module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
     data = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
     data = strategy.check_data(data or getattr(trainer, "datamodule", None))
@@ -98,7 +100,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     if not layout.reads_edges(types.is_hetero):
         return
     _warm_up(strategy, module, trainer)
-    if not types.is_hetero and strategy.host_memory is None:
+    if must_fit and not types.is_hetero:
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)
@@ -151,7 +153,6 @@ def _warm_up(strategy: GNNStrategy, module: pl.LightningModule, trainer: pl.Trai
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if "bf16" in str(trainer.precision):
         dtypes.add(torch.bfloat16)
-    groups = kernel_groups(module) | {"zeros", *(["codes"] if strategy.codec is not None else [])}
-    seconds = warm_up(groups, dtypes)
+    seconds = warm_up(kernel_groups(module), dtypes, [each.warm_up for each in strategy.transport_wrappers()])
     if seconds:
         rank_zero_info(f"Compiled in {seconds:.1f} s")

@@ -136,13 +136,13 @@ class StepStrategy(RankStrategy):
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         """While open, the module's step of that name runs."""
-        with self.my_turn(), telling_about_types(f"{type(self._module).__name__}.{name}"):
+        with telling_about_types(f"{type(self._module).__name__}.{name}"):
             yield
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
         trainer = self._module.trainer
-        return self.world.transport.encoding(trainer.current_epoch + 1 != trainer.max_epochs)
+        return self.world.transport.approximating(trainer.current_epoch + 1 != trainer.max_epochs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,7 +157,7 @@ class StepStrategy(RankStrategy):
                 self.pre_backward(closure_loss)
                 loss = precision.pre_backward(closure_loss, module)
             gradients.before()
-            with self.my_turn(), self._approximating(), self._computing_again():
+            with self._approximating(), self._computing_again():
                 precision.backward(loss * scale, module, optimizer, *args, **kwargs)
             with self._drawing(False):
                 self.loss = gradients.after(closure_loss.detach() * scale)

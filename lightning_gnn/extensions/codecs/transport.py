@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, Transport, UpTo, rows_of
-from lightning_gnn.extensions.codecs.codec import Codec
+from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, Rows, Scratch, TransportWrapper, UpTo, rows_of
+from lightning_gnn.extensions.codecs.codec import Codec, make_codec
+from lightning_gnn.extensions.codecs.kernels import dequantise, quantise, shorten
+
+__all__ = ["EncodingTransport", "make_codec"]
 
 
-class EncodingTransport(Transport):
-    """A transport over another one that encodes rows while :meth:`encoding` is open; all ranks must open it at the same points.
+class EncodingTransport(TransportWrapper):
+    """A transport over another one that encodes rows while :meth:`approximating` is open, which ranks open at the same points.
 
     Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
     rows that would not get shorter. What is gathered or shown is the other transport's own, and exact.
@@ -27,21 +30,25 @@ class EncodingTransport(Transport):
     """
 
     def __init__(self, transport: Any, codec: Codec) -> None:
-        self._transport = transport
-        self.codec: Codec = codec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        super().__init__(transport)
+        self.codec = codec
 
     @override
-    def start_varied(
-        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], dict[int, Tensor]]:
-        return self._transport.start_varied(sends, senders)
+    @staticmethod
+    def warm_up(dtype: torch.dtype) -> None:
+        rows = torch.ones(1, 2, dtype=dtype)
+        for noise in (None, 1):
+            ends, packed, _ = quantise(rows, 8, noise)
+            shorten(rows, torch.empty(1, 2, dtype=torch.bfloat16), noise)
+        dequantise(ends, packed, 8, rows)
+
+    @override
+    def messages(self, *rows: Any) -> Messages:
+        return super().messages(*rows) if self.approximate else self._transport.messages(*rows)
 
     def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
         """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
-        if not (self.encodes and dtype.is_floating_point and len(shape) > 1):
+        if not (self.approximate and dtype.is_floating_point and len(shape) > 1):
             return None
         width = prod(shape[1:])
         coded = self.row_bytes(width, dtype)
@@ -108,3 +115,11 @@ class EncodingTransport(Transport):
                 self.codec.encode(rows.detach().reshape(len(rows), -1), into)
             messages[key] = replace(part, rows=into) if isinstance(part, Scratch) else into
         return [(peer, messages[id(rows)]) for peer, rows in sends]
+
+    @override
+    def take_sums(self) -> tuple[float, ...]:
+        return self.codec.take_squares()
+
+    @override
+    def metrics(self, sums: Tensor) -> dict[str, Tensor]:
+        return {"codec/error": (sums[0] / sums[1]).sqrt() if sums[1] else torch.zeros_like(sums[1])}

@@ -11,9 +11,11 @@ others in a file and in the host's memory; there layers are written for it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
+import tempfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -32,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import full_disk, unnamed_file
 from lightning_gnn.extensions.out_of_core.turns import Turns
 from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 
@@ -78,6 +79,25 @@ class _Block:
         return self.end - self.begin
 
 
+def unnamed_file(folder: Path, flags: int = 0) -> int:
+    """Returns a descriptor of a new file in a folder, to read and write, which is gone when nothing has it open or mapped."""
+    descriptor, name = tempfile.mkstemp(prefix=".lightning_gnn.", dir=folder)
+    try:
+        return os.open(name, os.O_RDWR | flags)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
+def full_disk(error: OSError) -> Exception:
+    """Returns what to raise where a file of host_memory could not be written."""
+    if error.errno != errno.ENOSPC:
+        return error
+    return RuntimeError(
+        "The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory."
+    )
+
+
 @contextmanager
 def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
@@ -108,8 +128,6 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
         stack.callback(turns.close)
         pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(near)))
         stack.callback(pager.close)
-        world.watch.turns = turns.given_up
-        stack.callback(setattr, world.watch, "turns", nullcontext)
         stack.enter_context(pager)
         yield pager
 

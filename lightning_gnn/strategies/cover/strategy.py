@@ -17,9 +17,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, Triples
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, Triples, spread_edges
+from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard

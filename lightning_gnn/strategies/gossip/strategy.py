@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_numbers, check_whole
-from lightning_gnn.extensions.codecs.codec import CodecName
 from lightning_gnn.strategies.gossip.cluster_strategy import Average, ClusterStrategy
 from lightning_gnn.strategies.gossip.lockstep import Lockstep
 from lightning_gnn.strategies.gossip.pairing import Pairing, Rule
@@ -77,7 +76,7 @@ class GossipStrategy(ClusterStrategy):
         patience: float = 60.0,
         lease: float = 10.0,
         restarts: int = 0,
-        codec: CodecName | None = None,
+        codec: str | None = None,
         **options: Any,
     ) -> None:
         check_numbers(patience=patience, lease=lease)

@@ -19,9 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Buffers, start_messages
+from lightning_gnn.comm.exchange import Matrix, Triples, start_messages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, distribute
+from lightning_gnn.comm.matrix import distribute
 from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
@@ -53,7 +53,7 @@ class BlockMatrix(Matrix):
         self._stages = [(passed[self.row], passed[self.row - 1]) for passed in grid.ring(column)]
         self._passes = {owner for owner, _ in self._stages if owner is not None}
         self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
-        self._buffers = Buffers(world)
+        self._buffers = world.buffers(world.device)
 
     def _distribute(self, entries: Triples) -> dict[int, tuple[CSR, Tensor | None]]:
         """Returns by the owner of a sub-block what it is multiplied with here, and the values of that in slot order."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, Matrix, Triples
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids, owners_of
 from lightning_gnn.strategies.spmm.grid import ProcessCube

@@ -19,8 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.exchange import Matrix, Triples
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.matrix import Matrix, Triples, distribute
+from lightning_gnn.comm.matrix import distribute
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.shard import Ids

@@ -26,6 +26,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
 from lightning_gnn.comm.transport import Rows, by_peer, rows_of
 from lightning_gnn.extensions.codecs.codec import Codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 _FLAGS = 64
@@ -149,7 +150,7 @@ class CachedExchange(HaloExchange):
         self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         transport, near = self.world.transport, self._cache.near
-        if not transport.encodes or not rows_of(out).is_floating_point():
+        if not transport.approximate or not rows_of(out).is_floating_point():
             return super().send(out, out_counts, into, into_counts, call, began)
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         whole = [(peer, part) for peer, part in sends if peer in near]
@@ -161,7 +162,7 @@ class CachedExchange(HaloExchange):
         if key not in self._channels:
             with torch.inference_mode(False):
                 self._channels[key] = _Channel(into, far_out, far_into)
-        channel, codec = self._channels[key], transport.codec
+        channel, codec = self._channels[key], transport.codec if isinstance(transport, EncodingTransport) else None
         rows = torch.cat(
             [into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)]
         )
@@ -172,12 +173,12 @@ class CachedExchange(HaloExchange):
                 f"What layer '{call.layer}' sends ({call.direction}) holds nan or infinity on rank {self.world.rank}. Look for a "
                 "learning rate that is too high, a division by zero, or features that are not finite."
             ) from error
-        with transport.encoding(False):
+        with transport.approximating(False):
             traffic = transport.traffic(whole)
         self._cache.record(call.layer, call.direction, channel.num_active + traffic.rows, len(rows) + traffic.rows)
         traffic += Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
         with starting(self.world, self.meter, call, traffic, began):
-            with transport.encoding(False):
+            with transport.approximating(False):
                 wait_near = transport.start_each(whole, [each for each in receives if each[0] in near])
             wait = transport.start_varied(messages, [peer for peer, count in enumerate(far_into) if count])
 

@@ -26,7 +26,6 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.codecs.codec import CodecName
 from lightning_gnn.extensions.plans.detect import hosts_of
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.partition.types import Types
@@ -291,7 +290,7 @@ class CachedVertexCutStrategy(VertexCutStrategy):
     def __init__(
         self,
         cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = "adaptive",
-        codec: CodecName | None = "int8",
+        codec: str | None = "int8",
         **options: Any,
     ) -> None:
         super().__init__(cache=cache, codec=codec, **options)

@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
@@ -188,14 +189,14 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     return _priced(candidate, cut, rehearsal, job)
 
 
-def coding(strategy: GNNStrategy) -> Callable[[World], None]:
+def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[None]]:
     """Returns what lets rows of a rank's world travel as in the strategy's training steps, which may be approximately."""
     codec = make_codec(strategy.codec, strategy.stochastic_rounding)
 
-    def prepare(world: World) -> None:
+    def prepare(world: World) -> AbstractContextManager[None]:
         if codec is not None:
-            world.use_codec(codec)
-        world.transport.encodes = True
+            world.wrap_transport(partial(EncodingTransport, codec=codec))
+        return world.transport.approximating()
 
     return prepare
 

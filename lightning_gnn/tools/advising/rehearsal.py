@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeAlias
@@ -127,7 +127,7 @@ def rehearse(
     bind: Bind,
     trainer: pl.Trainer,
     threads: int = 1,
-    prepare: Callable[[World], None] | None = None,
+    prepare: Callable[[World], AbstractContextManager[None]] | None = None,
 ) -> Rehearsal:
     """Runs a few training steps on all ranks and returns one, as it went.
 
@@ -138,7 +138,7 @@ def rehearse(
         trainer: what the step finds as ``self.trainer``; its loggers get nothing.
         threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
             change; else that of the clock on the wall.
-        prepare: called with each rank's world before the module is bound.
+        prepare: called with each rank's world before the module is bound; what it returns is open during steps.
 
     Raises:
         RuntimeError: the step does not run, or ranks do not exchange alike; the cause is the first error.
@@ -147,8 +147,7 @@ def rehearse(
 
     def on_rank(rank: int) -> Footprint:
         world, shard = InProcessWorld(rank, recorder), shards[rank]
-        if prepare is not None:
-            prepare(world)
+        prepared = nullcontext() if prepare is None else prepare(world)
         model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
         binding = bind(model, shard, world)
         counted = Counted(model)
@@ -163,7 +162,7 @@ def rehearse(
             without_optimizers(model, run_backward)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
-        with graph_in_use(binding.context, this_thread_only=True):
+        with graph_in_use(binding.context, this_thread_only=True), prepared:
             for step in range(STEPS):
                 recorder.begin(rank)
                 binding.context.begin_step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -29,6 +31,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.codecs.codec import Codec, make_codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.extensions.plans import Relation, Topology, rank_plan, spst
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.topology_file import topology_from_dict
@@ -262,9 +265,9 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             assert torch.equal(plain[len(own) :], halo)
             before = meter.take()["layer", "forward"]
             assert before.bytes_sent == before.rows * plain_bytes
-            with transport.encoding():
+            with transport.approximating():
                 coded = exchange.expand(own, "layer")
-                with transport.encoding(False):
+                with transport.approximating(False):
                     assert torch.equal(exchange.expand(own, "layer"), plain)
                 assert torch.equal(exchange.expand(own[:, 0].contiguous(), "none"), plain[:, 0])
                 assert torch.equal(exchange.expand((10 * own).long(), "none"), (10 * plain).long())
@@ -274,11 +277,11 @@ def three_ranks_over(world: Any, codec: Codec) -> None:
             # Relays send on what they have decoded, and lose nothing more.
             assert torch.equal(coded[len(own) :], as_decoded) and torch.equal(coded[: len(own)], own)
             several = [own, own[:, :1].contiguous(), own.view(len(own), 1, width)]
-            with transport.encoding():
+            with transport.approximating():
                 for got, expected in zip(exchange.expand_all(several, "layer"), [plain, plain[:, :1], plain]):
                     torch.testing.assert_close(got.flatten(1), expected.flatten(1), rtol=0, atol=tolerance)
             exact_sum = exchange.reduce(plain, "layer")
-            with transport.encoding():
+            with transport.approximating():
                 close = exchange.reduce(plain, "layer")
             torch.testing.assert_close(close, exact_sum, rtol=0, atol=2 * tolerance)
             assert width < 3 or rank == 1 or not torch.equal(close, exact_sum)
@@ -294,7 +297,7 @@ def test_messages_of_threads():
 
     def work(rank: int) -> None:
         world = InProcessWorld(rank, meeting)
-        world.use_codec(codec_of("int8"))
+        world.wrap_transport(partial(EncodingTransport, codec=codec_of("int8")))
         three_ranks_over(world, codec_of("int8"))
 
     for result in meeting.run(work):
@@ -305,7 +308,7 @@ def test_messages_of_threads():
 def messages(rank: int, world_size: int, shared_memory: bool, name: Any) -> None:
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
     try:
-        world.use_codec(codec_of(name))
+        world.wrap_transport(partial(EncodingTransport, codec=codec_of(name)))
         three_ranks_over(world, codec_of(name))
     finally:
         world.close()
@@ -316,18 +319,24 @@ def test_messages_of_ranks(ranks, shared_memory, name):
     ranks.run(3, messages, shared_memory, name)
 
 
+def test_what_one_transport_cannot_the_one_around_it_cannot():
+    """NCCL does one thing after the other, so plans must not receive before they have sent."""
+    for early in (True, False):
+        assert EncodingTransport(SimpleNamespace(receives_early=early), codec_of("int8")).receives_early == early
+
+
 def mixed(rank: int, world_size: int, shared_memory: bool) -> None:
     """Rows for several ranks, beside bytes and a row too narrow, in one go; memory to send from is used again."""
     world = World(rank, world_size, torch.device("cpu"), timedelta(seconds=30), shared_memory)
     codec = codec_of("int4")
     try:
-        world.use_codec(codec)
+        world.wrap_transport(partial(EncodingTransport, codec=codec))
         rows = [everyone(9, 33) * (1 + peer) for peer in range(world_size)]
         others = [peer for peer in range(world_size) if peer != rank]
         for _ in range(4):
             payload, narrow = torch.arange(7, dtype=torch.uint8) + rank, torch.full((3, 1), rank + 0.5)
             arrived = [(torch.empty(9, 33), torch.empty(7, dtype=torch.uint8), torch.empty(3, 1)) for _ in others]
-            with world.transport.encoding():
+            with world.transport.approximating():
                 for kind in range(3):  # one message a pair in flight, as schemes have it
                     sent = (rows[rank], payload, narrow)
                     send = [(peer, sent[(kind + peer) % 3]) for peer in others]
@@ -473,12 +482,12 @@ def test_stochastic_rounding_repeats(ranks):
         assert all(map(torch.equal, first["weights"], second["weights"]))
 
 
-def plain_wire(rank: int, world_size: int) -> str:
+def plain_wire(rank: int, world_size: int) -> bool:
     seen = []
 
     class Look(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(type(trainer.strategy.world.transport).__name__)
+            seen.append(isinstance(trainer.strategy.world.transport, EncodingTransport))
 
     trainer = quiet_trainer(DGCLStrategy(timeout=30), world_size, max_epochs=1, callbacks=[Look()])
     module = NodeClassifier(GCN(FEATURES, 8, 2, CLASSES), num_classes=CLASSES)
@@ -487,7 +496,7 @@ def plain_wire(rank: int, world_size: int) -> str:
 
 
 def test_without_a_codec_nothing_is_in_between(ranks):
-    assert ranks.run(2, plain_wire) == ["ProcessTransport", "ProcessTransport"]
+    assert not any(ranks.run(2, plain_wire))
 
 
 # Refusals #####################################################################

@@ -419,9 +419,7 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
     seen = []
     assign = cutters.assign_edges
-    monkeypatch.setattr(
-        cutters, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1]
-    )
+    monkeypatch.setattr(cutters, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1])
     cuts = [
         read_cut(
             tmp_path / "store" / GraphDataModule(source, store=tmp_path / "store", partition="streaming").build(layout)
@@ -440,7 +438,9 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
 
 def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     folder = str(own(tmp_path / "graph"))
-    monkeypatch.setattr("lightning_gnn.extensions.graph_files.streaming.ENTRIES", 1000)  # blocks are more than all of METIS's
+    monkeypatch.setattr(
+        "lightning_gnn.extensions.graph_files.streaming.ENTRIES", 1000
+    )  # blocks are more than all of METIS's
     for free, method in ((10**9, "metis"), (40_000, "streaming")):
         monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
         monkeypatch.setattr("lightning_gnn.extensions.graph_files.streaming.LEAST_PAIRS", 100)

@@ -30,9 +30,10 @@ from torch_geometric.data import Data
 
 import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
-from lightning_gnn.comm.shared_memory import Segment, unnamed_file
+from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.out_of_core import paging
-from lightning_gnn.extensions.out_of_core.paging import Pager
+from lightning_gnn.extensions.out_of_core.paging import Pager, unnamed_file
+from lightning_gnn.extensions.out_of_core.run import FileSegment
 from lightning_gnn.extensions.out_of_core.turns import _Lock
 from lightning_gnn.heap import freed_at_once
 
@@ -184,13 +185,48 @@ def test_turns(ranks, disk):
     assert all(10 < len(rooms) < len(cores) for _, _, (rooms, cores), _ in found)
 
 
+def holds_turns(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, set[bool]]:
+    """Returns whether it was this rank's turn where it read its part of the graph, computed, and was in between."""
+    found: dict[str, set[bool]] = {name: set() for name in ("reading", "step", "backward", "between")}
+    strategy = DGCLStrategy(**options)
+
+    def note(where: str) -> None:
+        found[where].add(strategy.world.turns._room.held)  # type: ignore[attr-defined]
+
+    class Model(lightning_gnn.NodeClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            note("step")
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda grad: note("backward"))
+            return loss
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            note("between")
+
+    class Reading(Cut):
+        def shard(self, *args: Any) -> Any:
+            note("reading")
+            return read(self, *args)
+
+    read, model = Cut.shard, Model(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
+    trainer = quiet_trainer(strategy, world_size, False, max_epochs=2)
+    with mock.patch.object(Cut, "shard", Reading.shard):
+        trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
+    return found
+
+
+def test_what_ranks_do_in_their_turns(ranks, disk):
+    for found in ranks.run(2, holds_turns, {"host_memory": "8GB", "host_memory_dir": str(disk)}):
+        assert found == {"reading": {True}, "step": {True}, "backward": {True}, "between": {False}}
+
+
 def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], int, int]:
     """Returns where messages are, what the exchange keeps of what it received, and how often files of messages were emptied."""
     found: list[str] = []
     kept, emptied = [0], list[bool]()
-    give_up = Segment.give_up
+    give_up = FileSegment.give_up
 
-    def counted(segment: Segment) -> None:
+    def counted(segment: FileSegment) -> None:
         reserved = bool(segment._reserved)
         give_up(segment)
         emptied.append(reserved and not os.fstat(segment.fd).st_blocks)
@@ -204,7 +240,7 @@ def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
 
     model = lightning_gnn.NodeClassifier(build("gcn", FEATURES, CLASSES), num_classes=CLASSES).double()
     trainer = quiet_trainer(DGCLStrategy(**options), world_size, False, callbacks=[Look()])
-    with mock.patch.object(Segment, "give_up", counted):
+    with mock.patch.object(FileSegment, "give_up", counted):
         trainer.fit(model, datamodule=lightning_gnn.GraphDataModule(graph()))
     return found, kept[0], sum(emptied)
 
@@ -219,7 +255,7 @@ def test_messages_are_in_files(ranks, disk):
 
 def test_a_file_of_messages_has_its_place_before_it_is_written(disk, monkeypatch):
     """Else a full disk would end the process without a word."""
-    segment = Segment.create(1 << 20, disk)
+    segment = FileSegment.create_in(disk, 1 << 20)
     segment.reserve(1 << 19)
     assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 19
     segment.bytes[: 1 << 19] = 7
@@ -232,7 +268,6 @@ def test_a_file_of_messages_has_its_place_before_it_is_written(disk, monkeypatch
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(RuntimeError, match="The disk of host_memory_dir is full"):
         segment.reserve(1)
-    Segment.create(1 << 20).reserve(1)  # memory
 
 
 def fails_in_a_turn(rank: int, world_size: int, folder: str) -> None:

@@ -44,7 +44,9 @@ def _of_rates(rank: int, size: int, rates: dict[tuple[int, int], float]) -> tupl
     world = World(rank, size, torch.device("cpu"), timedelta(seconds=60))
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_gnn.extensions.plans.measure.rate", lambda world, a, b, seconds, most_bytes: rates[a, b])
+        patch.setattr(
+            "lightning_gnn.extensions.plans.measure.rate", lambda world, a, b, seconds, most_bytes: rates[a, b]
+        )
         patch.setattr("lightning_gnn.extensions.plans.measure.rank_zero_warn", said.append)
         patch.setattr("lightning_gnn.extensions.plans.measure.hosts_of", lambda world: ((0, 2), (1,))[:size])
         found = measure(world, 0.001, 1_000_000, lambda done, total: None)

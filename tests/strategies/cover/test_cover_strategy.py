@@ -35,8 +35,9 @@ from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 import lightning_gnn.strategies.cover.strategy
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.call import Call
+from lightning_gnn.comm.exchange import Triples
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans import Relation
 from lightning_gnn.extensions.plans.exchanges import Workload, edge_traffic

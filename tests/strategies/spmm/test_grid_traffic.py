@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from benchmarks.rings import published_traffic
 from lightning_gnn.comm.call import DIRECTIONS, Call
+from lightning_gnn.comm.exchange import Matrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_traffic

@@ -44,9 +44,10 @@ from lightning_gnn import (
     SpMMStrategy,
 )
 from lightning_gnn.comm.call import DIRECTIONS, Call
+from lightning_gnn.comm.exchange import Matrix, Triples
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Matrix, SparseMatrix, Triples
+from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn.helpers import graph_in_use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.codecs.codec import make_codec
+from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache, NotFiniteError, _bits, _flags
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
@@ -50,7 +52,7 @@ def pair(exchange: Any, rows: Tensor, layer: str = "a", approximate: bool = True
     """Returns the halo rows that come of own rows, and what comes home of halo rows."""
     halo = rows.new_empty(exchange.num_halo, *rows.shape[1:])
     home = torch.zeros_like(rows)
-    with exchange.world.transport.encoding(approximate):
+    with exchange.world.transport.approximating(approximate):
         call = exchange.world.call(layer)
         exchange.start_expand(rows, halo, call)()
         exchange.start_reduce(halo * 2, call.backward())(home)
@@ -74,7 +76,7 @@ def test_both_ends_agree_and_nothing_is_lost(codec, size, seed, dtype):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: MessageCache) -> Any:
         plain, coder = exchange.world.transport, make_codec(codec)
         if coder is not None:
-            exchange.world.use_codec(coder)
+            exchange.world.wrap_transport(partial(EncodingTransport, codec=coder))
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(NODES, WIDTH, generator=g).to(dtype)
         for step in range(8):
@@ -124,7 +126,7 @@ def test_both_ends_guess_alike(codec, size, seed, share):
     def work(exchange: Any, own: slice, halo: np.ndarray, cache: Any) -> Any:
         coder = make_codec(codec)
         if coder is not None:
-            exchange.world.use_codec(coder)
+            exchange.world.wrap_transport(partial(EncodingTransport, codec=coder))
         g = torch.Generator().manual_seed(seed)
         for step in range(8):
             x = torch.randn(NODES, WIDTH, generator=g) * 10.0 ** float(torch.randn((), generator=g))
@@ -214,7 +216,7 @@ def test_what_is_not_finite_stops_the_run(bad):
         x[:, 2] = bad
         if not len(exchange.send_rows):
             return False
-        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.transport.encoding():
+        with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.transport.approximating():
             exchange.start_expand(x[own].contiguous(), x[halo], Call("convs.1"))
         return all(bool(torch.isfinite(channel.sent).all()) for channel in exchange._channels.values())
 

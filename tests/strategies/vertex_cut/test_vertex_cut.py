@@ -38,8 +38,9 @@ from lightning_gnn import (
     NodeClassifier,
     VertexCutStrategy,
 )
+from lightning_gnn.comm.exchange import Triples
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.matrix import Triples, distribute
+from lightning_gnn.comm.matrix import distribute
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.strategies.vertex_cut.cache import _Channel

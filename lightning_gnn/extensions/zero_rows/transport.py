@@ -16,15 +16,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_gnn.comm.call import Call, Step
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.transport import ALIGNED, Receive, Rows, Scratch, UpTo, by_peer, rows_of
-from lightning_gnn.kernels import bits_bytes, nonzero_rows, pack_rows, unpack_rows
+from lightning_gnn.comm.traffic import Traffic
+from lightning_gnn.comm.transport import (
+    ALIGNED,
+    Messages,
+    Receive,
+    Rows,
+    Scratch,
+    TransportWrapper,
+    UpTo,
+    by_peer,
+    rows_of,
+)
+from lightning_gnn.extensions.zero_rows.kernels import bits_bytes, nonzero_rows, pack_rows, unpack_rows
 
 _WORTH = 1 / 8
 """The share of a message's bytes from which on its zero rows are left out of the next step's."""
@@ -65,17 +81,18 @@ class ZeroRows:
         self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
-    def may_be_left_out(self, call: Call) -> bool:
-        """Returns whether rows of a call may be left out.
+    def messages(
+        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call
+    ) -> Messages:
+        """See :meth:`~lightning_gnn.comm.transport.Transport.messages`."""
+        self._begin_step()
+        sends, num_rows = self._pack(out, out_counts, call)
+        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
+        receives = self._unpacked(into, into_counts, call)
+        return sends, receives, traffic, partial(self._waiting, into, into_counts, call)
 
-        Not on devices, for which the host would have to wait to know how much there is to send; nor where rows are encoded.
-        """
-        transport = self._world.transport
-        encoded = transport.codec is not None and transport.encodes
-        return call.direction == "backward" and self._world.device.type == "cpu" and not encoded
-
-    def begin_step(self) -> None:
-        """Is called before messages are packed: the first time in a step, waits for those of earlier ones."""
+    def _begin_step(self) -> None:
+        """The first time in a step, waits for the messages of earlier ones."""
         if self._step != self._world.step:
             for receive in list(self._under_way):
                 receive()
@@ -89,7 +106,7 @@ class ZeroRows:
             seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
         return seen.short
 
-    def pack(self, out: Rows, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
+    def _pack(self, out: Rows, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
         """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
         rows = rows_of(out)
         short = [count > 0 and self._short((call, peer, True)) for peer, count in enumerate(counts)]
@@ -119,7 +136,7 @@ class ZeroRows:
             sends.append((peer, replace(part, rows=data) if isinstance(part, Scratch) else data))
         return sends, num_rows
 
-    def unpacked(self, into: Tensor, counts: Sequence[int], call: Call) -> list[tuple[int, Receive]]:
+    def _unpacked(self, into: Tensor, counts: Sequence[int], call: Call) -> list[tuple[int, Receive]]:
         """Returns what is received in place of rows, so many from each rank, ``[P]``."""
 
         def received(key: _Key, rows: Tensor) -> Receive:
@@ -133,8 +150,8 @@ class ZeroRows:
 
         return [(peer, received((call, peer, False), rows)) for peer, rows in by_peer(into, counts)]
 
-    def waiting(self, wait: Callable[[], None], into: Tensor, counts: Sequence[int], call: Call) -> Callable[[], None]:
-        """Returns the function that waits for what :meth:`unpacked` returned for these rows, and looks at them."""
+    def _waiting(self, into: Tensor, counts: Sequence[int], call: Call, wait: Callable[[], None]) -> Callable[[], None]:
+        """Returns the function that waits for what :meth:`_unpacked` returned for these rows, and looks at them."""
 
         def receive() -> None:
             if receive in self._under_way:
@@ -161,3 +178,38 @@ class ZeroRows:
             saved = (count - kept) * row_bytes - bits_bytes(count)
             seen = self._seen[key]
             seen.worth = seen.worth is not False and saved >= _WORTH * count * row_bytes
+
+
+class ZeroRowsTransport(TransportWrapper):
+    """A transport over another one, which sends rows as they are, that leaves rows of zeros out of messages of the backward.
+
+    Not on devices, for which the host would have to wait to know how much there is to send.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport)
+        self._of: WeakKeyDictionary[Exchange, ZeroRows] = WeakKeyDictionary()
+
+    @override
+    @staticmethod
+    def warm_up(dtype: torch.dtype) -> None:
+        rows, out = torch.ones(1, 2, dtype=dtype), torch.empty(1 + 2 * dtype.itemsize, dtype=torch.uint8)
+        nonzero_rows(rows, [1])
+        pack_rows(rows, [1], [True], [0], out)
+        unpack_rows(out, rows)
+
+    @override
+    def messages(
+        self,
+        out: Rows,
+        out_counts: Sequence[int],
+        into: Tensor,
+        into_counts: Sequence[int],
+        call: Call,
+        exchange: Exchange,
+    ) -> Messages:
+        if call.direction != "backward" or into.device.type != "cpu":
+            return self._transport.messages(out, out_counts, into, into_counts, call, exchange)
+        if exchange not in self._of:
+            self._of[exchange] = ZeroRows(exchange.world)
+        return self._of[exchange].messages(out, out_counts, into, into_counts, call)

@@ -1,0 +1,76 @@
+"""Features are attached at the edge: few files of the core know each, by import, branch or option."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_gnn
+
+PACKAGE = Path(lightning_gnn.__file__).parent
+EDGE = ("extensions", "functional", "strategies", "tools", "__main__.py", "__init__.py")
+
+FEATURES: dict[str, tuple[str, int]] = {
+    "codecs": (r"codecs?|\w*encod(ing|es|er)\w*|\w*codec_\w*|codec\w+|stochastic_rounding|take_squares", 2),
+    "zero_rows": (r"\w*zero_?rows\w*|(count_|pack_|unpack_)?nonzero_rows|pack_rows|unpack_rows|bits_bytes", 2),
+    "out_of_core": (
+        r"\w*out_of_core\w*|host_memory\w*|\w*_host_memory|my_turns?|\w*_turns?|turns|\w*pag(er|ing)|keeps_buffers|in_file"
+        r"|messages_folder|full_disk|unnamed_file",
+        2,
+    ),
+}
+"""By feature, what names it, and how many files of the core may."""
+
+
+def core_files() -> Iterator[Path]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.relative_to(PACKAGE).parts[0] not in EDGE:
+            yield file
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Yields what code names: imports, variables, attributes, arguments, definitions, and strings that are keys or modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            for alias in node.names:
+                yield from f"{getattr(node, 'module', '')}.{alias.name}".split(".")
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w./]+", node.value):
+            yield from re.split(r"[./]", node.value)
+
+
+def files_that_know(pattern: str) -> dict[str, set[str]]:
+    """Returns by file of the core what it names of a feature."""
+    named = {str(file.relative_to(PACKAGE)): set(names_in(ast.parse(file.read_text()))) for file in core_files()}
+    return {
+        file: found
+        for file, names in named.items()
+        if (found := {name for name in names if re.fullmatch(pattern, name.strip("_"), re.IGNORECASE)})
+    }
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_few_files_of_the_core_know_it(feature):
+    pattern, limit = FEATURES[feature]
+    found = files_that_know(pattern)
+    assert len(found) <= limit, found
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_is_looked_for_is_in_the_feature(feature):
+    """Else the pattern would find nothing anywhere."""
+    names = set[str]()
+    for file in (PACKAGE / "extensions" / feature).rglob("*.py"):
+        names |= set(names_in(ast.parse(file.read_text())))
+    assert any(re.fullmatch(FEATURES[feature][0], name.strip("_"), re.IGNORECASE) for name in names)
