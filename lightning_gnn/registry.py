@@ -27,6 +27,19 @@ STRATEGIES = {
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
+_FEATURES = {"DistributedEmbedding": "lightning_gnn.extensions.embeddings.embedding"}
+
+
+def feature(name: str) -> Any:
+    """Returns a class or function of an extension, by its name.
+
+    Raises:
+        AttributeError: there is none of that name.
+    """
+    if name not in _FEATURES:
+        raise AttributeError(f"No extension has {name!r}. There are {sorted(_FEATURES)}.")
+    return getattr(import_module(_FEATURES[name]), name)
+
 
 def cutter_of(kind: str) -> ModuleType:
     """Returns the module that cuts edges for a kind of layout, with ``assign_edges``, ``part_dtype`` and ``report_of``."""

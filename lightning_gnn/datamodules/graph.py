@@ -26,9 +26,9 @@ from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.extensions.embeddings.embedding import embeddings_of
 from lightning_gnn.extensions.node_types.graph import input_type_of
 from lightning_gnn.foreign import leave_out_missing_validation
+from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -403,7 +403,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             raise ValueError(
                 f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
             )
-        embeddings_of(module, types)
+        learned_rows(module, types)
         return
     if ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
@@ -411,4 +411,4 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
             f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
-    embeddings_of(module, types)
+    learned_rows(module, types)

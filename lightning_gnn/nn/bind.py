@@ -20,13 +20,13 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
-from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
+from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.patches import Patches
@@ -104,7 +104,7 @@ class Binding:
                     if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
                         bound = {key: types.MethodType(method, child) for key, method in methods.items()}
                         self._patch(child, bound, Statistics(context.exchange, name))
-            tables = [child for child in module.modules() if isinstance(child, DistributedEmbedding)]
+            tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
             for child in module.modules():

@@ -481,8 +481,8 @@ class SamplingStrategy(GNNStrategy):
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
         if self._shared is not None:
-            for owners in self._shared.owners.values():
-                owners.idle = batch.seed_counts[self.global_rank] == 0
+            for rows in self._shared.learned_rows:
+                rows.begin_step(idle=batch.seed_counts[self.global_rank] == 0)
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 
