@@ -27,7 +27,14 @@ STRATEGIES = {
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
-_FEATURES = {"DistributedEmbedding": "lightning_gnn.extensions.embeddings.embedding"}
+_FEATURES = {
+    "DistributedEmbedding": "lightning_gnn.extensions.embeddings.embedding",
+    "NO_TYPES": "lightning_gnn.extensions.node_types.graph",
+    "SeveralTypes": "lightning_gnn.extensions.node_types.run",
+    "TypedCut": "lightning_gnn.extensions.node_types.shards",
+    "prepare_hetero": "lightning_gnn.extensions.node_types.graph",
+    "whole_graph_with_types": "lightning_gnn.extensions.node_types.shards",
+}
 
 
 def feature(name: str) -> Any:
@@ -39,6 +46,11 @@ def feature(name: str) -> Any:
     if name not in _FEATURES:
         raise AttributeError(f"No extension has {name!r}. There are {sorted(_FEATURES)}.")
     return getattr(import_module(_FEATURES[name]), name)
+
+
+def explained(error: str, step: str) -> str | None:
+    """Returns what an extension says of an error of `step`, such as what to do; None if none knows it."""
+    return import_module("lightning_gnn.extensions.node_types.graph").about_types(error, step)
 
 
 def cutter_of(kind: str) -> ModuleType:

@@ -39,12 +39,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, attributes_of, orders_of
 from lightning_gnn.data.loading import graph_digests
-from lightning_gnn.data.shards import Cut, mask_counts
+from lightning_gnn.data.shards import Cut, cut_of, mask_counts
 from lightning_gnn.data.sources import num_classes
 from lightning_gnn.data.store_check import (
     Summed,
@@ -57,7 +58,6 @@ from lightning_gnn.data.store_check import (
 )
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges, write_header
-from lightning_gnn.extensions.node_types.graph import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
 from lightning_gnn.partition.shard import Relabelling, id_dtype
@@ -109,7 +109,7 @@ def check_space(root: Path, num_bytes: int) -> None:
         raise _disk_full(root, num_bytes)
 
 
-def stored_bytes(data: Data | HeteroData) -> int:
+def stored_bytes(data: Graph) -> int:
     """Returns how many bytes a partitioned graph takes at least: its tensors and the ids of nodes and edges, no halos."""
     tensors = sum(value.nbytes for store in data.stores for value in store.values() if isinstance(value, Tensor))
     return tensors + 8 * (data.num_nodes + data.num_edges)
@@ -127,7 +127,7 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
 
 def write_store(
     folder: Path,
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     layout: LayoutSpec,
     report: Mapping[str, Any],
@@ -200,7 +200,6 @@ def write_store(
             save_pieces("holders", holders.shape, np.dtype(np.int16), in_order())
 
         types, orders, edge_orders = written.types, written.orders, written.edge_orders
-        predicted: Any = data if input_type is None else data[input_type]
         manifest = {
             "format": FORMAT,
             "name": folder.name,
@@ -209,7 +208,7 @@ def write_store(
             "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
             "types": types.as_dict() if types.is_hetero else None,
             "mask_counts": mask_counts(data, types, orders),
-            "num_classes": num_classes(predicted.get("y")),
+            "num_classes": num_classes(Predicted.of(data, input_type).nodes.get("y")),
             "digest": digest.hexdigest(),
             "graph": dict(digests or graph_digests(data)),
             "attributes": attributes,
@@ -301,7 +300,7 @@ class _Written:
 
 
 def _write_edges(
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     num_parts: int,
     save: Callable[[str, np.ndarray], None],
@@ -523,7 +522,8 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = Fal
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
-    return Cut(
+    return cut_of(
+        types_of(manifest),
         offsets=np.asarray(manifest["offsets"]),
         edge_offsets=np.asarray(manifest["edge_offsets"]),
         edge_index_of=lambda rank: load(f"part{rank}.edge_index"),
@@ -537,7 +537,6 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = Fal
         left_out=manifest["left_out"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},
         num_classes=manifest["num_classes"],
-        types=types_of(manifest),
         digest=manifest["digest"],
         report=manifest["report"],
         holders=tensor("holders") if "holders.npy" in manifest["files"] else None,

@@ -16,17 +16,16 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data
 from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.loading import Source, Versions
-from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
+from lightning_gnn.data.shards import Cut, Shard, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
 from lightning_gnn.data.store import default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.extensions.node_types.graph import input_type_of
 from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.edge_cut import checked_method
@@ -195,8 +194,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     @property
     def num_features(self) -> int:
         """Columns of ``x``, of the input type if there are types; there from ``setup`` on."""
-        types, batch = self.shard.types, self.shard.batch
-        return (batch[types.input_type] if types.is_hetero else batch).x.size(1)
+        return self.shard.predicted(self.shard.batch).x.size(1)
 
     @override
     def prepare_data(self) -> None:
@@ -237,12 +235,10 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         if layout.kind == "whole":
             self._shard = self._shard_of = None
             data = self.load()
-            if isinstance(data, HeteroData):
-                self._shard = whole_graph(data, input_type_of(data, self.input_type))
-            else:
+            if isinstance(data, Data):
                 data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
                 data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
-                self._shard = whole_graph(data)
+            self._shard = whole_graph(data, self._input_type_of(data))
         else:
             self._shard = self._read_shard(layout)
             if self.is_given:
@@ -300,7 +296,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # before the next one takes its memory
                 cut = self._read_cut(folder, layout)
-                with_edges = layout.reads_edges(cut.types.is_hetero)
+                with_edges = layout.reads_edges(cut.types)
                 with strategy.my_turn():
                     shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         except Exception as error:
@@ -328,7 +324,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
     def _batches(self, mask: str | None) -> OneBatch:
         if not self._versions:
-            self._versions = versions_of(self.shard.batch)
+            self._versions = self.shard.versions()
         return OneBatch(self.shard.batch, self, mask)
 
     def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
@@ -351,7 +347,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         versions, self._versions = self._versions, {}
         if self._shard is None or self._shard_of is None:
             return
-        now = versions_of(self._shard.batch)
+        now = self._shard.versions()
         changed = [name for name, version in versions.items() if now.get(name, version) != version]
         if changed:
             rank_zero_warn(

@@ -30,6 +30,7 @@ from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, input_type_of
 from lightning_gnn.data.loading import (
     Source,
     Versions,
@@ -56,18 +57,10 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.folders import is_folder
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, is_symmetric
 from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks
-from lightning_gnn.extensions.node_types.graph import (
-    NO_TYPES,
-    JoinedGraph,
-    edge_stores,
-    input_type_of,
-    predicted_edges,
-    prepare_hetero,
-)
 from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.registry import cutter_of
+from lightning_gnn.registry import cutter_of, feature
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
@@ -92,7 +85,7 @@ class StoredGraph:
         self.predicting = False
         self._folder: str | None = None
         # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
-        self._graph: Data | HeteroData | None = None
+        self._graph: Graph | None = None
         self._digests: Mapping[str, str] | None = None
         self._entries: dict[str, str] = {}
         self._draw_seed: int | None = None
@@ -119,7 +112,7 @@ class StoredGraph:
         """Whether the source is the graph itself, which stays the same unless the user changes it."""
         return isinstance(self.source, (Data, HeteroData))
 
-    def load(self) -> Data | HeteroData:
+    def load(self) -> Graph:
         """Returns the whole graph, checked, with boolean masks; the same in all stages.
 
         Raises:
@@ -129,7 +122,7 @@ class StoredGraph:
             self._graph = self._read_back() or self._load()
         return self._graph
 
-    def _read_back(self) -> Data | HeteroData | None:
+    def _read_back(self) -> Graph | None:
         """Returns the graph from one of its entries in the store; None where there is none any more."""
         known = None if self.is_given else self._digests
         self._check_unchanged()
@@ -139,7 +132,7 @@ class StoredGraph:
                 return read_cut(entry).graph()
         return None
 
-    def _load(self) -> Data | HeteroData:
+    def _load(self) -> Graph:
         self._draw_seed = self._seed_of_draws()
         with seeded(self._draw_seed) as has_drawn:
             graph = self._prepared_graph()
@@ -165,19 +158,22 @@ class StoredGraph:
     def _seed_of_draws(self) -> int:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
-    def _prepared_graph(self) -> Data | HeteroData:
+    def _prepared_graph(self) -> Graph:
         with writing(self.store) if is_folder(self.source) else nullcontext():
             data, index_split = load_source(self.source, self.source_args, self._converted())
         self._versions_of_source = Versions(data)
         needed = not self.predicts()
         if isinstance(data, HeteroData):
-            return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
+            return feature("prepare_hetero")(data, self.input_type, self.split, self.split_column, self.seed, needed)
         if self.input_type is not None:
             raise ValueError(
                 f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
             )
         in_files = is_folder(self.source)
         return prepare_graph(data, index_split, self.split, self.split_column, self.seed, needed, in_files)
+
+    def _input_type_of(self, data: Graph) -> str | None:
+        return input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
 
     def _converted(self) -> Path:
         """Returns where files of a folder are written anew that cannot be memory-mapped."""
@@ -253,7 +249,7 @@ class StoredGraph:
         data = self.load()
         hetero = isinstance(data, HeteroData)
         if hetero and not layout.takes_types:
-            raise ValueError(NO_TYPES)
+            raise ValueError(feature("NO_TYPES"))
         digests = graph_digests(data)
         left_out = {} if hetero else left_out_of(data)
         described_as = json.dumps([digests, left_out, self._options(layout)])
@@ -272,7 +268,6 @@ class StoredGraph:
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
-            input_type = input_type_of(data, self.input_type) if hetero else None
             if is_folder(self.source) and isinstance(data, Data):
                 self._build_from_files(folder, data, layout, digests)
                 return name
@@ -280,7 +275,7 @@ class StoredGraph:
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
             with progress_bar("Writing parts"):
-                write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
+                write_store(folder, data, part, layout.stored, report, holders, self._input_type_of(data), digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
 
@@ -331,7 +326,7 @@ class StoredGraph:
 
     def assigned(
         self,
-        data: Data | HeteroData,
+        data: Graph,
         layout: LayoutSpec,
         blocks: Blocks | None = None,
         holders: np.ndarray | None = None,
@@ -339,21 +334,18 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        nodes_of = input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
-        predicted: Any = data if nodes_of is None else data[nodes_of]
-        y = predicted.get("y")
+        predicted = Predicted.of(data, self._input_type_of(data))
+        nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
         masks = {
-            name: (predicted[name] if y is None else predicted[name] & is_labelled(y)).numpy()
+            name: joined.among_all((nodes[name] if y is None else nodes[name] & is_labelled(y)).numpy(), predicted.node_type)
             for name in MASKS
-            if num_labelled(y, predicted[name])
+            if num_labelled(y, nodes[name])
         }
-        edges_of = predicted_edges(edge_stores(data)) if isinstance(data, HeteroData) else None
-        edges: Any = data if nodes_of is None else {} if edges_of is None else data[edges_of]
-        edge_masks = {name: edges[name].numpy() for name in EDGE_MASKS if name in edges and edges[name].any()}
-        if nodes_of is not None:
-            masks = {name: joined.among_all(mask, nodes_of) for name, mask in masks.items()}
-        if edges_of is not None:
-            edge_masks = {name: joined.among_all(mask, edges_of) for name, mask in edge_masks.items()}
+        edge_masks = {
+            name: joined.among_all(edges[name].numpy(), predicted.edge_type)
+            for name in EDGE_MASKS
+            if name in edges and edges[name].any()
+        }
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":

@@ -39,9 +39,6 @@ from lightning_gnn.rows.graph import wrapped
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
-OF_ALL_TYPES = (pyg_nn.HANConv, pyg_nn.HGTConv)
-"""Convs that are called on all types at once."""
-
 # Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
     torch.nn.modules.batchnorm._BatchNorm,
@@ -74,10 +71,8 @@ class Binding:
         UnsupportedModelError: see :func:`check_module`; nothing is bound then.
     """
 
-    with_types = False
-
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
-        check_module(module, self.with_types)
+        self.check(module)
         self.context, self._module, self._recompute = context, module, False
         self._patches = Patches()
         self.bind()
@@ -114,6 +109,11 @@ class Binding:
         except BaseException:
             self.release()
             raise
+
+    @staticmethod
+    def check(module: torch.nn.Module) -> None:
+        """Raises UnsupportedModelError for a module that cannot be bound."""
+        check_module(module)
 
     def recompute(self) -> None:
         """From now on, convs keep their arguments only, and make the rest again in the backward: see ``nn/recompute.py``."""
@@ -180,18 +180,23 @@ def known_kind(conv: MessagePassing) -> Any:
 # Checks #######################################################################
 
 
-def check_module(module: torch.nn.Module, with_types: bool | None = False) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph, `with_types` or
-    without; None for one that may have types."""
+def check_module(
+    module: torch.nn.Module,
+    taken: tuple[type, ...] = (),
+    check: Callable[[str, torch.nn.Module], None] = lambda where, child: None,
+) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph.
+
+    Args:
+        taken: convs that need not be known here.
+        check: of each module inside, before others; raises this error.
+    """
     check_columns(module)
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
-        if with_types and (isinstance(child, (DirGNNConv, GPSConv)) or over_all(child)):
-            raise UnsupportedModelError(
-                f"{where} is for graphs of one type: use convs that are called on an edge type."
-            )
+        check(where, child)
         if isinstance(child, MessagePassing):
-            if with_types is False or not isinstance(child, OF_ALL_TYPES):
+            if not isinstance(child, taken):
                 _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_gnn.partition.types import Types
+
 Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
 
@@ -66,9 +68,9 @@ class LayoutSpec:
         if self.parts < 1:
             raise ValueError(f"A layout needs at least one part (got {self.parts}).")
 
-    def reads_edges(self, is_hetero: bool) -> bool:
+    def reads_edges(self, types: Types) -> bool:
         """Returns whether a rank's batch has its edges."""
-        return self.in_batches is False or (self.in_batches is None and not is_hetero)
+        return self.in_batches is False or (self.in_batches is None and not types.is_hetero)
 
     @property
     def stored(self) -> LayoutSpec:

@@ -21,7 +21,6 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.extensions.codecs.codec import Codec, CodecName, make_codec
 from lightning_gnn.launching import StartMethod
-from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.types import Types
@@ -33,6 +32,7 @@ from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.strategy import run_checks
+from lightning_gnn.strategy.graph_kinds import kind_of
 from lightning_gnn.strategy.run_config import log_plan, part_sizes
 from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.strategy.self_checks import SelfChecks
@@ -208,7 +208,7 @@ class GNNStrategy(StepStrategy):
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
-        if in_parts or shard.types.is_hetero:
+        if in_parts:
             log_plan(self.scheme, trainer, shard)
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
@@ -220,9 +220,7 @@ class GNNStrategy(StepStrategy):
 
     def check_model(self, module: torch.nn.Module, types: Types) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        if types.is_hetero and self.recompute:
-            raise ValueError("recompute=True is for graphs of one type. Leave it out for a HeteroData.")
-        check_module(module, types.is_hetero)
+        kind_of(types).check_model(module, self.recompute)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""

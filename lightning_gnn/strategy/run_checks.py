@@ -17,8 +17,8 @@ from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
-from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.strategy.graph_kinds import check_for_layout, kind_of
 from lightning_gnn.strategy.memory import check_memory, check_own_memory
 from lightning_gnn.strategy.run_config import log_run
 
@@ -86,7 +86,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
         return  # Lightning says so
     layout = strategy.layout()
     if not layout.samples:  # else the graph decides what the model may be
-        check_module(module, with_types=None if layout.takes_types else False)
+        check_for_layout(module, layout)
     if strategy.num_nodes > 1:
         return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
     data.prepare_ahead(layout)
@@ -95,10 +95,10 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
     check_fits(module, types)
     check_links(module, cut, layout.samples)
     strategy.check_model(module, types)
-    if not layout.reads_edges(types.is_hetero):
+    if not layout.reads_edges(types):
         return
     _warm_up(strategy, module, trainer)
-    if not types.is_hetero and strategy.host_memory is None:
+    if kind_of(types).predicts_memory and strategy.host_memory is None:
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)
@@ -117,7 +117,7 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
     if strategy.local_rank != 0:
         _warm_up(strategy, module, trainer)
     strategy._checks.before_stage(module, shard, trainer)
-    if not shard.types.is_hetero:
+    if kind_of(shard.types).predicts_memory:
         check_own_memory(strategy, trainer, shard)
 
 

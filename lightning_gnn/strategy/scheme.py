@@ -15,13 +15,12 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.node_types.binding import TypedBinding, TypedGraph
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategy.graph_kinds import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,7 +70,7 @@ class Scheme(ABC):
         if exchange.make_matrix is not None:
             node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
             target_ids = torch.from_numpy(shard.target_ids(world.rank)).to(world.device)
-        rows = None if shard.types.is_hetero else AnyRows(shard.n_id, shard.counts, world, meter)
+        rows = None if shard.targets is not None else AnyRows(shard.n_id, shard.counts, world, meter)
         return GraphContext(
             exchange,
             batch.x,
@@ -87,9 +86,7 @@ class Scheme(ABC):
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`; runs on every rank."""
         make = partial(self.context, world=world, meter=meter)
-        if shard.types.is_hetero:
-            return TypedBinding(module, TypedGraph(shard, world, make))
-        return Binding(module, context_of(module, shard, world, make))
+        return kind_of(shard.types).bind(module, shard, world, make)
 
     def unbind(self) -> None:  # noqa: B027
         """Forgets what :meth:`bind` has kept; the model has been released, and the run is over."""

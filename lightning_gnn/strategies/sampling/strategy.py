@@ -60,6 +60,7 @@ from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, see
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.run_config import log_plan
 from lightning_gnn.strategy.steps import StepStrategy
 
 T = TypeVar("T")
@@ -393,6 +394,12 @@ class SamplingStrategy(GNNStrategy):
     @override
     def binds(self, shard: Shard) -> bool:
         return not self._evaluates_in_batches(shard.types)
+
+    @override
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        super().begin_stage(trainer, shard)
+        if shard.types.is_hetero and not self.binds(shard):
+            log_plan(self.scheme, trainer, shard)
 
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
