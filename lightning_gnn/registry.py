@@ -29,10 +29,12 @@ _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_fo
 
 _FEATURES = {
     "DistributedEmbedding": "lightning_gnn.extensions.embeddings.embedding",
-    "NO_TYPES": "lightning_gnn.extensions.node_types.graph",
-    "SeveralTypes": "lightning_gnn.extensions.node_types.run",
+    "TypedBinding": "lightning_gnn.extensions.node_types.binding",
     "TypedCut": "lightning_gnn.extensions.node_types.shards",
+    "TypedGraph": "lightning_gnn.extensions.node_types.binding",
+    "check_typed_module": "lightning_gnn.extensions.node_types.binding",
     "prepare_hetero": "lightning_gnn.extensions.node_types.graph",
+    "typed_small_graph": "lightning_gnn.extensions.node_types.small_graph",
     "whole_graph_with_types": "lightning_gnn.extensions.node_types.shards",
 }
 

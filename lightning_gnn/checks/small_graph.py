@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,14 +51,17 @@ class SmallGraph:
     graph: Graph
     part: np.ndarray
     holders: np.ndarray
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of :func:`~lightning_gnn.data.shards.split_graph`."""
 
     def whole(self, graph: Graph) -> Shard:
         """Returns this graph, such as a copy in another dtype, as the only rank's shard."""
-        return whole_graph(graph)
+        return whole_graph(graph, **self.options)
 
     def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
         """Returns the shards of this graph, such as a copy in another dtype."""
-        return split_graph(graph, self.part, layout, self.holders if layout.kind == "vertex_cut" else None)
+        holders = self.holders if layout.kind == "vertex_cut" else None
+        return split_graph(graph, self.part, layout, holders, **self.options)
 
     def undivided(self) -> Self:
         """Returns the same graph, all of which is the first rank's."""

@@ -5,7 +5,7 @@ E edges, N nodes, P parts.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,12 +17,35 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of
-from lightning_gnn.data.sources import EDGE_MASKS
+from lightning_gnn.data.sources import EDGE_MASKS, prepare_graph
 from lightning_gnn.partition.locality import local_relabelling
-from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts
+from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts, id_dtype
 from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.registry import feature
 
 Graph: TypeAlias = Data | HeteroData
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Where nodes and edges of each type come to lie in a graph that is cut.
+
+    Attributes:
+        types: how many each part has.
+        by_type: original ids in relabelled order.
+    """
+
+    types: Types
+    by_type: Mapping[NodeType | EdgeType, Ids]
+
+    def n_id(self) -> Ids:
+        """Returns the ids of the nodes of one type after those of the other."""
+        return np.concatenate([self.by_type[name] for name in self.types.nodes])
+
+    def e_id(self) -> Ids:
+        """Returns the ids of the edges of one type after those of the other, in a dtype that is enough."""
+        found = np.concatenate([self.by_type[kind] for kind in self.types.edges])
+        return found.astype(id_dtype(len(found)))
 
 
 @dataclass(frozen=True)
@@ -99,22 +122,19 @@ class JoinedGraph:
 
 
 def orders_of(
-    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType | None
-) -> tuple[Types, dict[NodeType | EdgeType, Ids]]:
-    """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
+    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType
+) -> Orders:
+    """Returns where nodes and edges of a graph come to lie.
 
     Args:
         edge_ids: of each part, in order.
-        input_type: None for a graph without types.
+        input_type: the node type that is predicted.
     """
-    num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)
-    if input_type is None:
-        edge_counts = np.array([len(each) for each in edge_ids])
-        types = Types.none(np.diff(relabelling.offsets), edge_counts)
-        return types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: edge_order}
-    assert joined.node_firsts is not None and joined.edge_firsts is not None
+    edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
+    if joined.node_firsts is None or joined.edge_firsts is None:
+        return orders_of_one_type(relabelling, sizes, edge_order)
     assert joined.node_type is not None and joined.edge_type is not None
-    owner = np.repeat(np.arange(num_parts), [len(each) for each in edge_ids])
+    num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
     orders: dict[NodeType | EdgeType, Ids] = {}
     nodes, edges = {}, {}
     for number, (name, first) in enumerate(joined.node_firsts.items()):
@@ -123,7 +143,42 @@ def orders_of(
     for number, (kind, first) in enumerate(joined.edge_firsts.items()):
         here = joined.edge_type[edge_order] == number
         orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-    return Types(nodes, edges, input_type), orders
+    return Orders(Types(nodes, edges, input_type), orders)
+
+
+def orders_of_one_type(relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
+    """As :func:`orders_of`, of a graph without types, of whose edges parts have so many."""
+    types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
+    return Orders(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
+
+
+def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:
+    """Returns the graph that has these attributes, and edges, by type."""
+    data = HeteroData()
+    for name, group in attributes.items():
+        data[name].update(group)
+    for kind, edge_index in edge_indices.items():
+        data[kind].edge_index = edge_index
+    return data
+
+
+def prepared(
+    data: Graph,
+    input_type: NodeType | None,
+    index_split: Mapping[str, Any] | None,
+    options: tuple[Sequence[float] | None, int, int, bool],
+    in_files: bool,
+) -> Graph:
+    """Returns a checked copy of `data`, of any types.
+
+    Args:
+        options: from ``fractions`` on, those of :func:`~lightning_gnn.data.sources.prepare_graph`.
+    """
+    if isinstance(data, HeteroData):
+        return feature("prepare_hetero")(data, input_type, *options)
+    if input_type is not None:
+        raise ValueError(f"input_type={input_type!r} is of a HeteroData, but the graph has no types. Leave it out.")
+    return prepare_graph(data, index_split, *options, in_files)
 
 
 def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:
@@ -190,11 +245,11 @@ class Predicted:
     edges: Any
     node_type: NodeType = ONE_TYPE[0]
     edge_type: EdgeType | None = ONE_TYPE
+    has_types: bool = False
 
     @classmethod
-    def of(cls, data: Graph, input_type: NodeType | None) -> Predicted:
+    def of(cls, data: Graph, input_type: NodeType | None = None) -> Predicted:
         if isinstance(data, Data):
             return cls(data, data)
-        assert input_type is not None
-        edge_type = predicted_edges(edge_stores(data))
-        return cls(data[input_type], {} if edge_type is None else data[edge_type], input_type, edge_type)
+        node_type, edge_type = input_type_of(data, input_type), predicted_edges(edge_stores(data))
+        return cls(data[node_type], {} if edge_type is None else data[edge_type], node_type, edge_type, True)

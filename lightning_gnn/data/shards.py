@@ -18,12 +18,12 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, attributes_of, orders_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of, orders_of
 from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan, id_dtype
+from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan
 from lightning_gnn.partition.types import ONE_TYPE, Types
 from lightning_gnn.registry import feature
 
@@ -347,36 +347,34 @@ def cut_graph(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
     """
-    joined = JoinedGraph.of(data)
+    joined, predicted = JoinedGraph.of(data), Predicted.of(data, input_type)
     relabelling = joined.relabelling(part, num_parts)
     pieces = list(joined.parts(relabelling))
     edge_ids = [piece.edge_ids for piece in pieces]
-    types, orders = orders_of(joined, relabelling, edge_ids, part, input_type)
+    orders = orders_of(joined, relabelling, edge_ids, part, predicted.node_type)
     attributes = {
-        types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
-        for kind, order in orders.items()
+        orders.types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
+        for kind, order in orders.by_type.items()
     }
     scalars, left_out = {}, {}
     if isinstance(data, Data):
         attributes["graph"] = {name: data[name] for name, kind in kinds_of(data).items() if kind == "graph"}
         scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
         left_out = left_out_of(data)
-    counts = mask_counts(data, types, orders)
+    counts = mask_counts(predicted, orders)
     return cut_of(
-        types,
+        orders.types,
         offsets=relabelling.offsets,
         edge_offsets=np.cumsum([0, *map(len, edge_ids)]),
         edge_index_of=lambda rank: pieces[rank].edge_index,
         halos=tuple(piece.halo for piece in pieces),
-        n_id=torch.from_numpy(np.concatenate([orders[kind] for kind in types.nodes])),
-        e_id=torch.from_numpy(
-            np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(joined.edge_index.shape[1]))
-        ),
+        n_id=torch.from_numpy(orders.n_id()),
+        e_id=torch.from_numpy(orders.e_id()),
         attributes=attributes,
         scalars=scalars,
         left_out=left_out,
         mask_counts={name: tuple(of) for name, of in counts.items()},
-        num_classes=num_classes(Predicted.of(data, input_type).nodes.get("y")),
+        num_classes=num_classes(predicted.nodes.get("y")),
         digest="",
         report={},
         holders=None if holders is None else torch.from_numpy(holders.astype(np.int16)[np.concatenate(edge_ids)]),
@@ -409,8 +407,9 @@ def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
 def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
     """Returns the shard of the only rank."""
     counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
-    orders = {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)}
-    masks = {name: tuple(of) for name, of in mask_counts(data, types, orders).items()}
+    orders = Orders(types, {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)})
+    predicted = Predicted.of(data, types.input_type)
+    masks = {name: tuple(of) for name, of in mask_counts(predicted, orders).items()}
     return kind(
         batch=batch,
         rank=0,
@@ -422,25 +421,22 @@ def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id:
         rows=counts,
         edges=edge_counts,
         mask_counts=masks,
-        num_classes=num_classes(Predicted.of(data, types.input_type).nodes.get("y")),
+        num_classes=num_classes(predicted.nodes.get("y")),
         types=types,
         digest="",
         report={},
     )
 
 
-def mask_counts(
-    data: Graph, types: Types, orders: Mapping[NodeType | EdgeType, Ids]
-) -> dict[str, list[int]]:
+def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, list[int]]:
     """Returns by mask how many labelled nodes of it each part owns; of masks of edges that are predicted, if there are any, how
-    many edges. `orders` has the ids of what `data` has, by type, in relabelled order."""
+    many edges."""
 
     def parts(kind: NodeType | EdgeType) -> list[Tensor]:
-        return [torch.from_numpy(ids) for ids in np.split(orders[kind], types.offsets(kind)[1:-1])]
+        return [torch.from_numpy(ids) for ids in np.split(orders.by_type[kind], orders.types.offsets(kind)[1:-1])]
 
-    predicted = Predicted.of(data, types.input_type)
     nodes, edges, edge_type = predicted.nodes, predicted.edges, predicted.edge_type
-    y, rows = nodes.get("y"), parts(types.input_type)
+    y, rows = nodes.get("y"), parts(predicted.node_type)
     found = {name: [num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows] for name in MASKS}
     masks = [name for name in EDGE_MASKS if name in edges]
     if edge_type is not None and masks:

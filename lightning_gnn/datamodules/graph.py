@@ -30,7 +30,6 @@ from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.types import Types
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -238,13 +237,13 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             if isinstance(data, Data):
                 data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
                 data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
-            self._shard = whole_graph(data, self._input_type_of(data))
+            self._shard = whole_graph(data, self.input_type)
         else:
             self._shard = self._read_shard(layout)
             if self.is_given:
                 self._versions_of_source = Versions(self.source)
         if self.trainer is not None and self.trainer.lightning_module is not None:
-            check_fits(self.trainer.lightning_module, self._shard.types)
+            check_fits(self.trainer.lightning_module, self._shard)
             check_links(self.trainer.lightning_module, self._shard, layout.samples)
         if stage not in STAGE_MASKS:
             return
@@ -390,8 +389,9 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
         )
 
 
-def check_fits(module: torch.nn.Module, types: Types) -> None:
+def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
+    types = of.types
     name, node_type = type(module).__name__, getattr(module, "node_type", None)
     ready = hasattr(module, "takes_types")  # a module of this package
     if not types.is_hetero:
@@ -399,7 +399,7 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             raise ValueError(
                 f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
             )
-        learned_rows(module, types)
+        learned_rows(module, of)
         return
     if ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
@@ -407,4 +407,4 @@ def check_fits(module: torch.nn.Module, types: Types) -> None:
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
             f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
-    learned_rows(module, types)
+    learned_rows(module, of)

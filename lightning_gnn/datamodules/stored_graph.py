@@ -24,13 +24,13 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.lib.format import open_memmap
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
-from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, input_type_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, prepared
 from lightning_gnn.data.loading import (
     Source,
     Versions,
@@ -42,7 +42,7 @@ from lightning_gnn.data.loading import (
     seeded,
 )
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled, prepare_graph
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled
 from lightning_gnn.data.store import (
     FORMAT,
     check_space,
@@ -60,7 +60,7 @@ from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlo
 from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.registry import cutter_of, feature
+from lightning_gnn.registry import cutter_of
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
@@ -110,7 +110,7 @@ class StoredGraph:
     @property
     def is_given(self) -> bool:
         """Whether the source is the graph itself, which stays the same unless the user changes it."""
-        return isinstance(self.source, (Data, HeteroData))
+        return isinstance(self.source, Graph)
 
     def load(self) -> Graph:
         """Returns the whole graph, checked, with boolean masks; the same in all stages.
@@ -163,17 +163,8 @@ class StoredGraph:
             data, index_split = load_source(self.source, self.source_args, self._converted())
         self._versions_of_source = Versions(data)
         needed = not self.predicts()
-        if isinstance(data, HeteroData):
-            return feature("prepare_hetero")(data, self.input_type, self.split, self.split_column, self.seed, needed)
-        if self.input_type is not None:
-            raise ValueError(
-                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
-            )
-        in_files = is_folder(self.source)
-        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, needed, in_files)
-
-    def _input_type_of(self, data: Graph) -> str | None:
-        return input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
+        options = self.split, self.split_column, self.seed, needed
+        return prepared(data, self.input_type, index_split, options, is_folder(self.source))
 
     def _converted(self) -> Path:
         """Returns where files of a folder are written anew that cannot be memory-mapped."""
@@ -247,12 +238,10 @@ class StoredGraph:
     def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
         data = self.load()
-        hetero = isinstance(data, HeteroData)
-        if hetero and not layout.takes_types:
-            raise ValueError(feature("NO_TYPES"))
+        predicted = Predicted.of(data, self.input_type)
+        layout.check_takes(predicted.has_types)
         digests = graph_digests(data)
-        left_out = {} if hetero else left_out_of(data)
-        described_as = json.dumps([digests, left_out, self._options(layout)])
+        described_as = json.dumps([digests, left_out_of(data), self._options(layout)])
         name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
         folder = self.store / name
         # Not kept: what is read from now on is the entry.
@@ -275,7 +264,7 @@ class StoredGraph:
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
             with progress_bar("Writing parts"):
-                write_store(folder, data, part, layout.stored, report, holders, self._input_type_of(data), digests)
+                write_store(folder, data, part, layout.stored, report, holders, predicted, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
 
@@ -334,7 +323,7 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        predicted = Predicted.of(data, self._input_type_of(data))
+        predicted = Predicted.of(data, self.input_type)
         nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
         masks = {
             name: joined.among_all((nodes[name] if y is None else nodes[name] & is_labelled(y)).numpy(), predicted.node_type)
@@ -426,7 +415,7 @@ class StoredGraph:
         if not (self.store / folder / "manifest.json").exists():
             return False
         manifest = read_manifest(self.store / folder, layout)
-        if manifest["types"] is not None and not layout.takes_types:
+        if not layout.takes(manifest["types"] is not None):
             return False  # loaded again, and refused
         if self._digests is None:
             self._digests = manifest["graph"]

@@ -11,8 +11,7 @@ from lightning.pytorch.plugins import Precision
 from typing_extensions import Self
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.shards import Shard
-from lightning_gnn.partition.types import Types
+from lightning_gnn.data.shards import Cut, Shard
 
 _trying_out = False
 
@@ -46,8 +45,8 @@ class LearnedRows(torch.nn.Module, ABC):
         """What a node's row takes, with the state of its optimizer."""
 
     @abstractmethod
-    def check_fits(self, name: str, types: Types) -> None:
-        """Raises ValueError if a graph of these types does not have the nodes; `name` is that of this module."""
+    def check_fits(self, name: str, of: Shard | Cut) -> None:
+        """Raises ValueError if a graph does not have the nodes; `name` is that of this module."""
 
     @abstractmethod
     def check_training(self, num_optimizers: int, precision: Precision | None) -> None:
@@ -76,13 +75,13 @@ class LearnedRows(torch.nn.Module, ABC):
         """Forgets ranks, when the run is over, also by an error."""
 
 
-def learned_rows(module: torch.nn.Module, types: Types) -> list[LearnedRows]:
-    """Returns the learned rows in a module, for a graph of these types.
+def learned_rows(module: torch.nn.Module, of: Shard | Cut) -> list[LearnedRows]:
+    """Returns the learned rows in a module, for a graph.
 
     Raises:
         ValueError: some are of other nodes than the graph has.
     """
     found = {name: each for name, each in module.named_modules() if isinstance(each, LearnedRows)}
     for name, each in found.items():
-        each.check_fits(name, types)
+        each.check_fits(name, of)
     return list(found.values())

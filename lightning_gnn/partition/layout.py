@@ -11,6 +11,12 @@ from lightning_gnn.partition.types import Types
 Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
 
+_NO_TYPES = (
+    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
+    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
+    "RGCNConv and its kin take."
+)
+
 
 def by_machine(world_size: int, num_hosts: int) -> Groups | None:
     """Returns the ranks of each of several machines of equally many; None for one machine."""
@@ -67,6 +73,20 @@ class LayoutSpec:
     def __post_init__(self) -> None:
         if self.parts < 1:
             raise ValueError(f"A layout needs at least one part (got {self.parts}).")
+
+    @classmethod
+    def edge_cut(cls, parts: int) -> LayoutSpec:
+        """Returns that of an edge cut of any graph."""
+        return cls("edge_cut", parts, takes_types=True)
+
+    def check_takes(self, has_types: bool) -> None:
+        """Raises ValueError for a graph with types that may have none."""
+        if not self.takes(has_types):
+            raise ValueError(_NO_TYPES)
+
+    def takes(self, has_types: bool) -> bool:
+        """Returns whether the graph may have types, if it does."""
+        return self.takes_types or not has_types
 
     def reads_edges(self, types: Types) -> bool:
         """Returns whether a rank's batch has its edges."""

@@ -43,7 +43,7 @@ class SharedModel:
         self._module, self._world, self._equal_buffers = module, world, equal_buffers
         world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         self.learned_rows: list[LearnedRows] = []
-        found = learned_rows(module, shard.types)
+        found = learned_rows(module, shard)
         for each in found:
             each.check_training(num_optimizers, precision)
         for each in found if world.size > 1 else ():

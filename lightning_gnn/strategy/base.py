@@ -17,13 +17,12 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.extensions.codecs.codec import Codec, CodecName, make_codec
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.types import Types
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
@@ -32,7 +31,7 @@ from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.strategy import run_checks
-from lightning_gnn.strategy.graph_kinds import kind_of
+from lightning_gnn.strategy.graph_kinds import check_model
 from lightning_gnn.strategy.run_config import log_plan, part_sizes
 from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.strategy.self_checks import SelfChecks
@@ -218,9 +217,9 @@ class GNNStrategy(StepStrategy):
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
         return [metrics, self.progress, self._checks, *self.scheme.callbacks(self.world)]
 
-    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        kind_of(types).check_model(module, self.recompute)
+        check_model(module, of, self.recompute)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""

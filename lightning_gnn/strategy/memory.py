@@ -42,7 +42,7 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
     working = strategy.scheme.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
     rows = sum(owned for owned, _, _ in sizes)
-    needed += rows * sum(each.row_bytes for each in learned_rows(module, cut.types))
+    needed += rows * sum(each.row_bytes for each in learned_rows(module, cut))
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:

@@ -18,7 +18,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.nn.fused import kernel_groups
-from lightning_gnn.strategy.graph_kinds import check_for_layout, kind_of
+from lightning_gnn.strategy.graph_kinds import check_for_layout, predicts_memory
 from lightning_gnn.strategy.memory import check_memory, check_own_memory
 from lightning_gnn.strategy.run_config import log_run
 
@@ -91,14 +91,13 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
         return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
     data.prepare_ahead(layout)
     cut = data.stored_cut()
-    types = cut.types
-    check_fits(module, types)
+    check_fits(module, cut)
     check_links(module, cut, layout.samples)
-    strategy.check_model(module, types)
-    if not layout.reads_edges(types):
+    strategy.check_model(module, cut)
+    if not layout.reads_edges(cut.types):
         return
     _warm_up(strategy, module, trainer)
-    if kind_of(types).predicts_memory and strategy.host_memory is None:
+    if predicts_memory(cut) and strategy.host_memory is None:
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)
@@ -107,7 +106,7 @@ def before_ranks_start(strategy: GNNStrategy, trainer: pl.Trainer, given: Sequen
 def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
     """Checks on ranks, whose parts of the graph are there."""
     check_alike(strategy.world, module_and_trainer(module, trainer))
-    strategy.check_model(module, shard.types)
+    strategy.check_model(module, shard)
     if not strategy.binds(shard):
         return
     # One rank of a machine compiles, and the others load what it has kept.
@@ -117,7 +116,7 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
     if strategy.local_rank != 0:
         _warm_up(strategy, module, trainer)
     strategy._checks.before_stage(module, shard, trainer)
-    if kind_of(shard.types).predicts_memory:
+    if predicts_memory(shard):
         check_own_memory(strategy, trainer, shard)
 
 

@@ -23,7 +23,7 @@ from lightning_gnn.data.sources import MASKS
 from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.registry import cutter_of
-from lightning_gnn.strategy.graph_kinds import kind_of
+from lightning_gnn.strategy.graph_kinds import described
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
@@ -55,7 +55,7 @@ def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
     """Returns the configuration of a run beside that of its module: ``strategy``, ``graph``, ``partition``, and sizes."""
     nodes, edges = sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
-    graph.update(kind_of(shard.types).sizes(shard))
+    graph.update(described(shard))
     graph["classes"] = shard.num_classes
     graph.update({mask.replace("_mask", "_nodes"): sum(shard.mask_counts[mask]) for mask in MASKS})
     return {

@@ -20,7 +20,7 @@ from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategy.graph_kinds import kind_of
+from lightning_gnn.strategy.graph_kinds import bind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ class Scheme(ABC):
     def bind(self, module: torch.nn.Module, shard: Shard, world: World, meter: Meter) -> Binding:
         """Binds `module` to this rank's `shard`; runs on every rank."""
         make = partial(self.context, world=world, meter=meter)
-        return kind_of(shard.types).bind(module, shard, world, make)
+        return bind(module, shard, world, make)
 
     def unbind(self) -> None:  # noqa: B027
         """Forgets what :meth:`bind` has kept; the model has been released, and the run is over."""

@@ -21,7 +21,7 @@ from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.registry import explained
-from lightning_gnn.strategy.graph_kinds import kind_of
+from lightning_gnn.strategy.graph_kinds import make_small_graph
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
@@ -101,7 +101,7 @@ class SelfChecks(pl.Callback):
         scheme = self._strategy.scheme.for_self_check()
         # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
         bind, layout = partial(scheme.bind, meter=Meter()), scheme.layout(2)
-        make = kind_of(shard.types).small_graph(shard.types)
+        make = make_small_graph(shard)
         batch = copy.copy(shard.batch).cpu()
         return self_check(module, batch, bind, stage, trainer, layout, shard.num_classes, make)
 

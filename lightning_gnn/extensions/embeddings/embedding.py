@@ -28,10 +28,9 @@ from torch_geometric.typing import NodeType
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World, num_ranks
-from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.extensions.embeddings.owners import EmbeddingRows, summed
 from lightning_gnn.nn.learned_rows import LearnedRows, are_untrained
-from lightning_gnn.partition.types import Types
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED
 
@@ -321,7 +320,8 @@ class DistributedEmbedding(LearnedRows):
     # Ranks ####################################################################
 
     @override
-    def check_fits(self, name: str, types: Types) -> None:
+    def check_fits(self, name: str, of: Shard | Cut) -> None:
+        types = of.types
         of_types = f"node_type={self.node_type!r}, but the graph has "
         if types.is_hetero and self.node_type not in types.nodes:
             raise ValueError(
@@ -332,10 +332,10 @@ class DistributedEmbedding(LearnedRows):
             raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Leave node_type out.")
         num_nodes = types.total(self.node_type or types.input_type)
         if self.num_nodes != num_nodes:
-            of = "" if self.node_type is None else f" of type {self.node_type!r}"
+            of_type = "" if self.node_type is None else f" of type {self.node_type!r}"
             raise ValueError(
-                f"'{name}' is a DistributedEmbedding of num_nodes={self.num_nodes}, but the graph has {num_nodes} nodes{of}. "
-                f"Make it with num_nodes={num_nodes}."
+                f"'{name}' is a DistributedEmbedding of num_nodes={self.num_nodes}, but the graph has {num_nodes} "
+                f"nodes{of_type}. Make it with num_nodes={num_nodes}."
             )
 
     @override

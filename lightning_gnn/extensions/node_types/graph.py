@@ -27,12 +27,6 @@ from lightning_gnn.data.sources import (
     set_edge_masks,
 )
 
-NO_TYPES = (
-    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
-    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
-    "RGCNConv and its kin take."
-)
-
 
 def about_types(error: str, step: str) -> str | None:
     """Returns what to do where `step` reads a graph with types as one without, or the other way round; None for another error."""

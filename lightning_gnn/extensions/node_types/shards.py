@@ -15,7 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
-from lightning_gnn.data.joined import edge_stores, predicted_edges
+from lightning_gnn.data.joined import edge_stores, input_type_of, predicted_edges
 from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.shards import Cut, Held, Shard, only_shard
 from lightning_gnn.partition.layout import Replicas
@@ -146,7 +146,7 @@ class TypedCut(Cut):
         return np.concatenate([*map(np.arange, counts), halo]).astype(np.int64)
 
 
-def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
+def whole_graph_with_types(data: HeteroData, input_type: NodeType | None) -> Shard:
     """Returns the whole graph as the only rank's shard; its nodes and edges know their ids."""
     batch = data.clone()
     for name in batch.node_types:
@@ -156,5 +156,5 @@ def whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
     n_ids = {name: batch[name].n_id for name in batch.node_types}
     e_ids = {kind: batch[kind].e_id for kind in batch.edge_types}
     nodes, edges = ({kind: np.array([len(ids)]) for kind, ids in of.items()} for of in (n_ids, e_ids))
-    types = Types(nodes, edges, input_type)
+    types = Types(nodes, edges, input_type_of(data, input_type))
     return only_shard(TypedShard, batch, data, torch.cat([*n_ids.values()]), torch.cat([*e_ids.values()]), types)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.typing import NodeType
-from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import (
     Form,
@@ -20,23 +18,6 @@ from lightning_gnn.checks.small_graph import (
     some_nodes,
     values_of_rows,
 )
-from lightning_gnn.data.joined import Graph
-from lightning_gnn.data.shards import Shard, split_graph, whole_graph
-from lightning_gnn.partition.layout import LayoutSpec
-
-
-@dataclass(frozen=True)
-class TypedSmallGraph(SmallGraph):
-    input_type: NodeType
-
-    @override
-    def whole(self, graph: Graph) -> Shard:
-        return whole_graph(graph, self.input_type)
-
-    @override
-    def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
-        holders = self.holders if layout.kind == "vertex_cut" else None
-        return split_graph(graph, self.part, layout, holders, self.input_type)
 
 
 def typed_small_graph(
@@ -81,7 +62,7 @@ def typed_small_graph(
                 values_of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
             )
     holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
-    return TypedSmallGraph(small, torch.cat(parts).numpy(), holders, input_type)
+    return SmallGraph(small, torch.cat(parts).numpy(), holders, {"input_type": input_type})
 
 
 def _unlike(sizes: tuple[int, int], used: set[int]) -> tuple[int, int]:

@@ -308,7 +308,7 @@ class ClusterStrategy(GNNStrategy):
     def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
         module = self._module
-        if learned_rows(module, shard.types):
+        if learned_rows(module, shard):
             raise ValueError(
                 "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
                 'node. Use strategy="sampling".'

@@ -30,7 +30,6 @@ from lightning_gnn.arguments import (
     check_words,
     checked_batches,
     checked_bytes,
-    fanouts_by_type,
     is_one_of,
     shown,
 )
@@ -56,6 +55,7 @@ from lightning_gnn.strategies.sampling.loader import (
 )
 from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
 from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
+from lightning_gnn.strategies.sampling.sampler import fanouts_by_type
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategy.base import GNNStrategy
@@ -407,7 +407,8 @@ class SamplingStrategy(GNNStrategy):
         return self.evaluation == "batches" or (by_default and self.evaluation is None)
 
     @override
-    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
+        types = of.types
         self._fanouts_of(types)
         if self.evaluation == "batches" and not self._evaluates_in_batches(types):
             raise ValueError(
@@ -429,7 +430,7 @@ class SamplingStrategy(GNNStrategy):
                 'Use method="neighbor".'
             )
         if not self._evaluates_in_batches(types):
-            super().check_model(module, types)
+            super().check_model(module, of)
             return
         check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
