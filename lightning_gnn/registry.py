@@ -28,15 +28,13 @@ _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 _FEATURES = {
-    "DistributedEmbedding": "lightning_gnn.extensions.embeddings.embedding",
-    "TypedBinding": "lightning_gnn.extensions.node_types.binding",
-    "TypedCut": "lightning_gnn.extensions.node_types.shards",
-    "TypedGraph": "lightning_gnn.extensions.node_types.binding",
-    "check_typed_module": "lightning_gnn.extensions.node_types.binding",
-    "prepare_hetero": "lightning_gnn.extensions.node_types.graph",
-    "typed_small_graph": "lightning_gnn.extensions.node_types.small_graph",
-    "whole_graph_with_types": "lightning_gnn.extensions.node_types.shards",
+    "embeddings.embedding": ["DistributedEmbedding"],
+    "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
+    "node_types.graph": ["about_types", "prepare_hetero"],
+    "node_types.shards": ["TypedCut", "whole_graph_with_types"],
+    "node_types.small_graph": ["typed_small_graph"],
 }
+"""What the core takes from extensions, by their modules; each is imported when one of its names is asked for."""
 
 
 def feature(name: str) -> Any:
@@ -45,14 +43,15 @@ def feature(name: str) -> Any:
     Raises:
         AttributeError: there is none of that name.
     """
-    if name not in _FEATURES:
-        raise AttributeError(f"No extension has {name!r}. There are {sorted(_FEATURES)}.")
-    return getattr(import_module(_FEATURES[name]), name)
+    module = next((module for module, names in _FEATURES.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"No extension has {name!r}.")
+    return getattr(import_module(f"lightning_gnn.extensions.{module}"), name)
 
 
 def explained(error: str, step: str) -> str | None:
     """Returns what an extension says of an error of `step`, such as what to do; None if none knows it."""
-    return import_module("lightning_gnn.extensions.node_types.graph").about_types(error, step)
+    return feature("about_types")(error, step)
 
 
 def cutter_of(kind: str) -> ModuleType:

@@ -5,7 +5,7 @@ E edges, N nodes, P parts.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,11 +17,10 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import kinds_of
-from lightning_gnn.data.sources import EDGE_MASKS, prepare_graph
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts, id_dtype
 from lightning_gnn.partition.types import ONE_TYPE, Types
-from lightning_gnn.registry import feature
 
 Graph: TypeAlias = Data | HeteroData
 
@@ -55,14 +54,14 @@ class JoinedGraph:
     Attributes:
         edge_index: int64 ``[2, E]``.
         num_nodes: N.
-        node_type, edge_type: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
+        node_kinds, edge_kinds: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
         node_firsts, edge_firsts: by type, where it begins in these lists.
     """
 
     edge_index: Ids
     num_nodes: int
-    node_type: np.ndarray | None = None
-    edge_type: np.ndarray | None = None
+    node_kinds: np.ndarray | None = None
+    edge_kinds: np.ndarray | None = None
     node_firsts: Mapping[NodeType, int] | None = None
     edge_firsts: Mapping[EdgeType, int] | None = None
 
@@ -86,27 +85,37 @@ class JoinedGraph:
     def relabelling(self, part: np.ndarray, num_parts: int) -> Relabelling:
         """Returns the order of rows by owner, ``[N]``: type after type in each part, else neighbours near each other."""
         found = local_relabelling(self.edge_index, part, num_parts)
-        if self.node_type is None:
+        if self.node_kinds is None:
             return found
         rows = found.n_id
-        return Relabelling(rows[np.lexsort((self.node_type[rows], part[rows]))], found.offsets)
+        return Relabelling(rows[np.lexsort((self.node_kinds[rows], part[rows]))], found.offsets)
 
     def parts(self, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
         """Yields the parts, whose edges come type after type."""
         for part in edge_cut_parts(self.edge_index, relabelling):
-            if self.edge_type is None:
+            if self.edge_kinds is None:
                 yield part
                 continue
-            order = np.argsort(self.edge_type[part.edge_ids], kind="stable")
+            order = np.argsort(self.edge_kinds[part.edge_ids], kind="stable")
             yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
 
-    def among_all(self, mask: np.ndarray, kind: NodeType | EdgeType) -> np.ndarray:
-        """Returns a mask of the nodes, or edges, of a type as one of all of them, bool ``[N]`` or ``[E]``."""
+    def masks_of(self, predicted: Predicted) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Returns the masks of labelled nodes, bool ``[N]``, and of edges, ``[E]``, that have any: of all types."""
+        nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
+        of_nodes = {name: nodes[name] if y is None else nodes[name] & is_labelled(y) for name in MASKS}
+        of_edges = {name: edges[name] for name in EDGE_MASKS if name in edges}
+        return (
+            {name: self._among_all(of, predicted.node_type) for name, of in of_nodes.items() if num_labelled(y, nodes[name])},
+            {name: self._among_all(of, predicted.edge_type) for name, of in of_edges.items() if of.any()},
+        )
+
+    def _among_all(self, mask: Tensor, kind: NodeType | EdgeType | None) -> np.ndarray:
+        """Returns a mask of the nodes, or edges, of a type as one of all of them."""
         if self.node_firsts is None:
-            return mask
+            return mask.numpy()
         firsts: Any = self.node_firsts if isinstance(kind, str) else self.edge_firsts
         found = np.zeros(self.num_nodes if isinstance(kind, str) else self.edge_index.shape[1], np.bool_)
-        found[firsts[kind] :][: len(mask)] = mask
+        found[firsts[kind] :][: len(mask)] = mask.numpy()
         return found
 
     def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
@@ -115,35 +124,35 @@ class JoinedGraph:
             return {}
         owner, counts = part[self.edge_index[1]], {}
         for number, name in enumerate(self.node_firsts):
-            counts[f"{name} nodes"] = np.bincount(part[self.node_type == number], minlength=num_parts)
+            counts[f"{name} nodes"] = np.bincount(part[self.node_kinds == number], minlength=num_parts)
         for number, kind in enumerate(self.edge_firsts):
-            counts[" ".join(kind)] = np.bincount(owner[self.edge_type == number], minlength=num_parts)
+            counts[" ".join(kind)] = np.bincount(owner[self.edge_kinds == number], minlength=num_parts)
         return counts
 
 
 def orders_of(
-    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType
+    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted
 ) -> Orders:
     """Returns where nodes and edges of a graph come to lie.
 
     Args:
         edge_ids: of each part, in order.
-        input_type: the node type that is predicted.
+        predicted: of the graph.
     """
     edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
     if joined.node_firsts is None or joined.edge_firsts is None:
         return orders_of_one_type(relabelling, sizes, edge_order)
-    assert joined.node_type is not None and joined.edge_type is not None
+    assert joined.node_kinds is not None and joined.edge_kinds is not None
     num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
     orders: dict[NodeType | EdgeType, Ids] = {}
     nodes, edges = {}, {}
     for number, (name, first) in enumerate(joined.node_firsts.items()):
-        rows = relabelling.n_id[joined.node_type[relabelling.n_id] == number]
+        rows = relabelling.n_id[joined.node_kinds[relabelling.n_id] == number]
         orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
     for number, (kind, first) in enumerate(joined.edge_firsts.items()):
-        here = joined.edge_type[edge_order] == number
+        here = joined.edge_kinds[edge_order] == number
         orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-    return Orders(Types(nodes, edges, input_type), orders)
+    return Orders(Types(nodes, edges, predicted.node_type), orders)
 
 
 def orders_of_one_type(relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
@@ -160,25 +169,6 @@ def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: 
     for kind, edge_index in edge_indices.items():
         data[kind].edge_index = edge_index
     return data
-
-
-def prepared(
-    data: Graph,
-    input_type: NodeType | None,
-    index_split: Mapping[str, Any] | None,
-    options: tuple[Sequence[float] | None, int, int, bool],
-    in_files: bool,
-) -> Graph:
-    """Returns a checked copy of `data`, of any types.
-
-    Args:
-        options: from ``fractions`` on, those of :func:`~lightning_gnn.data.sources.prepare_graph`.
-    """
-    if isinstance(data, HeteroData):
-        return feature("prepare_hetero")(data, input_type, *options)
-    if input_type is not None:
-        raise ValueError(f"input_type={input_type!r} is of a HeteroData, but the graph has no types. Leave it out.")
-    return prepare_graph(data, index_split, *options, in_files)
 
 
 def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ class Held(NamedTuple):
         counts: owned ones of each rank.
         rows: with replicas, of this rank.
         replicas: any rank has some.
+        targets: of edges, the type of the nodes that they end at.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Held(NamedTuple):
     counts: Sequence[int]
     rows: int
     replicas: bool = False
+    targets: Any = None
 
 
 @dataclass(frozen=True)
@@ -351,7 +353,7 @@ def cut_graph(
     relabelling = joined.relabelling(part, num_parts)
     pieces = list(joined.parts(relabelling))
     edge_ids = [piece.edge_ids for piece in pieces]
-    orders = orders_of(joined, relabelling, edge_ids, part, predicted.node_type)
+    orders = orders_of(joined, relabelling, edge_ids, part, predicted)
     attributes = {
         orders.types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
         for kind, order in orders.by_type.items()

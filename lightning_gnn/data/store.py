@@ -177,7 +177,7 @@ def write_store(
             save_pieces(name, array.shape, array.dtype, [array])
 
         if in_edges is None:
-            written = _write_edges(data, part, layout.parts, save, predicted.node_type)
+            written = _write_edges(data, part, layout.parts, save, predicted)
         else:
             written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces, told)
         attributes: dict[str, list[str]] = {}
@@ -309,7 +309,7 @@ def _write_edges(
     part: np.ndarray,
     num_parts: int,
     save: Callable[[str, np.ndarray], None],
-    seeded: str,
+    predicted: Predicted,
 ) -> _Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
@@ -324,7 +324,7 @@ def _write_edges(
         save(f"part{number}.edge_index", piece.edge_index)
         save(f"part{number}.halo", piece.halo)
         edge_orders.append(piece.edge_ids)
-    orders = orders_of(joined, relabelling, edge_orders, part, seeded)
+    orders = orders_of(joined, relabelling, edge_orders, part, predicted)
     save("n_id", orders.n_id())
     save("e_id", orders.e_id())
     return _Written(relabelling.offsets, orders, edge_orders, locality)

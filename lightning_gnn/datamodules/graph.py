@@ -21,15 +21,17 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import raise_together
+from lightning_gnn.data.joined import Graph, Predicted
 from lightning_gnn.data.loading import Source, Versions
 from lightning_gnn.data.shards import Cut, Shard, whole_graph
-from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
-from lightning_gnn.data.store import default_root
+from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask, prepare_graph
+from lightning_gnn.data.store import FORMAT, default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.registry import feature
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -112,6 +114,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     graph, under ``sampling`` samples.
     """
 
+    built_from = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
+
     def __init__(
         self,
         source: Source,
@@ -155,6 +159,25 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self._shard: Shard | None = None
         self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
         self._versions: Mapping[str, int] = {}  # of its tensors, before the first step
+
+    @override
+    def predicted(self, data: Graph) -> Predicted:
+        return Predicted.of(data, self.input_type)
+
+    @override
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+        options = self.split, self.split_column, self.seed, not self.predicts()
+        if not isinstance(data, Data):
+            return feature("prepare_hetero")(data, self.input_type, *options)
+        if self.input_type is not None:
+            raise ValueError(
+                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
+            )
+        return prepare_graph(data, index_split, *options, in_files)
+
+    @override
+    def _options(self, layout: LayoutSpec) -> list[Any]:
+        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _asked_for(self) -> LayoutSpec | None:
         """Returns what a strategy of this package asks for; None for any other."""
@@ -362,8 +385,8 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     if not getattr(module, "predicts_edges", False):
         return
     name = type(module).__name__
-    ready = hasattr(module, "takes_types")  # a module of this package, and none of the user's
-    edge_type: Any = module.edge_type if ready else None
+    ready = hasattr(module, "is_ready_made")  # a module of this package, and none of the user's
+    edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
             raise ValueError(
@@ -393,7 +416,7 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
     types = of.types
     name, node_type = type(module).__name__, getattr(module, "node_type", None)
-    ready = hasattr(module, "takes_types")  # a module of this package
+    ready = hasattr(module, "is_ready_made")  # a module of this package
     if not types.is_hetero:
         if ready and node_type is not None:
             raise ValueError(

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
-from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted, prepared
+from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted
 from lightning_gnn.data.loading import (
     Source,
     Versions,
@@ -42,9 +43,7 @@ from lightning_gnn.data.loading import (
     seeded,
 )
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled
 from lightning_gnn.data.store import (
-    FORMAT,
     check_space,
     read_cut,
     read_manifest,
@@ -59,7 +58,7 @@ from lightning_gnn.extensions.graph_files.in_edges import InEdges, is_symmetric
 from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks
 from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec
 from lightning_gnn.registry import cutter_of
 
 EDGE_S = 1.5e-6
@@ -75,7 +74,8 @@ class StoredGraph:
     split_column: int
     partition: str | np.ndarray | None
     seed: int
-    input_type: str | None
+    built_from: tuple[str, ...]
+    """Names of attributes from which another process makes the same datamodule, beside the store."""
     partition_memory: int | None
     feature_dtype: torch.dtype | None
     store: Path
@@ -162,9 +162,15 @@ class StoredGraph:
         with writing(self.store) if is_folder(self.source) else nullcontext():
             data, index_split = load_source(self.source, self.source_args, self._converted())
         self._versions_of_source = Versions(data)
-        needed = not self.predicts()
-        options = self.split, self.split_column, self.seed, needed
-        return prepared(data, self.input_type, index_split, options, is_folder(self.source))
+        return self._prepared(data, index_split, is_folder(self.source))
+
+    @abstractmethod
+    def predicted(self, data: Graph) -> Predicted:
+        """Returns what is predicted of the graph."""
+
+    @abstractmethod
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+        """Returns the graph checked, with masks."""
 
     def _converted(self) -> Path:
         """Returns where files of a folder are written anew that cannot be memory-mapped."""
@@ -216,9 +222,9 @@ class StoredGraph:
                 write_atomically(self.store / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
         return folder
 
+    @abstractmethod
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _entry_key(self, layout: LayoutSpec) -> str:
         return json.dumps(self._options(layout))
@@ -238,8 +244,9 @@ class StoredGraph:
     def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
         data = self.load()
-        predicted = Predicted.of(data, self.input_type)
-        layout.check_takes(predicted.has_types)
+        predicted = self.predicted(data)
+        if not layout.takes(predicted.has_types):
+            raise ValueError(NO_TYPES)
         digests = graph_digests(data)
         described_as = json.dumps([digests, left_out_of(data), self._options(layout)])
         name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
@@ -323,24 +330,13 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        predicted = Predicted.of(data, self.input_type)
-        nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
-        masks = {
-            name: joined.among_all((nodes[name] if y is None else nodes[name] & is_labelled(y)).numpy(), predicted.node_type)
-            for name in MASKS
-            if num_labelled(y, nodes[name])
-        }
-        edge_masks = {
-            name: joined.among_all(edges[name].numpy(), predicted.edge_type)
-            for name in EDGE_MASKS
-            if name in edges and edges[name].any()
-        }
+        masks, edge_masks = joined.masks_of(self.predicted(data))
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
             edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
@@ -348,18 +344,8 @@ class StoredGraph:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
-        names = (
-            "source",
-            "source_args",
-            "split",
-            "split_column",
-            "partition",
-            "seed",
-            "input_type",
-            "partition_memory",
-        )
         request = {
-            "datamodule": {name: getattr(self, name) for name in names} | {"store": str(self.store)},
+            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"store": str(self.store)},
             "layout": layout.as_dict(),
             "predicting": self.predicts(),
             "loaded": self.known(),

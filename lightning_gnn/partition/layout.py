@@ -11,7 +11,7 @@ from lightning_gnn.partition.types import Types
 Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
 
-_NO_TYPES = (
+NO_TYPES = (
     'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
     'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
     "RGCNConv and its kin take."
@@ -78,11 +78,6 @@ class LayoutSpec:
     def edge_cut(cls, parts: int) -> LayoutSpec:
         """Returns that of an edge cut of any graph."""
         return cls("edge_cut", parts, takes_types=True)
-
-    def check_takes(self, has_types: bool) -> None:
-        """Raises ValueError for a graph with types that may have none."""
-        if not self.takes(has_types):
-            raise ValueError(_NO_TYPES)
 
     def takes(self, has_types: bool) -> bool:
         """Returns whether the graph may have types, if it does."""

@@ -53,7 +53,7 @@ class GraphRows:
         self._shard, rank = shard, world.rank
 
         def make(held: Held) -> RowSet:
-            name, ids, all_ids, counts, rows, replicas = held
+            name, ids, all_ids, counts, rows, replicas, _ = held
             known = placement_of(ids)
             if known is not None and known.rows is not None and known.rows.ranks is ranks:
                 return known.rows
@@ -61,9 +61,10 @@ class GraphRows:
             return RowSet(ranks, rows, lambda: ids.long(), counts[rank], sum(counts), every, name, replicas)
 
         self.nodes: dict[Any, RowSet] = {name: make(held) for name, held in shard.nodes_held().items()}
-        self.edges: dict[Any, RowSet] = {kind: make(held) for kind, held in shard.edges_held().items()}
-        for kind, rows in self.edges.items():
-            rows.targets = self.nodes[None if kind is None else kind[2]]
+        self.edges: dict[Any, RowSet] = {}
+        for kind, held in shard.edges_held().items():
+            self.edges[kind] = make(held)
+            self.edges[kind].targets = self.nodes[held.targets]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
         self._kinds: Mapping[str, str] = {}
         if None in self.nodes:

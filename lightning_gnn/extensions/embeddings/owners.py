@@ -47,10 +47,8 @@ class EmbeddingRows(AnyRows):
     @classmethod
     def of_type(cls, name: NodeType | None, world: World, shard: Shard) -> EmbeddingRows:
         """Returns those of the nodes of a type, on the rank whose `shard` it is; None for a graph without types."""
-        types, nodes = shard.types, shard.batch if name is None else shard.batch[name]
-        name = name or types.input_type
-        batch_ids = nodes.n_id if shard.rows == shard.counts else None
-        return cls(world, shard.n_id[types.place(name)], types.nodes[name].tolist(), batch_ids)
+        held = shard.nodes_held()[name]
+        return cls(world, held.all_ids, held.counts, None if held.replicas else held.ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingRows:
         return self

@@ -53,8 +53,11 @@ class TypedShard(Shard):
 
     @override
     def edges_held(self) -> dict[Any, Held]:
-        of = self.types.edges.items()
-        return {kind: self._held(f"edges of {kind}", self.batch[kind].e_id, self.e_id, kind, each) for kind, each in of}
+        found = {}
+        for kind, counts in self.types.edges.items():
+            held = self._held(f"edges of {kind}", self.batch[kind].e_id, self.e_id, kind, counts)
+            found[kind] = held._replace(targets=kind[2])
+        return found
 
     def _held(self, name: str, ids: Tensor, all_ids: Tensor, kind: NodeType | EdgeType, counts: Ids) -> Held:
         return Held(name, ids, all_ids[self.types.place(kind)], counts.tolist(), int(counts[self.rank]))
