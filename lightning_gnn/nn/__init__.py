@@ -18,7 +18,9 @@ from lightning_gnn.registry import feature
 
 
 def __getattr__(name: str) -> Any:
-    return feature(name)
+    if name == "DistributedEmbedding":
+        return feature(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
