@@ -422,9 +422,7 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
             raise ValueError(
                 f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
             )
-        learned_rows(module, of)
-        return
-    if ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
+    elif ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "

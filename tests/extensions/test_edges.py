@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 import lightning_gnn
+from lightning_gnn.registry import feature
 
 ROOT = Path(lightning_gnn.__file__).parent
 OUTER = {"extensions", "functional", "strategies", "tools", "__main__.py", "__init__.py"}
 """What is not the core."""
+
+TEXT = {tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.COMMENT)}
+"""Tokens that are text; f-strings have some from Python 3.12 on."""
 
 FEATURES = {
     "embeddings": (r"DistributedEmbedding|embeddings_of|EmbeddingRows|\bembeddings\.\w", 2),
@@ -35,7 +39,7 @@ def code_of(file: Path) -> str:
     lines = file.read_text().splitlines()
     with tokenize.open(file) as opened:
         for token in tokenize.generate_tokens(opened.readline):
-            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and not is_name(token.string)):
+            if token.type in TEXT or (token.type == tokenize.STRING and not is_name(token.string)):
                 (first, begin), (last, end) = token.start, token.end
                 for row in range(first, last + 1):
                     low, high = begin if row == first else 0, end if row == last else len(lines[row - 1])
@@ -43,9 +47,17 @@ def code_of(file: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_few_files_of_the_core_know_a_feature(feature):
-    pattern, limit = FEATURES[feature]
+@pytest.mark.parametrize("name", FEATURES)
+def test_few_files_of_the_core_know_a_feature(name):
+    pattern, limit = FEATURES[name]
     core = [file for file in sorted(ROOT.rglob("*.py")) if file.relative_to(ROOT).parts[0] not in OUTER]
     known = [str(file.relative_to(ROOT)) for file in core if re.search(pattern, code_of(file))]
     assert len(known) <= limit, known
+
+
+def test_the_core_finds_names_of_extensions():
+    assert lightning_gnn.nn.DistributedEmbedding is lightning_gnn.DistributedEmbedding is feature("DistributedEmbedding")
+    with pytest.raises(AttributeError, match="has no attribute 'TypedCut'"):
+        _ = lightning_gnn.nn.TypedCut
+    with pytest.raises(AttributeError, match="No extension has 'Missing'"):
+        feature("Missing")
