@@ -38,14 +38,8 @@ _FEATURES = {
 
 
 def feature(name: str) -> Any:
-    """Returns a class or function of an extension, by its name.
-
-    Raises:
-        AttributeError: there is none of that name.
-    """
-    module = next((module for module, names in _FEATURES.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"No extension has {name!r}.")
+    """Returns a class or function of an extension, one of those named above."""
+    [module] = [module for module, names in _FEATURES.items() if name in names]
     return getattr(import_module(f"lightning_gnn.extensions.{module}"), name)
 
 

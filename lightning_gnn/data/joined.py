@@ -46,6 +46,12 @@ class Orders:
         found = np.concatenate([self.by_type[kind] for kind in self.types.edges])
         return found.astype(id_dtype(len(found)))
 
+    @classmethod
+    def of_one_type(cls, relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
+        """Returns those of a graph without types, of whose edges parts have so many."""
+        types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
+        return cls(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
+
 
 @dataclass(frozen=True)
 class JoinedGraph:
@@ -129,36 +135,27 @@ class JoinedGraph:
             counts[" ".join(kind)] = np.bincount(owner[self.edge_kinds == number], minlength=num_parts)
         return counts
 
+    def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
+        """Returns where nodes and edges of a graph come to lie.
 
-def orders_of(
-    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted
-) -> Orders:
-    """Returns where nodes and edges of a graph come to lie.
-
-    Args:
-        edge_ids: of each part, in order.
-        predicted: of the graph.
-    """
-    edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
-    if joined.node_firsts is None or joined.edge_firsts is None:
-        return orders_of_one_type(relabelling, sizes, edge_order)
-    assert joined.node_kinds is not None and joined.edge_kinds is not None
-    num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
-    orders: dict[NodeType | EdgeType, Ids] = {}
-    nodes, edges = {}, {}
-    for number, (name, first) in enumerate(joined.node_firsts.items()):
-        rows = relabelling.n_id[joined.node_kinds[relabelling.n_id] == number]
-        orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
-    for number, (kind, first) in enumerate(joined.edge_firsts.items()):
-        here = joined.edge_kinds[edge_order] == number
-        orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-    return Orders(Types(nodes, edges, predicted.node_type), orders)
-
-
-def orders_of_one_type(relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
-    """As :func:`orders_of`, of a graph without types, of whose edges parts have so many."""
-    types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
-    return Orders(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
+        Args:
+            edge_ids: of each part, in order.
+            predicted: of the graph.
+        """
+        edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
+        if self.node_firsts is None or self.edge_firsts is None:
+            return Orders.of_one_type(relabelling, sizes, edge_order)
+        assert self.node_kinds is not None and self.edge_kinds is not None
+        num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
+        orders: dict[NodeType | EdgeType, Ids] = {}
+        nodes, edges = {}, {}
+        for number, (name, first) in enumerate(self.node_firsts.items()):
+            rows = relabelling.n_id[self.node_kinds[relabelling.n_id] == number]
+            orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
+        for number, (kind, first) in enumerate(self.edge_firsts.items()):
+            here = self.edge_kinds[edge_order] == number
+            orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
+        return Orders(Types(nodes, edges, predicted.node_type), orders)
 
 
 def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:

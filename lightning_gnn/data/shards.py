@@ -18,7 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of, orders_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of
 from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
@@ -353,7 +353,7 @@ def cut_graph(
     relabelling = joined.relabelling(part, num_parts)
     pieces = list(joined.parts(relabelling))
     edge_ids = [piece.edge_ids for piece in pieces]
-    orders = orders_of(joined, relabelling, edge_ids, part, predicted)
+    orders = joined.orders(relabelling, edge_ids, part, predicted)
     attributes = {
         orders.types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
         for kind, order in orders.by_type.items()

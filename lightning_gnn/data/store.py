@@ -42,15 +42,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
-from lightning_gnn.data.joined import (
-    Graph,
-    JoinedGraph,
-    Orders,
-    Predicted,
-    attributes_of,
-    orders_of,
-    orders_of_one_type,
-)
+from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, cut_of, mask_counts
 from lightning_gnn.data.sources import num_classes
@@ -324,7 +316,7 @@ def _write_edges(
         save(f"part{number}.edge_index", piece.edge_index)
         save(f"part{number}.halo", piece.halo)
         edge_orders.append(piece.edge_ids)
-    orders = orders_of(joined, relabelling, edge_orders, part, predicted)
+    orders = joined.orders(relabelling, edge_orders, part, predicted)
     save("n_id", orders.n_id())
     save("e_id", orders.e_id())
     return _Written(relabelling.offsets, orders, edge_orders, locality)
@@ -359,7 +351,7 @@ def _write_pieces(
 
     save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
     e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])
-    orders = orders_of_one_type(relabelling, counts, e_id)
+    orders = Orders.of_one_type(relabelling, counts, e_id)
     edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
     return _Written(offsets, orders, edge_orders, None)
 

@@ -59,5 +59,3 @@ def test_the_core_finds_names_of_extensions():
     assert lightning_gnn.nn.DistributedEmbedding is lightning_gnn.DistributedEmbedding is feature("DistributedEmbedding")
     with pytest.raises(AttributeError, match="has no attribute 'TypedCut'"):
         _ = lightning_gnn.nn.TypedCut
-    with pytest.raises(AttributeError, match="No extension has 'Missing'"):
-        feature("Missing")
