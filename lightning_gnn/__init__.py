@@ -16,11 +16,11 @@ from lightning_gnn.launching.script import join_parent
 if TYPE_CHECKING:
     from lightning_gnn.callbacks.communication import CommunicationMonitor
     from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
+    from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
     from lightning_gnn.nn import (
         CommNet,
         CommNetConv,
-        DistributedEmbedding,
         UnsupportedModelError,
         choose_edges,
         expand,

@@ -89,8 +89,7 @@ def check_fanout(fanout: int, minimum: int = 1) -> None:
         raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
 
 
-EdgeType: TypeAlias = tuple[str, str, str]
-Fanouts: TypeAlias = list[int] | dict[EdgeType, list[int]]
+Fanouts: TypeAlias = list[int] | dict[tuple[str, str, str], list[int]]
 """In-edges drawn of each node, per hop: the same of all edge types, or by edge type, where 0 leaves a type out of a hop."""
 
 
@@ -130,12 +129,3 @@ def checked_fanouts(fanouts: Any) -> Fanouts:
             check_whole(fanouts=fanout)
             check_fanout(fanout, 0 if typed else 1)
     return found if typed else found[None]
-
-
-def fanouts_by_type(fanouts: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
-    """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for those of other types."""
-    checked = checked_fanouts(fanouts)
-    by_type = checked if isinstance(checked, dict) else dict.fromkeys(kinds, checked)
-    if set(by_type) != set(kinds):
-        raise ValueError(f"Fan-outs are given for {sorted(by_type)}, but the edge types are {sorted(kinds)}.")
-    return {kind: by_type[kind] for kind in kinds}

@@ -32,6 +32,26 @@ _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
+_FEATURES = {
+    "embeddings.embedding": ["DistributedEmbedding"],
+    "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
+    "node_types.graph": ["about_types", "prepare_hetero"],
+    "node_types.shards": ["TypedCut", "whole_graph_with_types"],
+    "node_types.small_graph": ["typed_small_graph"],
+}
+"""What the core takes from extensions, by their modules; each is imported when one of its names is asked for."""
+
+
+def feature(name: str) -> Any:
+    """Returns a class or function of an extension, one of those named above."""
+    [module] = [module for module, names in _FEATURES.items() if name in names]
+    return getattr(import_module(f"lightning_gnn.extensions.{module}"), name)
+
+
+def explained(error: str, step: str) -> str | None:
+    """Returns what an extension says of an error of `step`, such as what to do; None if none knows it."""
+    return feature("about_types")(error, step)
+
 
 def costs_of(*arguments: Any) -> Sequence[Any]:
     """Returns what one exchange of a scheme costs; arguments as of

@@ -7,21 +7,18 @@ here: outputs of modules, loss, gradients, buffers, predictions and what is logg
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
-import numpy as np
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.differences import STATE, TOLERANCES, UNKNOWN, Difference, Finding, differences
-from lightning_gnn.checks.small_graph import FORM, Form, small_graph
+from lightning_gnn.checks.small_graph import FORM, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.data.attributes import LeftOutError
-from lightning_gnn.data.shards import split_graph
+from lightning_gnn.data.joined import Graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
@@ -55,13 +52,13 @@ class SelfCheck:
 
 def self_check(
     module: pl.LightningModule,
-    batch: Data | HeteroData,
+    batch: Graph,
     bind: Bind,
     stage: str = "fit",
     trainer: pl.Trainer | None = None,
     layout: LayoutSpec = HALVES,
     num_classes: int = 0,
-    input_type: NodeType | None = None,
+    make: Callable[..., SmallGraph] = small_graph,
     form: Form = FORM,
 ) -> SelfCheck:
     """Runs the stage's step on a small graph, whole and on two ranks, and compares. `module` and random streams stay.
@@ -74,7 +71,7 @@ def self_check(
         trainer: what the step finds as ``self.trainer``; its loggers record nothing.
         layout: what the scheme's two ranks hold.
         num_classes: of the whole graph's labels.
-        input_type: of a ``HeteroData``, the node type that is predicted.
+        make: makes a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, of this batch.
         form: of the small graph.
     """
     began = time.perf_counter()
@@ -86,8 +83,8 @@ def self_check(
         masks = [counted_mask(mask, module)] if mask else []
         for dtype, tolerance in TOLERANCES.items():
             try:
-                small = small_graph(batch, masks, form, 0, num_classes, input_type)
-                trial = Trial(module, small.graph, stage, quiet_trainer, dtype, True, input_type)
+                small = make(batch, masks, form, 0, num_classes)
+                trial = Trial(module, small.graph, stage, quiet_trainer, dtype, True, small.whole)
                 whole = trial.on_whole()
             except (UnsupportedModelError, LeftOutError) as error:
                 refused = str(error)
@@ -96,19 +93,12 @@ def self_check(
                 not_run = not_run or in_one_line(error)
                 continue
             not_run, hooks = None, trial.hooks_not_run
-            holders = small.holders if layout.kind == "vertex_cut" else None
-            shards = split_graph(trial.graph, small.part, layout, holders, input_type)
+            shards = small.shards(trial.graph, layout)
             try:
                 finding = _compare(trial, whole, trial.on_parts(shards, bind), tolerance)
                 if finding is not None and finding.where.startswith("the logged"):
                     # Where scores tie but for rounding, another order of sums changes what is made of their order.
-                    alone = split_graph(
-                        trial.graph,
-                        np.zeros_like(small.part),
-                        replace(layout, parts=1),
-                        None if holders is None else np.zeros_like(holders),
-                        input_type,
-                    )
+                    alone = small.undivided().shards(trial.graph, replace(layout, parts=1))
                     with suppress(Parted):  # schemes that need several ranks
                         if _compare(trial, whole, trial.on_parts(alone, bind), tolerance) is not None:
                             finding = None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import NodeType
+from torch_geometric.data import Data
+from typing_extensions import Self
 
 from lightning_gnn.data.attributes import OF_BATCHES, GraphData, kinds_of, left_out_of
+from lightning_gnn.data.joined import Graph
 from lightning_gnn.data.lazy_ids import stored_ids
+from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, is_labelled
+from lightning_gnn.partition.layout import LayoutSpec
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,28 @@ class SmallGraph:
     """A small graph: directed, with duplicate edges and isolated nodes, without self-loops. Which of two ranks, 0 or 1, owns each
     node, and in a vertex cut computes each edge; with types, type after type."""
 
-    graph: Data | HeteroData
+    graph: Graph
     part: np.ndarray
     holders: np.ndarray
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of :func:`~lightning_gnn.data.shards.split_graph`."""
+
+    def whole(self, graph: Graph) -> Shard:
+        """Returns this graph, such as a copy in another dtype, as the only rank's shard."""
+        return whole_graph(graph, **self.options)
+
+    def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
+        """Returns the shards of this graph, such as a copy in another dtype."""
+        holders = self.holders if layout.kind == "vertex_cut" else None
+        return split_graph(graph, self.part, layout, holders, **self.options)
+
+    def undivided(self) -> Self:
+        """Returns the same graph, all of which is the first rank's."""
+        return replace(self, part=np.zeros_like(self.part), holders=np.zeros_like(self.holders))
 
 
 def small_graph(
-    batch: Data | HeteroData,
-    masks: Collection[str],
-    form: Form,
-    seed: int = 0,
-    num_classes: int = 0,
-    input_type: NodeType | None = None,
+    batch: Data, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0
 ) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
@@ -67,20 +80,15 @@ def small_graph(
     Args:
         masks: those of nodes or edges that the step's values are means over.
         num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
-        input_type: of a ``HeteroData``, the node type that is predicted. It has the form's nodes, and each edge type its edges;
-            other types have a few more, so that no two are equal.
     """
-    if isinstance(batch, HeteroData):
-        assert input_type is not None
-        return _with_types(batch, masks, form, seed, num_classes, input_type)
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
     kinds = kinds_of(batch)
     nodes = {name: batch[name][:owned] for name, kind in kinds.items() if kind == "node"}
     edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
-    found, order = _predicted_nodes(batch, nodes, masks, form, num_classes, seed, g)
+    found, order = predicted_nodes(batch, nodes, masks, form, num_classes, seed, g)
     place = order.argsort()
-    small = GraphData(kinds, left_out_of(batch), edge_index=order[_edges(form.nodes, form.nodes, form.edges, True, g)])
+    small = GraphData(kinds, left_out_of(batch), edge_index=order[random_edges(form.nodes, form.nodes, form.edges, True, g)])
     shuffled = torch.randperm(sum(form.edges), generator=g)
     small.edge_index = small.edge_index[:, shuffled]
     for name, value in batch.to_dict().items():
@@ -91,9 +99,9 @@ def small_graph(
         for mask in set(masks) & set(EDGE_MASKS):
             counted |= batch[mask]
         quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
-        rows = _rows(edges, counted, form.edges, quotas, g)[shuffled]
+        rows = chosen_rows(edges, counted, form.edges, quotas, g)[shuffled]
     for name, value in edges.items():
-        small[name] = _of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
+        small[name] = values_of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
         if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
             small[name] = small[name] % sum(form.nodes)
@@ -102,60 +110,7 @@ def small_graph(
     return SmallGraph(small, part, holders)
 
 
-def _with_types(
-    batch: HeteroData,
-    masks: Collection[str],
-    form: Form,
-    seed: int,
-    num_classes: int,
-    input_type: NodeType,
-) -> SmallGraph:
-    g = torch.Generator().manual_seed(seed)
-    small, used, orders = HeteroData(), set[int](), dict[NodeType, Tensor]()
-    others = [name for name in batch.node_types if name != input_type]
-    nodes = {name: _unlike(form.nodes, used) for name in (input_type, *others)}
-    parts = []
-    for name in batch.node_types:
-        values = {each: value for each, value in batch[name].items() if isinstance(value, Tensor)}
-        if name == input_type:
-            found, order = _predicted_nodes(batch[name], values, masks, form, num_classes, seed, g)
-        else:
-            none = torch.zeros(len(batch[name].n_id), dtype=torch.bool)
-            found, order = _some_nodes(values, none, nodes[name], (0, 0), g)
-        small[name].update(found)
-        if "x" not in found:
-            small[name].num_nodes = len(order)
-        orders[name] = order
-        parts.append((order.argsort() >= nodes[name][0]).long())
-    for kind in batch.edge_types:
-        source, target = kind[0], kind[2]
-        edges = _unlike(form.edges, used)
-        shuffled = torch.randperm(sum(edges), generator=g)
-        rows = _edges(nodes[source], nodes[target], edges, source == target, g)[:, shuffled]
-        small[kind].edge_index = torch.stack([orders[source][rows[0]], orders[target][rows[1]]])
-        values = {
-            name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"
-        }
-        none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)
-        chosen = _rows(values, none, edges, (0, 0), g)[shuffled] if len(none) else torch.empty(0)
-        for name, value in values.items():
-            small[kind][name] = (
-                _of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
-            )
-    holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
-    return SmallGraph(small, torch.cat(parts).numpy(), holders)
-
-
-def _unlike(sizes: tuple[int, int], used: set[int]) -> tuple[int, int]:
-    """Returns sizes of two parts near these, that neither they nor their sum are equal to any of those used; adds them there."""
-    first, second = sizes
-    while used & {first, second, first + second} or first == second:
-        first, second = first + 1, second + 2
-    used |= {first, second, first + second}
-    return first, second
-
-
-def _predicted_nodes(
+def predicted_nodes(
     of: Any,
     nodes: dict[str, Tensor],
     masks: Collection[str],
@@ -164,12 +119,12 @@ def _predicted_nodes(
     seed: int,
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """As :func:`_some_nodes`, of nodes with masks and labels, which `of` holds; what belongs to its owned ones is `nodes`."""
+    """As :func:`some_nodes`, of nodes with masks and labels, which `of` holds; what belongs to its owned ones is `nodes`."""
     counted = torch.zeros_like(nodes[MASKS[0]])
     for mask in set(masks) & set(MASKS):
         y = nodes.get("y")
         counted |= nodes[mask] if y is None else nodes[mask] & is_labelled(y)
-    found, order = _some_nodes(nodes, counted, form.nodes, form.labelled, g)
+    found, order = some_nodes(nodes, counted, form.nodes, form.labelled, g)
     classes = class_labels(found["y"]) if "y" in found else None
     if classes is not None and len(classes) == len(order):
         # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
@@ -183,24 +138,24 @@ def _predicted_nodes(
     return found, order
 
 
-def _some_nodes(
+def some_nodes(
     nodes: dict[str, Tensor],
     counted: Tensor,
     sizes: Sequence[int],
     labelled: Sequence[int],
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns attributes of both parts' nodes by their ids, and the ids, those of the first part first; see :func:`_rows`."""
+    """Returns attributes of both parts' nodes by their ids, and the ids, those of the first part first."""
     if not len(counted):
         zeros = {name: value.new_zeros((sum(sizes), *value.shape[1:])) for name, value in nodes.items()}
         return zeros, torch.randperm(sum(sizes), generator=g)
-    rows = _rows(nodes, counted, sizes, labelled, g)
+    rows = chosen_rows(nodes, counted, sizes, labelled, g)
     order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
     place = order.argsort()
-    return {name: _of_rows(value, rows)[place] for name, value in nodes.items()}, order
+    return {name: values_of_rows(value, rows)[place] for name, value in nodes.items()}, order
 
 
-def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
+def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
     found, order = stored_ids(values)[rows].to(values.dtype), rows.argsort(stable=True)  # ids that are not read stay so
     begins = torch.searchsorted(rows[order], rows[order])
@@ -211,7 +166,7 @@ def _of_rows(values: Tensor, rows: Tensor) -> Tensor:
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
-def _edges(
+def random_edges(
     sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator
 ) -> Tensor:
     """Returns the edges of both parts, ``[2, E]``, between so many nodes of the `same` type or of two; of each, the nodes of the
@@ -234,7 +189,7 @@ def _busy(sizes: Sequence[int]) -> list[Tensor]:
     return [torch.arange(_ISOLATED, first), torch.arange(first + _ISOLATED, first + second)]
 
 
-def _rows(
+def chosen_rows(
     attributes: dict[str, Tensor],
     counted: Tensor,
     sizes: Sequence[int],

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
-from lightning_gnn.extensions.embeddings.embedding import untrained_embeddings
+from lightning_gnn.nn.learned_rows import untrained_rows
 from lightning_gnn.nn.pyg import clear_caches
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Steps inside leave no trace: no rank is asked, random streams and embeddings stay as they are, nothing is warned of."""
-    alone = no_process_group(), kept_random_state(), untrained_embeddings(), torch.inference_mode(False)
+    """Steps inside leave no trace: no rank is asked, random streams and learned rows stay as they are, nothing is warned of."""
+    alone = no_process_group(), kept_random_state(), untrained_rows(), torch.inference_mode(False)
     with ExitStack() as stack:
         for each in (*alone, warnings.catch_warnings()):
             stack.enter_context(each)

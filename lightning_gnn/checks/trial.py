@@ -12,8 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.draws import NoDropout, seed_all
 from lightning_gnn.checks.explanation import Explanation
@@ -32,6 +30,7 @@ from lightning_gnn.checks.stand_ins import (
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
+from lightning_gnn.data.joined import Graph
 from lightning_gnn.data.shards import Shard, whole_graph
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
@@ -41,7 +40,7 @@ from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metric_states import metrics_in
 from lightning_gnn.steps.predictions import PredictedRows, tensors_in
 
-_Graph = TypeVar("_Graph", bound=Data | HeteroData)
+_Graph = TypeVar("_Graph", bound=Graph)
 Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 STAGES: dict[str, tuple[str, str | None]] = {
@@ -104,7 +103,7 @@ class Trial:
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
         begins: whether the stage begins with the step, else it has begun.
-        input_type: of a graph with types, the node type that is predicted.
+        whole: returns a graph as the only rank's shard.
         explanation: is told what ranks send. Then they send what they send in training, and nothing is recorded.
 
     Attributes:
@@ -114,15 +113,15 @@ class Trial:
     def __init__(
         self,
         module: pl.LightningModule,
-        graph: Data | HeteroData,
+        graph: Graph,
         stage: str,
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
         begins: bool = True,
-        input_type: NodeType | None = None,
+        whole: Callable[[Any], Shard] = whole_graph,
         explanation: Explanation | None = None,
     ) -> None:
-        self._input_type, self._explanation = input_type, explanation
+        self._whole, self._explanation = whole, explanation
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped, begins)
         self.stage, self.training = stage, stage == "fit"
@@ -155,7 +154,7 @@ class Trial:
             steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
             seed: of all random numbers.
         """
-        shard = whole_graph(self.graph.clone(), self._input_type)  # which the step may change in place
+        shard = self._whole(self.graph.clone())  # which the step may change in place
         # Later in training the strategy's own graph is in use, in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
         with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
@@ -190,8 +189,8 @@ class Trial:
             world: World = InProcessWorld(rank, meeting)
             prepared = nullcontext() if prepare is None else prepare(world)
             binding = bind(models[rank], shards[rank], world)
-            if not shards[rank].types.is_hetero:
-                binding.context.columns_at_once = max(1, shards[rank].batch.x.size(1))  # of few rows
+            if (x := getattr(shards[rank].batch, "x", None)) is not None:  # not by type
+                binding.context.columns_at_once = max(1, x.size(1))  # of few rows
             recorders[rank] = Recorder(models[rank], True, self._explanation is None)
             with graph_in_use(binding.context, this_thread_only=True), prepared:
                 seed_all(seed)
@@ -259,7 +258,7 @@ class Trial:
         batch: Any = copy.copy(shard.batch)
         # For tables with a row per node of the user's, which may be smaller.
         with local_rows():
-            for store, known_ids, name in self._ids(batch):
+            for store, known_ids, name in self._ids(shard, batch):
                 if len(known_ids) and int(known_ids.max()) + 1 < len(known_ids):
                     store[name] = store[name] % (int(known_ids.max()) + 1)
             logged = LoggedValues(model, world, rows)
@@ -306,13 +305,11 @@ class Trial:
         ran.logged = logged.values
         return ran
 
-    def _ids(self, batch: Data | HeteroData) -> Iterator[tuple[Any, Tensor, str]]:
+    def _ids(self, shard: Shard, batch: Any) -> Iterator[tuple[Any, Tensor, str]]:
         """Yields where a batch has ids of nodes and edges, those that the user's graph has, and their names."""
-        if isinstance(batch, HeteroData):
-            yield from ((batch[name], self.graph[name].n_id, "n_id") for name in batch.node_types)
-            yield from ((batch[kind], self.graph[kind].e_id, "e_id") for kind in batch.edge_types)
-        else:
-            yield from ((batch, self.graph[name], name) for name in ("n_id", "e_id"))
+        known = shard.stores(self.graph)
+        for kind, store in shard.stores(batch).items():
+            yield from ((store, known[kind][name], name) for name in ("n_id", "e_id") if name in known[kind])
 
     def _in_dtype(self) -> _DtypeContextManager:
         """Tensors that a step makes are of the trial's type, too."""

@@ -12,12 +12,11 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 import torch
-from torch_geometric.data import Data, HeteroData
 
+from lightning_gnn.data.joined import Graph
 from lightning_gnn.devices import can_pin, functions_of
 
-Batch: TypeAlias = Data | HeteroData
-Sent: TypeAlias = tuple[Batch, Any]
+Sent: TypeAlias = tuple[Graph, Any]
 """A batch, and the event after which it is on the device; None: it is on the CPU."""
 
 
@@ -29,7 +28,7 @@ class Copies:
         self._device = device
         self._stream = functions_of(device).Stream(device) if can_pin(device) else None
 
-    def send(self, batch: Batch) -> Sent:
+    def send(self, batch: Graph) -> Sent:
         """Returns the batch on the device, where the copy may be under way; from any thread."""
         if self._stream is None:
             return batch, None
@@ -39,7 +38,7 @@ class Copies:
             copied.record(self._stream)
         return batch, copied
 
-    def arrived(self, sent: Sent) -> Batch:
+    def arrived(self, sent: Sent) -> Graph:
         """Returns the batch on the device: what the device does next waits for the copy, the host does not."""
         batch, copied = sent
         if copied is None:

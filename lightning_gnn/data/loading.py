@@ -18,20 +18,21 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore, HeteroData
+from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.data.attributes import TO_PREDICT_LINKS, tell_kinds
+from lightning_gnn.data.joined import Graph, graph_by_type
 from lightning_gnn.extensions.graph_files.folders import is_folder, read_folder
 
-Source: TypeAlias = str | Dataset | Data | HeteroData | tuple[FeatureStore, GraphStore] | Callable[..., Any]
+Source: TypeAlias = str | Dataset | Graph | tuple[FeatureStore, GraphStore] | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
 of a folder."""
 
 
 def load_source(
     source: Source, args: Mapping[str, Any] | None = None, scratch: Path = Path()
-) -> tuple[Data | HeteroData, Mapping[str, Any] | None]:
+) -> tuple[Graph, Mapping[str, Any] | None]:
     """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
     Of a folder, tensors are memory-mapped; what must be converted for that is written to `scratch`.
@@ -72,7 +73,7 @@ def load_source(
             ) from error
     elif args:
         raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got {name}).")
-    if isinstance(loaded, (Data, HeteroData)):
+    if isinstance(loaded, Graph):
         return loaded, None
     if isinstance(loaded, (tuple, list)) and [*map(_kind_of_store, loaded)] == [FeatureStore, GraphStore]:
         return graph_in_stores(*loaded), None
@@ -92,7 +93,7 @@ def load_source(
             f"{name} gives {len(of_links)} graphs with edge_label_index, as RandomLinkSplit makes them of one. Leave that "
             f"transform out. {TO_PREDICT_LINKS}."
         )
-    if len(graphs) and not isinstance(first, (Data, HeteroData)):
+    if len(graphs) and not isinstance(first, Graph):
         raise ValueError(
             f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
             "HeteroData."
@@ -110,7 +111,7 @@ def _kind_of_store(value: object) -> type | None:
     return next((kind for kind in kinds if isinstance(value, kind)), None)
 
 
-def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Data | HeteroData:
+def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Graph:
     """Returns the graph in a pair of PyG's stores, as its loaders take it: all tensors of nodes and edges, without types where
     there is one type of each."""
     rows, columns, _ = edges.coo()
@@ -131,12 +132,7 @@ def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Data | HeteroD
         for name, group in groups.items() if first is not None else ():
             tell_kinds(whole, "edge" if isinstance(name, tuple) else "node", group)
         return whole
-    data = HeteroData()
-    for name, group in groups.items():
-        data[name].update(group)
-    for kind, edge_index in ends.items():
-        data[kind].edge_index = edge_index
-    return data
+    return graph_by_type(groups, ends)
 
 
 def described(source: Source) -> str:
@@ -145,7 +141,7 @@ def described(source: Source) -> str:
     return getattr(source, "__qualname__", None) or type(source).__name__
 
 
-def graph_digests(data: Data | HeteroData) -> dict[str, str]:
+def graph_digests(data: Graph) -> dict[str, str]:
     """Returns a digest of every attribute of the graph, by its name: two graphs are the same if these are."""
     digests = {}
     for store in data.stores:
@@ -169,7 +165,7 @@ class Versions:
     Tensors that nobody else holds are forgotten, and so are all in another process. Changes by numpy are not counted.
     """
 
-    def __init__(self, data: Data | HeteroData | None = None) -> None:
+    def __init__(self, data: Graph | None = None) -> None:
         stores = [] if data is None else data.stores
         tensors = [(name, value) for store in stores for name, value in store.items() if isinstance(value, Tensor)]
         self._seen = [(name, ref(value), value._version) for name, value in tensors if not value.is_inference()]

@@ -5,11 +5,11 @@ N nodes, E edges, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +18,36 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
+from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of
 from lightning_gnn.data.lazy_ids import lazy_ids
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
-from lightning_gnn.extensions.node_types.graph import (
-    JoinedGraph,
-    attributes_of,
-    edge_stores,
-    orders_of,
-    predicted_edges,
-)
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan, id_dtype
+from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan
 from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.registry import feature
+
+
+class Held(NamedTuple):
+    """Nodes, or edges, that a batch has: of all, or of one type.
+
+    Attributes:
+        name: what they are, for messages.
+        ids: original ids, ``[rows]``.
+        all_ids: of all ranks' owned ones, in rank order.
+        counts: owned ones of each rank.
+        rows: with replicas, of this rank.
+        replicas: any rank has some.
+        targets: of edges, the type of the nodes that they end at.
+    """
+
+    name: str
+    ids: Tensor
+    all_ids: Tensor
+    counts: Sequence[int]
+    rows: int
+    replicas: bool = False
+    targets: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,7 @@ class Shard:
             :meth:`of_edges`.
     """
 
-    batch: Data | HeteroData
+    batch: Graph
     rank: int
     halos: tuple[np.ndarray, ...]
     n_id: Tensor
@@ -86,7 +103,7 @@ class Shard:
     @property
     def edge_type(self) -> EdgeType | None:
         """The edge type whose edges are predicted; None where none is, and for a graph without types."""
-        return predicted_edges(edge_stores(self.batch)) if isinstance(self.batch, HeteroData) else None
+        return None
 
     @property
     def offsets(self) -> Ids:
@@ -100,8 +117,7 @@ class Shard:
 
     def sizes(self, rank: int) -> tuple[int, ...]:
         """Returns how many nodes and edges a rank has, as tensors of its batch have rows; of each node type, too."""
-        sizes = self.counts[rank], self.rows[rank], self.edge_counts[rank], self.edges[rank]
-        return (*(int(of[rank]) for of in self.types.nodes.values()), *sizes) if self.types.is_hetero else sizes
+        return self.counts[rank], self.rows[rank], self.edge_counts[rank], self.edges[rank]
 
     def node_ids(self, rank: int) -> Ids:
         """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
@@ -111,37 +127,27 @@ class Shard:
         """Returns the relabelled id of each row that edges of `rank` end at."""
         return np.arange(*self.target_offsets[rank : rank + 2])
 
-    def predicted(self, batch: Data | HeteroData) -> Any:
+    def predicted(self, batch: Graph) -> Any:
         """Returns where a batch of this graph keeps masks and labels: in itself, or in the input type."""
-        return batch[self.types.input_type] if isinstance(batch, HeteroData) else batch
+        return batch
 
-    def of_edges(self, kind: EdgeType, rank: int) -> Shard:
-        """Returns what `rank`, whose shard with types this is, holds for the edges of one type: a graph whose nodes are those of
-        the sources' type, and whose edges end at rows of :attr:`targets`. Tensors are the batch's own."""
-        source, _, target = kind
-        types, number, nodes = self.types, list(self.types.nodes).index(kind[0]), self.batch[kind[0]]
-        halos = tuple(types.ids(halo[types.numbers(halo) == number]) for halo in self.halos)
-        counts, edge_counts = (tuple(of[name].tolist()) for of, name in ((types.nodes, source), (types.edges, kind)))
-        x = nodes.x if "x" in nodes else torch.empty(counts[rank], 0, device=nodes.n_id.device)
-        edges = self.batch[kind]
-        batch = Data(x=x, edge_index=edges.edge_index, n_id=nodes.n_id, e_id=edges.e_id)
-        if "edge_weight" in edges:
-            batch.edge_weight = edges.edge_weight
-        begin = int(types.begins(kind)[rank])
-        holders = None if self.holders is None else self.holders[begin : begin + edge_counts[rank]]
-        return replace(
-            self,
-            batch=batch,
-            halos=halos,
-            n_id=self.n_id[types.place(source)],
-            e_id=self.e_id[types.place(kind)],
-            counts=counts,
-            edge_counts=edge_counts,
-            rows=counts,
-            edges=edge_counts,
-            holders=holders,
-            targets=tuple(types.nodes[target].tolist()),
-        )
+    def stores(self, batch: Any) -> dict[Any, Any]:
+        """Returns where a batch of this graph has the attributes of nodes and edges, by type; one for all is under None."""
+        return {None: batch} if isinstance(batch, Data) else {}
+
+    def nodes_held(self) -> dict[Any, Held]:
+        """Returns the nodes in the batch, by type; without types under None."""
+        batch, copied = self.batch, self.rows != self.counts
+        return {None: Held("nodes", batch.n_id, self.n_id, self.counts, self.rows[self.rank], copied)}
+
+    def edges_held(self) -> dict[Any, Held]:
+        """Returns the edges in the batch, by type; without types under None."""
+        batch, copied = self.batch, self.edges != self.edge_counts
+        return {None: Held("edges", batch.e_id, self.e_id, self.edge_counts, self.edges[self.rank], copied)}
+
+    def versions(self) -> dict[str, int]:
+        """Returns by name how often each tensor of the batch has been changed in place; of types, nothing: steps get samples."""
+        return {name: value._version for name, value in self.batch.to_dict().items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -180,13 +186,12 @@ class Cut:
     report: Mapping[str, Any]
     holders: Tensor | None = None
     feature_dtype: torch.dtype | None = None
+    _shard_class: ClassVar[type[Shard]] = Shard
 
     @property
     def edge_type(self) -> EdgeType | None:
         """See :class:`Shard`."""
-        types = self.types
-        has = {kind: self.attributes[types.key(kind)] for kind in types.edges}
-        return predicted_edges(has) if types.is_hetero else None
+        return None
 
     def in_batches(self, name: str, values: Tensor) -> Tensor:
         """Returns rows of an attribute as batches have them."""
@@ -222,15 +227,14 @@ class Cut:
             ids = local.long() + first
             far = local >= owned
             ids[far] = torch.from_numpy(self.halos[rank][(local[far] - owned).numpy()])
-            found[:, here] = torch.from_numpy(self.types.ids(ids.numpy())) if self.types.is_hetero else ids
+            found[:, here] = torch.from_numpy(self.types.ids(ids.numpy()))
         return found
 
-    def graph(self) -> Data | HeteroData:
+    def graph(self) -> Graph:
         """Returns the graph that was cut, in its original order: equal to it in every attribute."""
-        types = self.types
-        whole: Any = HeteroData() if types.is_hetero else GraphData(self.kinds, self.left_out)
+        types, whole = self.types, self._empty_graph()
         for kind in (*types.nodes, *types.edges):
-            into, ids = whole[kind] if types.is_hetero else whole, self.ids_of(kind)
+            into, ids = self._store_of(whole, kind), self.ids_of(kind)
             for name, value in self.attributes[types.key(kind)].items():
                 into[name] = torch.empty_like(value).index_copy_(0, ids, value)
             if isinstance(kind, str):
@@ -245,6 +249,13 @@ class Cut:
             whole[name] = value
         return whole
 
+    def _empty_graph(self) -> Any:
+        return GraphData(self.kinds, self.left_out)
+
+    def _store_of(self, graph: Any, kind: NodeType | EdgeType) -> Any:
+        """Returns where a graph has the attributes of a type."""
+        return graph
+
     def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
         """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
         if replicas is None:
@@ -256,8 +267,6 @@ class Cut:
 
     def shard(self, rank: int, replicas: Replicas | None = None, with_edges: bool = True) -> Shard:
         """Returns what `rank` holds; of replicas, copies. Without edges, nothing is copied out of the store."""
-        if self.types.is_hetero:
-            return self._shard_with_types(rank, with_edges)
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned
@@ -293,14 +302,14 @@ class Cut:
     def _shard_of(
         self,
         rank: int,
-        batch: Data | HeteroData,
+        batch: Graph,
         halos: tuple[Ids, ...],
         offsets: Ids,
         num_edges: Ids,
         holders: Tensor | None,
     ) -> Shard:
         """Returns the shard of this batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` count replicas, too."""
-        return Shard(
+        return self._shard_class(
             batch=batch,
             rank=rank,
             halos=halos,
@@ -318,43 +327,14 @@ class Cut:
             holders=holders,
         )
 
-    def _shard_with_types(self, rank: int, with_edges: bool) -> Shard:
-        """Returns what the nodes and edges of `rank` have."""
-        types, batch = self.types, HeteroData()
-        for kind in (*types.nodes, *types.edges):
-            rows, into = slice(*types.offsets(kind)[rank : rank + 2]), batch[kind]
-            for name, value in self.attributes[types.key(kind)].items():
-                into[name] = self.in_batches(name, value[rows]) if with_edges else value[rows]
-            if isinstance(kind, str):
-                into.n_id = self.ids_of(kind, rows)
-            else:
-                into.e_id = lazy_ids(self.e_id[types.place(kind)][rows], "e_id")
-        holders = None
-        if with_edges:
-            edge_index = self.edge_index_of(rank)
-            local = self._rows_of_types(rank).astype(edge_index.dtype)
-            for kind, counts in types.edges.items():
-                begin = int(types.begins(kind)[rank])
-                ids = torch.from_numpy(local[edge_index[:, begin : begin + int(counts[rank])]])
-                batch[kind].edge_index = lazy_ids(ids, "edge_index")
-            for name, counts in types.nodes.items():
-                if "x" not in batch[name]:
-                    batch[name].num_nodes = int(counts[rank])
-            holders = None if self.holders is None else self.holders[slice(*self.edge_offsets[rank : rank + 2])]
-        return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), holders)
 
-    def _rows_of_types(self, rank: int) -> Ids:
-        """Returns for each owned and halo row of `rank` which row of its type it is there: owned rows first, ``[N + H]``."""
-        numbers, counts = self.types.numbers(self.halos[rank]), [int(of[rank]) for of in self.types.nodes.values()]
-        halo = np.empty_like(numbers)
-        for number, owned in enumerate(counts):
-            here = numbers == number
-            halo[here] = owned + np.arange(here.sum())
-        return np.concatenate([*map(np.arange, counts), halo]).astype(np.int64)
+def cut_of(types: Types, **parts: Any) -> Cut:
+    """Returns the cut of a graph of these types, with its other attributes."""
+    return (feature("TypedCut") if types.is_hetero else Cut)(types=types, **parts)
 
 
 def cut_graph(
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     num_parts: int,
     holders: np.ndarray | None = None,
@@ -369,36 +349,34 @@ def cut_graph(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
     """
-    joined = JoinedGraph.of(data)
+    joined, predicted = JoinedGraph.of(data), Predicted.of(data, input_type)
     relabelling = joined.relabelling(part, num_parts)
     pieces = list(joined.parts(relabelling))
     edge_ids = [piece.edge_ids for piece in pieces]
-    types, orders = orders_of(joined, relabelling, edge_ids, part, input_type)
+    orders = joined.orders(relabelling, edge_ids, part, predicted)
     attributes = {
-        types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
-        for kind, order in orders.items()
+        orders.types.key(kind): {name: value[torch.from_numpy(order)] for name, value in attributes_of(data, kind).items()}
+        for kind, order in orders.by_type.items()
     }
     scalars, left_out = {}, {}
     if isinstance(data, Data):
         attributes["graph"] = {name: data[name] for name, kind in kinds_of(data).items() if kind == "graph"}
         scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
         left_out = left_out_of(data)
-    counts = mask_counts(data, types, orders)
-    return Cut(
+    counts = mask_counts(predicted, orders)
+    return cut_of(
+        orders.types,
         offsets=relabelling.offsets,
         edge_offsets=np.cumsum([0, *map(len, edge_ids)]),
         edge_index_of=lambda rank: pieces[rank].edge_index,
         halos=tuple(piece.halo for piece in pieces),
-        n_id=torch.from_numpy(np.concatenate([orders[kind] for kind in types.nodes])),
-        e_id=torch.from_numpy(
-            np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(joined.edge_index.shape[1]))
-        ),
+        n_id=torch.from_numpy(orders.n_id()),
+        e_id=torch.from_numpy(orders.e_id()),
         attributes=attributes,
         scalars=scalars,
         left_out=left_out,
         mask_counts={name: tuple(of) for name, of in counts.items()},
-        num_classes=num_classes(data.get("y") if input_type is None else data[input_type].get("y")),
-        types=types,
+        num_classes=num_classes(predicted.nodes.get("y")),
         digest="",
         report={},
         holders=None if holders is None else torch.from_numpy(holders.astype(np.int16)[np.concatenate(edge_ids)]),
@@ -406,7 +384,7 @@ def cut_graph(
 
 
 def split_graph(
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     layout: LayoutSpec,
     holders: np.ndarray | None = None,
@@ -417,38 +395,24 @@ def split_graph(
     return [cut.shard(rank, layout.replicas) for rank in range(layout.parts)]
 
 
-def whole_graph(data: Data | HeteroData, input_type: NodeType | None = None) -> Shard:
+def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
     """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
     if isinstance(data, HeteroData):
-        assert input_type is not None
-        return _whole_graph_with_types(data, input_type)
+        return feature("whole_graph_with_types")(data, input_type)
     batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
     batch.num_owned = data.x.size(0)
     batch.n_id, batch.e_id = torch.arange(batch.num_owned), torch.arange(data.edge_index.size(1))
     types = Types.none(np.array([len(batch.n_id)]), np.array([len(batch.e_id)]))
-    return _only_shard(batch, data, batch.n_id, batch.e_id, types)
+    return only_shard(Shard, batch, data, batch.n_id, batch.e_id, types)
 
 
-def _whole_graph_with_types(data: HeteroData, input_type: NodeType) -> Shard:
-    """Returns the whole graph as the only rank's shard; its nodes and edges know their ids."""
-    batch = data.clone()
-    for name in batch.node_types:
-        batch[name].n_id = torch.arange(batch[name].num_nodes)
-    for kind in batch.edge_types:
-        batch[kind].e_id = torch.arange(batch[kind].edge_index.size(1))
-    n_ids = {name: batch[name].n_id for name in batch.node_types}
-    e_ids = {kind: batch[kind].e_id for kind in batch.edge_types}
-    nodes, edges = ({kind: np.array([len(ids)]) for kind, ids in of.items()} for of in (n_ids, e_ids))
-    types = Types(nodes, edges, input_type)
-    return _only_shard(batch, data, torch.cat([*n_ids.values()]), torch.cat([*e_ids.values()]), types)
-
-
-def _only_shard(batch: Data | HeteroData, data: Data | HeteroData, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
+def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
+    """Returns the shard of the only rank."""
     counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
-    y = (data[types.input_type] if types.is_hetero else data).get("y")
-    orders = {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)}
-    masks = {name: tuple(of) for name, of in mask_counts(data, types, orders).items()}
-    return Shard(
+    orders = Orders(types, {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)})
+    predicted = Predicted.of(data, types.input_type)
+    masks = {name: tuple(of) for name, of in mask_counts(predicted, orders).items()}
+    return kind(
         batch=batch,
         rank=0,
         halos=(nothing,),
@@ -459,36 +423,22 @@ def _only_shard(batch: Data | HeteroData, data: Data | HeteroData, n_id: Tensor,
         rows=counts,
         edges=edge_counts,
         mask_counts=masks,
-        num_classes=num_classes(y),
+        num_classes=num_classes(predicted.nodes.get("y")),
         types=types,
         digest="",
         report={},
     )
 
 
-def versions_of(batch: Data | HeteroData) -> dict[str, int]:
-    """Returns by name how often each tensor of a batch has been changed in place; of types, nothing: steps get samples."""
-    if isinstance(batch, HeteroData):
-        return {}
-    return {name: value._version for name, value in batch.to_dict().items() if isinstance(value, Tensor)}
-
-
-def mask_counts(
-    data: Data | HeteroData, types: Types, orders: Mapping[NodeType | EdgeType, Ids]
-) -> dict[str, list[int]]:
+def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, list[int]]:
     """Returns by mask how many labelled nodes of it each part owns; of masks of edges that are predicted, if there are any, how
-    many edges. `orders` has the ids of what `data` has, by type, in relabelled order."""
+    many edges."""
 
     def parts(kind: NodeType | EdgeType) -> list[Tensor]:
-        return [torch.from_numpy(ids) for ids in np.split(orders[kind], types.offsets(kind)[1:-1])]
+        return [torch.from_numpy(ids) for ids in np.split(orders.by_type[kind], orders.types.offsets(kind)[1:-1])]
 
-    nodes: Any = data
-    edges: Any = data
-    edge_type: EdgeType | None = ONE_TYPE
-    if isinstance(data, HeteroData):
-        edge_type = predicted_edges(edge_stores(data))
-        nodes, edges = data[types.input_type], {} if edge_type is None else data[edge_type]
-    y, rows = nodes.get("y"), parts(types.input_type)
+    nodes, edges, edge_type = predicted.nodes, predicted.edges, predicted.edge_type
+    y, rows = nodes.get("y"), parts(predicted.node_type)
     found = {name: [num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows] for name in MASKS}
     masks = [name for name in EDGE_MASKS if name in edges]
     if edge_type is not None and masks:

@@ -39,12 +39,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import EdgeType, NodeType
+from torch_geometric.data import Data
 
 from lightning_gnn.data.attributes import kinds_of, left_out_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of
 from lightning_gnn.data.loading import graph_digests
-from lightning_gnn.data.shards import Cut, mask_counts
+from lightning_gnn.data.shards import Cut, cut_of, mask_counts
 from lightning_gnn.data.sources import num_classes
 from lightning_gnn.data.store_check import (
     Summed,
@@ -53,15 +53,13 @@ from lightning_gnn.data.store_check import (
     checksum_of,
     plain_size,
     read_array,
-    types_of,
 )
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges, write_header
-from lightning_gnn.extensions.node_types.graph import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
 from lightning_gnn.partition.shard import Relabelling, id_dtype
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.partition.types import types_of
 
 FORMAT = 13
 
@@ -109,7 +107,7 @@ def check_space(root: Path, num_bytes: int) -> None:
         raise _disk_full(root, num_bytes)
 
 
-def stored_bytes(data: Data | HeteroData) -> int:
+def stored_bytes(data: Graph) -> int:
     """Returns how many bytes a partitioned graph takes at least: its tensors and the ids of nodes and edges, no halos."""
     tensors = sum(value.nbytes for store in data.stores for value in store.values() if isinstance(value, Tensor))
     return tensors + 8 * (data.num_nodes + data.num_edges)
@@ -127,12 +125,12 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
 
 def write_store(
     folder: Path,
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     layout: LayoutSpec,
     report: Mapping[str, Any],
     holders: np.ndarray | None = None,
-    input_type: NodeType | None = None,
+    predicted: Predicted | None = None,
     digests: Mapping[str, str] | None = None,
     in_edges: InEdges | None = None,
     told: Callable[[int], None] = lambda _: None,
@@ -147,7 +145,7 @@ def write_store(
             :func:`~lightning_gnn.extensions.node_types.graph.prepare_hetero`.
         part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
-        input_type: of a graph with types, the node type that is predicted.
+        predicted: of `data`, which tells it by itself if not given.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
         in_edges: of a graph without types, whose edges are not to be in memory: the parts are written a piece at a time, and rows
             of a part are in the graph's own order.
@@ -158,6 +156,7 @@ def write_store(
     """
     with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
         files: dict[str, list[int]] = {}
+        predicted = predicted or Predicted.of(data)
 
         def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> None:
             with _summed(scratch / f"{name}.npy") as file:
@@ -170,12 +169,12 @@ def write_store(
             save_pieces(name, array.shape, array.dtype, [array])
 
         if in_edges is None:
-            written = _write_edges(data, part, layout.parts, save, input_type)
+            written = _write_edges(data, part, layout.parts, save, predicted)
         else:
             written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces, told)
         attributes: dict[str, list[str]] = {}
-        for kind, order in written.orders.items():
-            key = written.types.key(kind)
+        for kind, order in written.orders.by_type.items():
+            key = written.orders.types.key(kind)
             rows_of_kind = attributes_of(data, kind)
             attributes[key] = list(rows_of_kind)
             for name, value in rows_of_kind.items():
@@ -199,17 +198,16 @@ def write_store(
 
             save_pieces("holders", holders.shape, np.dtype(np.int16), in_order())
 
-        types, orders, edge_orders = written.types, written.orders, written.edge_orders
-        predicted: Any = data if input_type is None else data[input_type]
+        edge_orders = written.edge_orders
         manifest = {
             "format": FORMAT,
             "name": folder.name,
             "layout": layout.as_dict(),
             "offsets": written.offsets.tolist(),
             "edge_offsets": np.cumsum([0, *map(len, edge_orders)]).tolist(),
-            "types": types.as_dict() if types.is_hetero else None,
-            "mask_counts": mask_counts(data, types, orders),
-            "num_classes": num_classes(predicted.get("y")),
+            "types": written.orders.types.as_dict(),
+            "mask_counts": mask_counts(predicted, written.orders),
+            "num_classes": num_classes(predicted.nodes.get("y")),
             "digest": digest.hexdigest(),
             "graph": dict(digests or graph_digests(data)),
             "attributes": attributes,
@@ -286,26 +284,24 @@ class _Written:
     """What is known of edges that have been written.
 
     Attributes:
-        types: of nodes and edges, and how many each part owns.
         offsets: first node of each part and the end, ``[P + 1]``.
-        orders: by type, original ids of its nodes, or edges, in relabelled order.
+        orders: of nodes and edges.
         edge_orders: of each part, original ids of its edges.
         locality: of its rows; None where they are in the graph's own order, and nothing was measured.
     """
 
-    types: Types
     offsets: np.ndarray
-    orders: Mapping[NodeType | EdgeType, np.ndarray]
+    orders: Orders
     edge_orders: Sequence[np.ndarray]
     locality: Locality | None
 
 
 def _write_edges(
-    data: Data | HeteroData,
+    data: Graph,
     part: np.ndarray,
     num_parts: int,
     save: Callable[[str, np.ndarray], None],
-    input_type: NodeType | None,
+    predicted: Predicted,
 ) -> _Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
@@ -320,10 +316,10 @@ def _write_edges(
         save(f"part{number}.edge_index", piece.edge_index)
         save(f"part{number}.halo", piece.halo)
         edge_orders.append(piece.edge_ids)
-    types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
-    save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
-    save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(edge_index.shape[1])))
-    return _Written(types, relabelling.offsets, orders, edge_orders, locality)
+    orders = joined.orders(relabelling, edge_orders, part, predicted)
+    save("n_id", orders.n_id())
+    save("e_id", orders.e_id())
+    return _Written(relabelling.offsets, orders, edge_orders, locality)
 
 
 def _write_pieces(
@@ -355,9 +351,9 @@ def _write_pieces(
 
     save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
     e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])
-    types = Types.none(np.diff(offsets), np.array(counts))
+    orders = Orders.of_one_type(relabelling, counts, e_id)
     edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
-    return _Written(types, offsets, {ONE_TYPE[0]: n_id, ONE_TYPE: e_id}, edge_orders, None)
+    return _Written(offsets, orders, edge_orders, None)
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
@@ -523,7 +519,8 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = Fal
         array = load(name)
         return torch.from_numpy(array if array.ndim else np.array(array))
 
-    return Cut(
+    return cut_of(
+        types_of(manifest),
         offsets=np.asarray(manifest["offsets"]),
         edge_offsets=np.asarray(manifest["edge_offsets"]),
         edge_index_of=lambda rank: load(f"part{rank}.edge_index"),
@@ -537,7 +534,6 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = Fal
         left_out=manifest["left_out"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},
         num_classes=manifest["num_classes"],
-        types=types_of(manifest),
         digest=manifest["digest"],
         report=manifest["report"],
         holders=tensor("holders") if "holders.npy" in manifest["files"] else None,

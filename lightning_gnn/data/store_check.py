@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lightning_gnn.arguments import shown
-from lightning_gnn.partition.types import Types
+from lightning_gnn.partition.types import types_of
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -84,13 +84,6 @@ def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
     if by_rows and array.nbytes and hasattr(mmap, "MADV_RANDOM"):
         array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return array
-
-
-def types_of(manifest: Mapping[str, Any]) -> Types:
-    """Returns how many nodes and edges of each type the parts of an entry have."""
-    if manifest.get("types") is not None:
-        return Types.from_dict(manifest["types"])
-    return Types.none(np.diff(manifest["offsets"]), np.diff(manifest["edge_offsets"]))
 
 
 def check_names(manifest: Mapping[str, Any]) -> None:

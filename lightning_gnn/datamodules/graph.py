@@ -16,22 +16,22 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data
 from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.group import raise_together
+from lightning_gnn.data.joined import Graph, Predicted
 from lightning_gnn.data.loading import Source, Versions
-from lightning_gnn.data.shards import Cut, Shard, versions_of, whole_graph
-from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask
-from lightning_gnn.data.store import default_root
+from lightning_gnn.data.shards import Cut, Shard, whole_graph
+from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask, prepare_graph
+from lightning_gnn.data.store import FORMAT, default_root
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.extensions.embeddings.embedding import embeddings_of
-from lightning_gnn.extensions.node_types.graph import input_type_of
 from lightning_gnn.foreign import leave_out_missing_validation
+from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.edge_cut import checked_method
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.types import Types
+from lightning_gnn.registry import feature
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -114,6 +114,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     graph, under ``sampling`` samples.
     """
 
+    built_from = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
+
     def __init__(
         self,
         source: Source,
@@ -158,6 +160,25 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
         self._versions: Mapping[str, int] = {}  # of its tensors, before the first step
 
+    @override
+    def predicted(self, data: Graph) -> Predicted:
+        return Predicted.of(data, self.input_type)
+
+    @override
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+        options = self.split, self.split_column, self.seed, not self.predicts()
+        if not isinstance(data, Data):
+            return feature("prepare_hetero")(data, self.input_type, *options)
+        if self.input_type is not None:
+            raise ValueError(
+                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
+            )
+        return prepare_graph(data, index_split, *options, in_files)
+
+    @override
+    def _options(self, layout: LayoutSpec) -> list[Any]:
+        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
+
     def _asked_for(self) -> LayoutSpec | None:
         """Returns what a strategy of this package asks for; None for any other."""
         return getattr(getattr(self.trainer, "strategy", None), "layout", lambda: None)()
@@ -195,8 +216,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     @property
     def num_features(self) -> int:
         """Columns of ``x``, of the input type if there are types; there from ``setup`` on."""
-        types, batch = self.shard.types, self.shard.batch
-        return (batch[types.input_type] if types.is_hetero else batch).x.size(1)
+        return self.shard.predicted(self.shard.batch).x.size(1)
 
     @override
     def prepare_data(self) -> None:
@@ -237,18 +257,16 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         if layout.kind == "whole":
             self._shard = self._shard_of = None
             data = self.load()
-            if isinstance(data, HeteroData):
-                self._shard = whole_graph(data, input_type_of(data, self.input_type))
-            else:
+            if isinstance(data, Data):
                 data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
                 data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
-                self._shard = whole_graph(data)
+            self._shard = whole_graph(data, self.input_type)
         else:
             self._shard = self._read_shard(layout)
             if self.is_given:
                 self._versions_of_source = Versions(self.source)
         if self.trainer is not None and self.trainer.lightning_module is not None:
-            check_fits(self.trainer.lightning_module, self._shard.types)
+            check_fits(self.trainer.lightning_module, self._shard)
             check_links(self.trainer.lightning_module, self._shard, layout.samples)
         if stage not in STAGE_MASKS:
             return
@@ -299,7 +317,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 self.tell_of_changes("the parts are other ones now")
                 self._shard = None  # before the next one takes its memory
                 cut = self._read_cut(folder, layout)
-                with_edges = layout.reads_edges(cut.types.is_hetero)
+                with_edges = layout.reads_edges(cut.types)
                 shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
         self._shard_of = folder, layout
         return shard
@@ -322,7 +340,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
 
     def _batches(self, mask: str | None) -> OneBatch:
         if not self._versions:
-            self._versions = versions_of(self.shard.batch)
+            self._versions = self.shard.versions()
         return OneBatch(self.shard.batch, self, mask)
 
     def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
@@ -345,7 +363,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         versions, self._versions = self._versions, {}
         if self._shard is None or self._shard_of is None:
             return
-        now = versions_of(self._shard.batch)
+        now = self._shard.versions()
         changed = [name for name, version in versions.items() if now.get(name, version) != version]
         if changed:
             rank_zero_warn(
@@ -361,8 +379,8 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     if not getattr(module, "predicts_edges", False):
         return
     name = type(module).__name__
-    ready = hasattr(module, "takes_types")  # a module of this package, and none of the user's
-    edge_type: Any = module.edge_type if ready else None
+    ready = hasattr(module, "is_ready_made")  # a module of this package, and none of the user's
+    edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
             raise ValueError(
@@ -388,21 +406,20 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
         )
 
 
-def check_fits(module: torch.nn.Module, types: Types) -> None:
+def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     """Raises ValueError for a module that cannot be trained on a graph of these types."""
+    types = of.types
     name, node_type = type(module).__name__, getattr(module, "node_type", None)
-    ready = hasattr(module, "takes_types")  # a module of this package
+    ready = hasattr(module, "is_ready_made")  # a module of this package
     if not types.is_hetero:
         if ready and node_type is not None:
             raise ValueError(
                 f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
             )
-        embeddings_of(module, types)
-        return
-    if ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
+    elif ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(
             f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
             f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
-    embeddings_of(module, types)
+    learned_rows(module, of)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -24,12 +25,13 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.lib.format import open_memmap
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
 from lightning_gnn.console import handed_over, progress_bar
 from lightning_gnn.data.attributes import left_out_of
+from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted
 from lightning_gnn.data.loading import (
     Source,
     Versions,
@@ -41,9 +43,7 @@ from lightning_gnn.data.loading import (
     seeded,
 )
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled, num_labelled, prepare_graph
 from lightning_gnn.data.store import (
-    FORMAT,
     check_space,
     read_cut,
     read_manifest,
@@ -56,17 +56,9 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.folders import is_folder
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, is_symmetric
 from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks
-from lightning_gnn.extensions.node_types.graph import (
-    NO_TYPES,
-    JoinedGraph,
-    edge_stores,
-    input_type_of,
-    predicted_edges,
-    prepare_hetero,
-)
 from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec
 from lightning_gnn.registry import cutter_of
 
 EDGE_S = 1.5e-6
@@ -82,7 +74,8 @@ class StoredGraph:
     split_column: int
     partition: str | np.ndarray | None
     seed: int
-    input_type: str | None
+    built_from: tuple[str, ...]
+    """Names of attributes from which another process makes the same datamodule, beside the store."""
     partition_memory: int | None
     feature_dtype: torch.dtype | None
     store: Path
@@ -92,7 +85,7 @@ class StoredGraph:
         self.predicting = False
         self._folder: str | None = None
         # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
-        self._graph: Data | HeteroData | None = None
+        self._graph: Graph | None = None
         self._digests: Mapping[str, str] | None = None
         self._entries: dict[str, str] = {}
         self._draw_seed: int | None = None
@@ -117,9 +110,9 @@ class StoredGraph:
     @property
     def is_given(self) -> bool:
         """Whether the source is the graph itself, which stays the same unless the user changes it."""
-        return isinstance(self.source, (Data, HeteroData))
+        return isinstance(self.source, Graph)
 
-    def load(self) -> Data | HeteroData:
+    def load(self) -> Graph:
         """Returns the whole graph, checked, with boolean masks; the same in all stages.
 
         Raises:
@@ -129,7 +122,7 @@ class StoredGraph:
             self._graph = self._read_back() or self._load()
         return self._graph
 
-    def _read_back(self) -> Data | HeteroData | None:
+    def _read_back(self) -> Graph | None:
         """Returns the graph from one of its entries in the store; None where there is none any more."""
         known = None if self.is_given else self._digests
         self._check_unchanged()
@@ -139,7 +132,7 @@ class StoredGraph:
                 return read_cut(entry).graph()
         return None
 
-    def _load(self) -> Data | HeteroData:
+    def _load(self) -> Graph:
         self._draw_seed = self._seed_of_draws()
         with seeded(self._draw_seed) as has_drawn:
             graph = self._prepared_graph()
@@ -165,19 +158,19 @@ class StoredGraph:
     def _seed_of_draws(self) -> int:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
-    def _prepared_graph(self) -> Data | HeteroData:
+    def _prepared_graph(self) -> Graph:
         with writing(self.store) if is_folder(self.source) else nullcontext():
             data, index_split = load_source(self.source, self.source_args, self._converted())
         self._versions_of_source = Versions(data)
-        needed = not self.predicts()
-        if isinstance(data, HeteroData):
-            return prepare_hetero(data, self.input_type, self.split, self.split_column, self.seed, needed)
-        if self.input_type is not None:
-            raise ValueError(
-                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
-            )
-        in_files = is_folder(self.source)
-        return prepare_graph(data, index_split, self.split, self.split_column, self.seed, needed, in_files)
+        return self._prepared(data, index_split, is_folder(self.source))
+
+    @abstractmethod
+    def predicted(self, data: Graph) -> Predicted:
+        """Returns what is predicted of the graph."""
+
+    @abstractmethod
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+        """Returns the graph checked, with masks."""
 
     def _converted(self) -> Path:
         """Returns where files of a folder are written anew that cannot be memory-mapped."""
@@ -229,9 +222,9 @@ class StoredGraph:
                 write_atomically(self.store / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
         return folder
 
+    @abstractmethod
     def _options(self, layout: LayoutSpec) -> list[Any]:
         """Returns what decides the stored form of a graph, beside the graph."""
-        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _entry_key(self, layout: LayoutSpec) -> str:
         return json.dumps(self._options(layout))
@@ -251,12 +244,11 @@ class StoredGraph:
     def build(self, layout: LayoutSpec) -> str:
         """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
         data = self.load()
-        hetero = isinstance(data, HeteroData)
-        if hetero and not layout.takes_types:
+        predicted = self.predicted(data)
+        if not layout.takes(predicted.has_types):
             raise ValueError(NO_TYPES)
         digests = graph_digests(data)
-        left_out = {} if hetero else left_out_of(data)
-        described_as = json.dumps([digests, left_out, self._options(layout)])
+        described_as = json.dumps([digests, left_out_of(data), self._options(layout)])
         name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
         folder = self.store / name
         # Not kept: what is read from now on is the entry.
@@ -272,7 +264,6 @@ class StoredGraph:
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
-            input_type = input_type_of(data, self.input_type) if hetero else None
             if is_folder(self.source) and isinstance(data, Data):
                 self._build_from_files(folder, data, layout, digests)
                 return name
@@ -280,7 +271,7 @@ class StoredGraph:
             part, holders, report = self.assigned(data, layout)
             report["seconds"] = seconds = time.perf_counter() - began
             with progress_bar("Writing parts"):
-                write_store(folder, data, part, layout.stored, report, holders, input_type, digests)
+                write_store(folder, data, part, layout.stored, report, holders, predicted, digests)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
 
@@ -331,7 +322,7 @@ class StoredGraph:
 
     def assigned(
         self,
-        data: Data | HeteroData,
+        data: Graph,
         layout: LayoutSpec,
         blocks: Blocks | None = None,
         holders: np.ndarray | None = None,
@@ -339,27 +330,13 @@ class StoredGraph:
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        nodes_of = input_type_of(data, self.input_type) if isinstance(data, HeteroData) else None
-        predicted: Any = data if nodes_of is None else data[nodes_of]
-        y = predicted.get("y")
-        masks = {
-            name: (predicted[name] if y is None else predicted[name] & is_labelled(y)).numpy()
-            for name in MASKS
-            if num_labelled(y, predicted[name])
-        }
-        edges_of = predicted_edges(edge_stores(data)) if isinstance(data, HeteroData) else None
-        edges: Any = data if nodes_of is None else {} if edges_of is None else data[edges_of]
-        edge_masks = {name: edges[name].numpy() for name in EDGE_MASKS if name in edges and edges[name].any()}
-        if nodes_of is not None:
-            masks = {name: joined.among_all(mask, nodes_of) for name, mask in masks.items()}
-        if edges_of is not None:
-            edge_masks = {name: joined.among_all(mask, edges_of) for name, mask in edge_masks.items()}
+        masks, edge_masks = joined.masks_of(self.predicted(data))
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
             edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_type=joined.node_type, blocks=blocks)
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, blocks=blocks)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
@@ -367,18 +344,8 @@ class StoredGraph:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
-        names = (
-            "source",
-            "source_args",
-            "split",
-            "split_column",
-            "partition",
-            "seed",
-            "input_type",
-            "partition_memory",
-        )
         request = {
-            "datamodule": {name: getattr(self, name) for name in names} | {"store": str(self.store)},
+            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"store": str(self.store)},
             "layout": layout.as_dict(),
             "predicting": self.predicts(),
             "loaded": self.known(),
@@ -434,7 +401,7 @@ class StoredGraph:
         if not (self.store / folder / "manifest.json").exists():
             return False
         manifest = read_manifest(self.store / folder, layout)
-        if manifest["types"] is not None and not layout.takes_types:
+        if not layout.takes(manifest["types"] is not None):
             return False  # loaded again, and refused
         if self._digests is None:
             self._digests = manifest["graph"]

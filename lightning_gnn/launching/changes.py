@@ -72,12 +72,10 @@ class Shared:
         return {place: _digest(value, self._names) for place, value in self._attributes()}
 
     def _attributes(self) -> Iterator[tuple[_Place, Any]]:
-        from lightning_gnn.extensions.embeddings.embedding import (
-            DistributedEmbedding,  # not before there are ranks: it takes time
-        )
+        from lightning_gnn.nn.learned_rows import LearnedRows  # not before there are ranks: it takes time
 
         for name, owner in self._owners.items():
-            if not isinstance(owner, DistributedEmbedding):  # its state_dict has its rows
+            if not isinstance(owner, LearnedRows):  # its state_dict has its rows
                 yield from (((name, attribute), value) for attribute, value in _attributes_of(owner).items())
 
     def changes(self, before: Mapping[_Place, bytes]) -> tuple[bytes, dict[str, str]]:

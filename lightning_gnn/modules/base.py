@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch_geometric.data import Data
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.nn.commnet import CommNet
@@ -26,17 +25,10 @@ class GraphModule(L.LightningModule):
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.
-        node_type, edge_type: of a ``HeteroData``, whose nodes, or edges, are predicted; None for graphs of one type.
+        is_ready_made: of which graphs it is, its arguments say: see :func:`~lightning_gnn.datamodules.graph.check_fits`.
     """
 
-    node_type: NodeType | None = None
-    edge_type: EdgeType | None = None
-
-    @property
-    def takes_types(self) -> bool:
-        """Whether its steps take a ``HeteroData``."""
-        return self.node_type is not None or self.edge_type is not None
-
+    is_ready_made = True
     optimizer: OptimizerCallable | None
     lr: float
     weight_decay: float
@@ -75,12 +67,15 @@ def check_width(model: torch.nn.Module, num_features: int) -> None:
         )
 
 
-def edge_inputs(model: torch.nn.Module, with_types: bool = False) -> list[str]:
-    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes; `with_types` by type, such as ``edge_attr_dict``."""
-    if with_types:
-        taken = inspect.signature(model.forward).parameters
-        return [name for name in ("edge_weight", "edge_attr") if f"{name}_dict" in taken]
+def edge_inputs(model: torch.nn.Module) -> list[str]:
+    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes."""
     return [name for name in ("edge_weight", "edge_attr") if _accepts(model, name)]
+
+
+def dict_inputs(model: torch.nn.Module) -> list[str]:
+    """Returns which of these the model takes as dicts, such as ``edge_attr_dict``."""
+    taken = inspect.signature(model.forward).parameters
+    return [name for name in ("edge_weight", "edge_attr") if f"{name}_dict" in taken]
 
 
 def _accepts(model: torch.nn.Module, name: str) -> bool:

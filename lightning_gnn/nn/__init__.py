@@ -1,6 +1,7 @@
 """Models, and what makes any PyG model run on a part of a graph."""
 
-from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
+from typing import Any
+
 from lightning_gnn.nn.adapters import register_adapter, substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
@@ -13,6 +14,14 @@ from lightning_gnn.nn.helpers import (
     reduce,
 )
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.registry import feature
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DistributedEmbedding":
+        return feature(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Binding",

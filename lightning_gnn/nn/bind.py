@@ -20,13 +20,13 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
-from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.fused import fused
+from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.patches import Patches
@@ -38,9 +38,6 @@ from lightning_gnn.rows.graph import wrapped
 # Aggregations over the edges of one node, all of which its owner holds.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
-
-OF_ALL_TYPES = (pyg_nn.HANConv, pyg_nn.HGTConv)
-"""Convs that are called on all types at once."""
 
 # Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
@@ -74,10 +71,8 @@ class Binding:
         UnsupportedModelError: see :func:`check_module`; nothing is bound then.
     """
 
-    with_types = False
-
     def __init__(self, module: torch.nn.Module, context: GraphContext) -> None:
-        check_module(module, self.with_types)
+        self.check(module)
         self.context, self._module, self._recompute = context, module, False
         self._patches = Patches()
         self.bind()
@@ -104,7 +99,7 @@ class Binding:
                     if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
                         bound = {key: types.MethodType(method, child) for key, method in methods.items()}
                         self._patch(child, bound, Statistics(context.exchange, name))
-            tables = [child for child in module.modules() if isinstance(child, DistributedEmbedding)]
+            tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
             for child in module.modules():
@@ -114,6 +109,11 @@ class Binding:
         except BaseException:
             self.release()
             raise
+
+    @staticmethod
+    def check(module: torch.nn.Module) -> None:
+        """Raises UnsupportedModelError for a module that cannot be bound."""
+        check_module(module)
 
     def recompute(self) -> None:
         """From now on, convs keep their arguments only, and make the rest again in the backward: see ``nn/recompute.py``."""
@@ -180,18 +180,23 @@ def known_kind(conv: MessagePassing) -> Any:
 # Checks #######################################################################
 
 
-def check_module(module: torch.nn.Module, with_types: bool | None = False) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph, `with_types` or
-    without; None for one that may have types."""
+def check_module(
+    module: torch.nn.Module,
+    taken: tuple[type, ...] = (),
+    check: Callable[[str, torch.nn.Module], None] = lambda where, child: None,
+) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph.
+
+    Args:
+        taken: convs that need not be known here.
+        check: of each module inside, before others; raises this error.
+    """
     check_columns(module)
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
-        if with_types and (isinstance(child, (DirGNNConv, GPSConv)) or over_all(child)):
-            raise UnsupportedModelError(
-                f"{where} is for graphs of one type: use convs that are called on an edge type."
-            )
+        check(where, child)
         if isinstance(child, MessagePassing):
-            if with_types is False or not isinstance(child, OF_ALL_TYPES):
+            if not isinstance(child, taken):
                 _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(

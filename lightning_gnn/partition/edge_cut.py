@@ -98,7 +98,7 @@ def assign_nodes(
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
     groups: Groups | None = None,
     edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
-    node_type: NDArray[np.integer] | None = None,
+    node_kinds: NDArray[np.integer] | None = None,
     blocks: Blocks | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
@@ -106,7 +106,7 @@ def assign_nodes(
     Args:
         edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
         method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
-            same, of settings that balance nodes, edges, the entries of each mask and the nodes of each type at once (DistDGL,
+            same, of settings that balance nodes, edges, the entries of each mask and the nodes of each kind at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
             (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in
             less
@@ -120,7 +120,7 @@ def assign_nodes(
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
             all parts alike.
         edge_masks: bool ``[E]`` each, whose edges are counted at their targets' owners.
-        node_type: number of each node's type, ``[N]``; None for a graph without types.
+        node_kinds: number of each node's kind, ``[N]``; None where they are of one.
         blocks: neighbours in both directions, from files: then ``"streaming"`` makes no symmetric graph in memory.
 
     Raises:
@@ -151,7 +151,7 @@ def assign_nodes(
         weights[:, 1] = in_degrees(edge_index, num_nodes)
         candidates = streaming_candidates(blocks, weights, groups or tuple(range(num_parts)), seed)
     else:
-        balanced = shares(edge_index, num_nodes, masks, edge_masks, node_type) if method == "metis_masks" else None
+        balanced = shares(edge_index, num_nodes, masks, edge_masks, node_kinds) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
     if method != "metis" and method in COSTS:  # METIS's memory is predicted as it is without
         candidates = _giving_back(candidates)
@@ -276,12 +276,12 @@ def shares(
     num_nodes: int,
     masks: Mapping[str, NDArray[np.bool_]],
     edge_masks: Mapping[str, NDArray[np.bool_]],
-    node_type: NDArray[np.integer] | None,
+    node_kinds: NDArray[np.integer] | None,
 ) -> list[NDArray[np.integer]]:
-    """Returns what parts get their share of, as weights of nodes, int64 ``[N]``: nodes of masks and types, edges of masks."""
-    types = [] if node_type is None else [node_type == each for each in np.unique(node_type)]
+    """Returns what parts get their share of, as weights of nodes, int64 ``[N]``: nodes of masks and kinds, edges of masks."""
+    kinds = [] if node_kinds is None else [node_kinds == each for each in np.unique(node_kinds)]
     edges = [np.bincount(edge_index[1, mask], minlength=num_nodes) for mask in edge_masks.values()]
-    return [each.astype(np.int64) for each in (*masks.values(), *types, *edges) if each.any()]
+    return [each.astype(np.int64) for each in (*masks.values(), *kinds, *edges) if each.any()]
 
 
 def metis_candidates(

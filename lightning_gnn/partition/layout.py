@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_gnn.partition.types import Types
+
 Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
+
+NO_TYPES = (
+    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
+    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
+    "RGCNConv and its kin take."
+)
 
 
 def by_machine(world_size: int, num_hosts: int) -> Groups | None:
@@ -66,9 +74,18 @@ class LayoutSpec:
         if self.parts < 1:
             raise ValueError(f"A layout needs at least one part (got {self.parts}).")
 
-    def reads_edges(self, is_hetero: bool) -> bool:
+    @classmethod
+    def edge_cut(cls, parts: int) -> LayoutSpec:
+        """Returns that of an edge cut of any graph."""
+        return cls("edge_cut", parts, takes_types=True)
+
+    def takes(self, has_types: bool) -> bool:
+        """Returns whether the graph may have types, if it does."""
+        return self.takes_types or not has_types
+
+    def reads_edges(self, types: Types) -> bool:
         """Returns whether a rank's batch has its edges."""
-        return self.in_batches is False or (self.in_batches is None and not is_hetero)
+        return self.in_batches is False or (self.in_batches is None and not types.is_hetero)
 
     @property
     def stored(self) -> LayoutSpec:

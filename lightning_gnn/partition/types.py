@@ -85,15 +85,22 @@ class Types:
         starts = np.concatenate([[0], np.cumsum(per_part)[:-1]])
         return np.searchsorted(starts, rows, side="right") - 1, starts
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any] | None:
+        """Returns plain values, of which :func:`types_of` makes these again; None without types."""
+        if not self.is_hetero:
+            return None
         return {
             "nodes": [[name, counts.tolist()] for name, counts in self.nodes.items()],
             "edges": [[list(kind), counts.tolist()] for kind, counts in self.edges.items()],
             "input_type": self.input_type,
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Types:
-        nodes = {name: np.asarray(counts, np.int64) for name, counts in values["nodes"]}
-        edges: dict[EdgeType, Counts] = {tuple(kind): np.asarray(counts, np.int64) for kind, counts in values["edges"]}
-        return cls(nodes, edges, values["input_type"])
+
+def types_of(manifest: Mapping[str, Any]) -> Types:
+    """Returns how many nodes and edges of each type the parts of an entry have."""
+    values = manifest.get("types")
+    if values is None:
+        return Types.none(np.diff(manifest["offsets"]), np.diff(manifest["edge_offsets"]))
+    nodes = {name: np.asarray(counts, np.int64) for name, counts in values["nodes"]}
+    edges: dict[EdgeType, Counts] = {tuple(kind): np.asarray(counts, np.int64) for kind, counts in values["edges"]}
+    return Types(nodes, edges, values["input_type"])

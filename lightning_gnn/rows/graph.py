@@ -10,12 +10,11 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.aggr import Aggregation
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.attributes import kinds_of
-from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.shards import Held, Shard
 from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,
@@ -51,38 +50,25 @@ class GraphRows:
         # Tensors that the user keeps from an earlier run on the same batch have the row sets of then.
         self.ranks = ranks = _ranks_of(shard.batch, world)
         self._common_draws, self._expand, self._reduce = common_draws, expand, reduce
-        self._batch = batch = shard.batch
-        rank = world.rank
-        self.nodes: dict[Any, RowSet] = {}
-        self.edges: dict[Any, RowSet] = {}
+        self._shard, rank = shard, world.rank
 
-        def make(name: str, ids: Tensor, all_ids: Tensor, counts: Any, rows: int, replicas: bool = False) -> RowSet:
+        def make(held: Held) -> RowSet:
+            name, ids, all_ids, counts, rows, replicas, _ = held
             known = placement_of(ids)
             if known is not None and known.rows is not None and known.rows.ranks is ranks:
                 return known.rows
-            owned = int(counts[rank])
-            every = lambda: (all_ids, [int(each) for each in counts])  # noqa: E731
-            return RowSet(ranks, rows, lambda: ids.long(), owned, int(sum(counts)), every, name, replicas)
+            every = lambda: (all_ids, list(counts))  # noqa: E731
+            return RowSet(ranks, rows, lambda: ids.long(), counts[rank], sum(counts), every, name, replicas)
 
-        if isinstance(batch, HeteroData):
-            kinds = shard.types
-            for name, counts in kinds.nodes.items():
-                ids = shard.n_id[kinds.place(name)]
-                self.nodes[name] = make(f"nodes of {name!r}", batch[name].n_id, ids, counts, int(counts[rank]))
-            for kind, counts in kinds.edges.items():
-                ids = shard.e_id[kinds.place(kind)]
-                self.edges[kind] = make(f"edges of {kind}", batch[kind].e_id, ids, counts, int(counts[rank]))
-                self.edges[kind].targets = self.nodes[kind[2]]
-        else:
-            self.nodes[None] = make(
-                "nodes", batch.n_id, shard.n_id, shard.counts, shard.rows[rank], shard.rows != shard.counts
-            )
-            copied = shard.edges != shard.edge_counts
-            self.edges[None] = make("edges", batch.e_id, shard.e_id, shard.edge_counts, shard.edges[rank], copied)
-            self.edges[None].targets = self.nodes[None]
+        self.nodes: dict[Any, RowSet] = {name: make(held) for name, held in shard.nodes_held().items()}
+        self.edges: dict[Any, RowSet] = {}
+        for kind, held in shard.edges_held().items():
+            self.edges[kind] = make(held)
+            self.edges[kind].targets = self.nodes[held.targets]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
-        if isinstance(batch, Data):
-            self._kinds = kinds_of(batch)
+        self._kinds: Mapping[str, str] = {}
+        if None in self.nodes:
+            self._kinds = kinds_of(shard.batch)
             self.mode.nodes = nodes = self.nodes[None]
             if expand is not None:
                 num_halo = len(shard.halos[rank])
@@ -90,7 +76,7 @@ class GraphRows:
                 self.mode.halo_rows = RowSet(
                     ranks, nodes.count + num_halo, self._keys_with_halo, nodes.owned, nodes.total, every, "nodes"
                 )
-        self.place(batch)
+        self.place(shard.batch)
 
     def _keys_with_halo(self) -> Tensor:
         """Returns the ids of own and halo rows; all ranks call it."""
@@ -100,17 +86,12 @@ class GraphRows:
 
     def place(self, batch: Any) -> Any:
         """Sets the placements of a batch's tensors, unless they have one; returns the batch."""
-        if isinstance(batch, HeteroData):
-            for name, rows in self.nodes.items():
-                self._place(batch[name].to_dict() if name in batch.node_types else {}, rows, {})
-            for kind, rows in self.edges.items():
-                self._place(batch[kind].to_dict() if kind in batch.edge_types else {}, rows, {})
-        elif isinstance(batch, Data):
-            values = batch.to_dict()
-            self._place(values, self.nodes[None], self._kinds)
+        sets = self.edges | self.nodes
+        for kind, store in self._shard.stores(batch).items():
+            self._place(store.to_dict(), sets[kind])
         return batch
 
-    def _place(self, values: Mapping[str, Any], rows: RowSet, kinds: Mapping[str, str]) -> None:
+    def _place(self, values: Mapping[str, Any], rows: RowSet) -> None:
         for name, value in values.items():
             if not isinstance(value, Tensor) or self._is_placed(value):
                 continue
@@ -118,7 +99,7 @@ class GraphRows:
                 of = rows if rows.targets is not None else self.edges[None]
                 place(value, Placement(of, 1, local_ids="both"))
                 continue
-            kind = kinds.get(name, "row" if not kinds else "")
+            kind = self._kinds.get(name, "" if self._kinds else "row")
             of = self.edges[None] if kind == "edge" else rows
             if kind == "graph":
                 place(value, REPLICATED)
@@ -136,7 +117,7 @@ class GraphRows:
         if now is None and world.stand_ins:  # ranks of one process have the same, and look once
             now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
         now = tensors_now() if now is None else now
-        self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._batch.stores]))
+        self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))
         by_rank = world.all_gather_object({name: digest_of(x) for name, x in found.items()})
         for name, x in found.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
@@ -152,8 +133,7 @@ class GraphRows:
 def _ranks_of(batch: Any, world: World) -> Ranks:
     """Returns the ranks of an earlier run on a batch, with the world of this one, if all ranks have them; else new ones, as where
     one rank has loaded its part again."""
-    stores = [batch] if isinstance(batch, Data) else list(batch.node_stores)
-    placement = placement_of(stores[0].n_id)
+    placement = placement_of(batch.node_stores[0].n_id)
     known = None if placement is None or placement.rows is None else placement.rows.ranks
     if known is not None and (known.size, known.world.rank) != (world.size, world.rank):
         known = None

@@ -1,20 +1,18 @@
-"""The model that all ranks have alike: gradients are summed, copies compared, rows of embeddings left to their owners."""
+"""The model that all ranks have alike: gradients are summed, copies compared, learned rows left to their owners."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
-from torch_geometric.typing import NodeType
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
-from lightning_gnn.comm.rows import EmbeddingRows
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding, embeddings_of
+from lightning_gnn.nn.learned_rows import LearnedRows, learned_rows
 from lightning_gnn.steps.gradients import GradientSum
 
 
@@ -23,14 +21,14 @@ class SharedModel:
 
     Args:
         module: on the rank's device; all ranks get the parameters and buffers of rank 0.
-        shard: of this rank, whose nodes' rows it owns of embeddings.
+        shard: of this rank, whose nodes' learned rows it owns.
         equal_buffers: buffers, too, must stay equal on all ranks.
 
     Attributes:
-        owners: of embeddings' rows, by node type: of those types that have some.
+        learned_rows: of the module; none on one rank, which has them all.
 
     Raises:
-        ValueError: a distributed embedding with several optimizers, or with scaled gradients.
+        ValueError: learned rows with several optimizers, or with scaled gradients.
     """
 
     def __init__(
@@ -44,40 +42,16 @@ class SharedModel:
     ) -> None:
         self._module, self._world, self._equal_buffers = module, world, equal_buffers
         world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        self.owners: dict[NodeType, EmbeddingRows] = {}
-        self._embeddings = self._distribute(shard, num_optimizers, precision)
+        self.learned_rows: list[LearnedRows] = []
+        found = learned_rows(module, shard)
+        for each in found:
+            each.check_training(num_optimizers, precision)
+        for each in found if world.size > 1 else ():
+            each.distribute(world, shard, self.learned_rows)
+            self.learned_rows.append(each)
         self._known, self._known_buffers = set(module.parameters()), {name for name, _ in module.named_buffers()}
         self.gradients = GradientSum(world, lambda: (parameter for _, parameter in self._parameters()))
         self.replicas = Replicas(world, self._tensors)
-
-    def _distribute(
-        self, shard: Shard, num_optimizers: int, precision: Precision | None
-    ) -> Sequence[DistributedEmbedding]:
-        """Returns the embeddings, whose rows are then at their owners."""
-        types = shard.types
-        embeddings = embeddings_of(self._module, types)
-        if embeddings and num_optimizers > 1:
-            raise ValueError(
-                f"DistributedEmbedding steps when the optimizer has stepped, but there are {num_optimizers} optimizers. "
-                "Give one that has all parameters."
-            )
-        if embeddings and getattr(precision, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
-                "Use precision='bf16-mixed' or 32."
-            )
-        for name, counts in types.nodes.items() if self._world.size > 1 else ():
-            own = [each for each in embeddings if (each.node_type or types.input_type) == name]
-            if own:
-                batch_ids = (
-                    (shard.batch[name] if types.is_hetero else shard.batch).n_id if shard.rows == shard.counts else None
-                )
-                self.owners[name] = EmbeddingRows(
-                    self._world, shard.n_id[types.place(name)], counts.tolist(), batch_ids
-                )
-            for each in own:
-                each.distribute(self.owners[name])
-        return embeddings
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yields by name the parameters that were registered before the run, or are in an optimizer. Others are a rank's own,
@@ -101,24 +75,22 @@ class SharedModel:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields what must be the same on all ranks, by name."""
         modules = self._module.modules()
-        tables = [each for each in modules if isinstance(each, DistributedEmbedding)]
+        tables = [each for each in modules if isinstance(each, LearnedRows)]
         own_rows = {id(each) for table in tables for each in table.parameters()}
         yield from (named for named in self._parameters() if id(named[1]) not in own_rows)
         if self._equal_buffers:
             yield from (named for named in self._module.named_buffers() if named[0] in self._known_buffers)
 
     def end_training(self) -> None:
-        """Compares the copies, and gives each embedding all of its rows back."""
+        """Compares the copies, and gives rank 0 all learned rows back."""
         # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
         digests = self._world.all_gather(self.replicas.digest(), "End of training")
         self.replicas.check(digests, "At the end of training")
-        for each in self._embeddings if self.owners else ():
+        for each in self.learned_rows:
             each.collect()
 
     def release(self) -> None:
         self.gradients.release()
-        for owners in self.owners.values():
-            owners.close()
-        for each in self._embeddings if self.owners else ():
+        for each in self.learned_rows:
             each.release()
-        self.owners = {}
+        self.learned_rows = []

@@ -19,14 +19,12 @@ from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.launching import StartMethod
-from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.partition.types import Types
 from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
@@ -37,6 +35,7 @@ from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.strategy import run_checks
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.graph_kinds import check_model
 from lightning_gnn.strategy.run_config import part_sizes
 from lightning_gnn.strategy.scheme import Scheme, bind_module
 from lightning_gnn.strategy.self_checks import SelfChecks
@@ -218,7 +217,7 @@ class GNNStrategy(StepStrategy):
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
-        if in_parts or shard.types.is_hetero:
+        if in_parts:
             self.log_exchange(trainer, shard)
 
     @property
@@ -267,11 +266,9 @@ class GNNStrategy(StepStrategy):
         """Returns the classes that wrap the transport of training steps."""
         return [*transport_wrappers(), *([] if self.codec is None else [codecs().EncodingTransport])]
 
-    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        if types.is_hetero and self.recompute:
-            raise ValueError("recompute=True is for graphs of one type. Leave it out for a HeteroData.")
-        check_module(module, types.is_hetero)
+        check_model(module, of, self.recompute)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""

@@ -17,7 +17,7 @@ class EdgeCutScheme(Scheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        return LayoutSpec("edge_cut", world_size, takes_types=True)
+        return LayoutSpec.edge_cut(world_size)
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:

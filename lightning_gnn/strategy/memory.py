@@ -21,7 +21,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.devices import available_bytes, free_bytes
-from lightning_gnn.extensions.embeddings.embedding import embeddings_of
+from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.strategy.scheme import Scheme, bind_module, twin_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
     working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
     rows = sum(owned for owned, _, _ in sizes)
-    needed += rows * sum(each.row_bytes for each in embeddings_of(module, cut.types))
+    needed += rows * sum(each.row_bytes for each in learned_rows(module, cut))
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:

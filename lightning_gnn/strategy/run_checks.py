@@ -17,8 +17,8 @@ from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
-from lightning_gnn.nn.bind import check_module
 from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.strategy.graph_kinds import check_for_layout, predicts_memory
 from lightning_gnn.strategy.memory import check_memory, check_own_memory
 from lightning_gnn.strategy.run_config import log_run
 
@@ -88,19 +88,18 @@ def before_ranks_start(
         return  # Lightning says so
     layout = strategy.layout()
     if not layout.samples:  # else the graph decides what the model may be
-        check_module(module, with_types=None if layout.takes_types else False)
+        check_for_layout(module, layout)
     if strategy.num_nodes > 1:
         return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
     data.prepare_ahead(layout)
     cut = data.stored_cut()
-    types = cut.types
-    check_fits(module, types)
+    check_fits(module, cut)
     check_links(module, cut, layout.samples)
-    strategy.check_model(module, types)
-    if not layout.reads_edges(types.is_hetero):
+    strategy.check_model(module, cut)
+    if not layout.reads_edges(cut.types):
         return
     _warm_up(strategy, module, trainer)
-    if must_fit and not types.is_hetero:
+    if must_fit and predicts_memory(cut):
         check_memory(strategy, data, module, trainer)
     if self_check:
         strategy._checks.ahead(module, cut, trainer)
@@ -109,7 +108,7 @@ def before_ranks_start(
 def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
     """Checks on ranks, whose parts of the graph are there."""
     check_alike(strategy.world, module_and_trainer(module, trainer))
-    strategy.check_model(module, shard.types)
+    strategy.check_model(module, shard)
     if not strategy.binds(shard):
         return
     # One rank of a machine compiles, and the others load what it has kept.
@@ -119,7 +118,7 @@ def before_stage(strategy: GNNStrategy, module: pl.LightningModule, shard: Shard
     if strategy.local_rank != 0:
         _warm_up(strategy, module, trainer)
     strategy._checks.before_stage(module, shard, trainer)
-    if not shard.types.is_hetero:
+    if predicts_memory(shard):
         check_own_memory(strategy, trainer, shard)
 
 

@@ -22,6 +22,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.registry import cutter_of
+from lightning_gnn.strategy.graph_kinds import described
 
 if TYPE_CHECKING:
     from lightning_gnn.strategy.base import GNNStrategy
@@ -50,13 +51,9 @@ def arguments_of(strategy: GNNStrategy) -> dict[str, Any]:
 
 def run_config(strategy: GNNStrategy, shard: Shard) -> dict[str, Any]:
     """Returns the configuration of a run beside that of its module: ``strategy``, ``graph``, ``partition``, and sizes."""
-    batch, types, nodes, edges = shard.batch, shard.types, sum(shard.counts), sum(shard.edge_counts)
+    nodes, edges = sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
-    if types.is_hetero:
-        graph["nodes_of_type"] = {name: int(counts.sum()) for name, counts in types.nodes.items()}
-        graph["edges_of_type"] = {"__".join(name): int(counts.sum()) for name, counts in types.edges.items()}
-    else:
-        graph["features"] = batch.x.size(1)
+    graph.update(described(shard))
     graph["classes"] = shard.num_classes
     graph.update({mask.replace("_mask", "_nodes"): sum(shard.mask_counts[mask]) for mask in MASKS})
     return {

@@ -14,11 +14,10 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.node_types.binding import TypedBinding, TypedGraph
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategy.graph_kinds import bind
 
 TIMES_FEATURES = 4
 """Memory of what layers keep of the graph's own features, in times that of the features."""
@@ -79,9 +78,7 @@ def bind_module(
         keep_constant: layers keep what they make of the graph's own features alone, which is the same in every step.
     """
     make = partial(_context, scheme, world=world, meter=meter, keep_constant=keep_constant)
-    if shard.types.is_hetero:
-        return TypedBinding(module, TypedGraph(shard, world, make))
-    return Binding(module, context_of(module, shard, world, make))
+    return bind(module, shard, world, make)
 
 
 def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, keep_constant: bool) -> GraphContext:
@@ -97,7 +94,7 @@ def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, keep_cons
         batch.edge_index,
         batch.get("edge_weight"),
         TIMES_FEATURES if keep_constant else 0,
-        None if shard.types.is_hetero else AnyRows(shard.n_id, shard.counts, world, meter),
+        None if shard.targets is not None else AnyRows(shard.n_id, shard.counts, world, meter),
         node_ids,
         target_ids,
         None if shard.targets is None else shard.targets[world.rank],

@@ -19,8 +19,9 @@ from lightning_gnn.checks.trial import STAGES
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.extensions.node_types.graph import about_types
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.registry import explained
+from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 if TYPE_CHECKING:
@@ -101,9 +102,8 @@ class SelfChecks(pl.Callback):
         scheme = twin_of(self._strategy.scheme)
         # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
         bind = partial(bind_module, scheme, meter=Meter(), keep_constant=self._strategy.keep_constant)
-        input_type = shard.types.input_type if shard.types.is_hetero else None
-        batch = copy.copy(shard.batch).cpu()
-        return self_check(module, batch, bind, stage, trainer, scheme.layout(2), shard.num_classes, input_type)
+        batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard)
+        return self_check(module, batch, bind, stage, trainer, scheme.layout(2), shard.num_classes, make)
 
     def _judge(self, outcomes: Outcomes, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Says what was found, or raises :class:`UnsupportedModelError`."""
@@ -125,7 +125,7 @@ class SelfChecks(pl.Callback):
                         f"known about what it logs on {self._strategy.world_size} ranks."
                     )
             elif stage in required:
-                if (said := about_types(outcome.not_run, step)) is not None:
+                if (said := explained(outcome.not_run, step)) is not None:
                     raise UnsupportedModelError(said)
                 rank_zero_warn(
                     f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.extensions.node_types.graph import telling_about_types
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
+from lightning_gnn.registry import explained
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
@@ -136,8 +136,13 @@ class StepStrategy(RankStrategy):
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         """While open, the module's step of that name runs."""
-        with telling_about_types(f"{type(self._module).__name__}.{name}"):
+        try:
             yield
+        except AttributeError as error:
+            said = explained(str(error), f"{type(self._module).__name__}.{name}")
+            if said is None:
+                raise
+            raise AttributeError(said) from error
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""

@@ -15,12 +15,15 @@ from torch_geometric.data import HeteroData
 from torch_geometric.nn import HeteroDictLinear
 
 from lightning_gnn.checks import SelfCheck, self_check
-from lightning_gnn.checks.small_graph import FORM, small_graph
+from lightning_gnn.checks.small_graph import FORM
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.extensions.node_types.graph import prepare_hetero
+from lightning_gnn.extensions.node_types.small_graph import typed_small_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategy.scheme import bind_module, twin_of
+
+MAKE = partial(typed_small_graph, input_type="paper")
 
 
 def shard(rank: int = 0, part: torch.Tensor | None = None) -> Shard:
@@ -32,7 +35,7 @@ def shard(rank: int = 0, part: torch.Tensor | None = None) -> Shard:
 def check(made: Any, stage: str = "fit", strategy: str = "dgcl", of: Shard | None = None, **options: Any) -> SelfCheck:
     scheme = twin_of(STRATEGIES[strategy]().scheme)
     of, bind, layout = of or shard(), partial(bind_module, scheme, meter=Meter()), scheme.layout(2)
-    return self_check(made, of.batch, bind, stage, layout=layout, input_type="paper", num_classes=CLASSES, **options)
+    return self_check(made, of.batch, bind, stage, layout=layout, make=MAKE, num_classes=CLASSES, **options)
 
 
 @pytest.mark.parametrize(("strategy", "stage"), [("dgcl", "fit"), *campaign(("vertex_cut", "fit"), ("spmm_1d", "fit"))])
@@ -51,7 +54,7 @@ def test_a_part_without_nodes_of_some_type(stage, strategy):
 
 
 def test_small_graphs_tell_types_by_their_sizes():
-    small = small_graph(shard().batch, ["train_mask"], FORM, 0, CLASSES, "paper")
+    small = MAKE(shard().batch, ["train_mask"], FORM, 0, CLASSES)
     graph, part = small.graph, torch.from_numpy(small.part)
     assert isinstance(graph, HeteroData)
     graph.validate()

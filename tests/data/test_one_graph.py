@@ -27,6 +27,7 @@ from lightning_gnn import (
     SamplingStrategy,
     local_rows,
 )
+from lightning_gnn.data.joined import Predicted
 from lightning_gnn.data.loading import graph_digests, seeded
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
@@ -252,7 +253,7 @@ def test_a_cut_gives_its_types_back(tmp_path):
     hetero = prepare_hetero(typed_graph(), "paper")
     num_nodes = sum(hetero[kind].num_nodes for kind in hetero.node_types)
     part = np.random.default_rng(1).integers(0, 3, num_nodes)
-    write_store(tmp_path / "types", hetero, part, LayoutSpec("edge_cut", 3), {}, input_type="paper")
+    write_store(tmp_path / "types", hetero, part, LayoutSpec("edge_cut", 3), {}, predicted=Predicted.of(hetero, "paper"))
     found = read_cut(tmp_path / "types").graph()
     assert found.metadata() == hetero.metadata()
     assert graph_digests(found) == graph_digests(hetero)

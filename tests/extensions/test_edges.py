@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_gnn
+from lightning_gnn.registry import feature
 
 PACKAGE = Path(lightning_gnn.__file__).parent
 EDGE = ("extensions", "functional", "strategies", "tools", "__main__.py", "__init__.py")
@@ -21,6 +22,12 @@ FEATURES: dict[str, tuple[str, int]] = {
         r"\w*out_of_core\w*|host_memory\w*|\w*_host_memory|my_turns?|\w*_turns?|turns|\w*pag(er|ing)|keeps_buffers|in_file"
         r"|messages_folder|full_disk|unnamed_file",
         2,
+    ),
+    "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),
+    "node_types": (
+        r"(?-i:Types|Typed[A-Z]\w*)|is_hetero|HeteroData|(takes|with|about)_types|input_type|NodeType|EdgeType|ONE_TYPE"
+        r"|typed_\w+|node_types?|edge_types",
+        10,
     ),
 }
 """By feature, what names it, and how many files of the core may."""
@@ -46,7 +53,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             yield node.arg or ""
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w./]+", node.value):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[a-z_][\w./]*", node.value):
             yield from re.split(r"[./]", node.value)
 
 
@@ -60,17 +67,23 @@ def files_that_know(pattern: str) -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_few_files_of_the_core_know_it(feature):
-    pattern, limit = FEATURES[feature]
+@pytest.mark.parametrize("name", FEATURES)
+def test_few_files_of_the_core_know_it(name):
+    pattern, limit = FEATURES[name]
     found = files_that_know(pattern)
     assert len(found) <= limit, found
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_what_is_looked_for_is_in_the_feature(feature):
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_is_looked_for_is_in_the_feature(name):
     """Else the pattern would find nothing anywhere."""
     names = set[str]()
-    for file in (PACKAGE / "extensions" / feature).rglob("*.py"):
+    for file in (PACKAGE / "extensions" / name).rglob("*.py"):
         names |= set(names_in(ast.parse(file.read_text())))
-    assert any(re.fullmatch(FEATURES[feature][0], name.strip("_"), re.IGNORECASE) for name in names)
+    assert any(re.fullmatch(FEATURES[name][0], each.strip("_"), re.IGNORECASE) for each in names)
+
+
+def test_the_core_finds_names_of_extensions():
+    assert lightning_gnn.nn.DistributedEmbedding is lightning_gnn.DistributedEmbedding is feature("DistributedEmbedding")
+    with pytest.raises(AttributeError, match="has no attribute 'TypedCut'"):
+        _ = lightning_gnn.nn.TypedCut

@@ -33,15 +33,15 @@ CROWDED = np.random.default_rng(2).random(NODES) < np.where(IDS < NODES // 16, 0
 """Most are in a sixteenth of the cliques."""
 
 
-@pytest.mark.parametrize("what", ["masks", "node_type", "edge_masks"])
+@pytest.mark.parametrize("what", ["masks", "node_kinds", "edge_masks"])
 def test_what_is_balanced_is_so_on_both_levels_and_less_crosses_machines(what):
     given: dict[str, Any] = {
         "masks": {"train_mask": CROWDED, "val_mask": ~CROWDED & (IDS % 3 == 0)},
-        "node_type": CROWDED.astype(np.int16),
+        "node_kinds": CROWDED.astype(np.int16),
         "edge_masks": {"edge_train_mask": CROWDED[EDGES[1]]},
     }
     edges = [np.bincount(EDGES[1, mask], minlength=NODES) for mask in given["edge_masks"].values()]
-    weights = {"masks": list(given["masks"].values()), "node_type": [CROWDED, ~CROWDED], "edge_masks": edges}[what]
+    weights = {"masks": list(given["masks"].values()), "node_kinds": [CROWDED, ~CROWDED], "edge_masks": edges}[what]
     shares = {what: given[what]}
     flat, found, without = (
         assign_nodes(EDGES, NODES, 4, method, groups=groups, **shares)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -22,14 +21,16 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_geometric.typing import NodeType
 from typing_extensions import override
 
-from lightning_gnn.comm.group import num_ranks
-from lightning_gnn.comm.rows import EmbeddingRows, summed
-from lightning_gnn.partition.types import Types
+from lightning_gnn.comm.group import World, num_ranks
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.extensions.embeddings.owners import EmbeddingRows, summed
+from lightning_gnn.nn.learned_rows import LearnedRows, are_untrained
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED
 
@@ -91,21 +92,9 @@ class Rows:
 
 _creation = count()
 _with_gradients: WeakSet[DistributedEmbedding] = WeakSet()
-_trying_out = False
 
 
-@contextmanager
-def untrained_embeddings() -> Iterator[None]:
-    """While open, embeddings answer with their initial rows and learn nothing: for steps that only try a model out."""
-    global _trying_out
-    before, _trying_out = _trying_out, True
-    try:
-        yield
-    finally:
-        _trying_out = before
-
-
-class DistributedEmbedding(torch.nn.Module):
+class DistributedEmbedding(LearnedRows):
     """Learnable rows for nodes without features, like ``torch.nn.Embedding(sparse=True)`` with an optimizer of its own.
 
     Call it with original node ids, ``embedding(batch.n_id)``. Under a strategy of this package each row lies at the owner of its
@@ -186,7 +175,7 @@ class DistributedEmbedding(torch.nn.Module):
         state = self.__dict__.copy()
         for name in ("_gradients", "_pushes", "_lock"):
             del state[name]
-        if _trying_out:
+        if are_untrained():
             state.update(_all=None, _own=None, _owners=None)
         return state
 
@@ -207,8 +196,8 @@ class DistributedEmbedding(torch.nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
     @property
+    @override
     def row_bytes(self) -> int:
-        """What a node's row and its optimizer state take."""
         return len(self._names) * self.dim * self._dtype.itemsize
 
     # Reading ##################################################################
@@ -229,8 +218,8 @@ class DistributedEmbedding(torch.nn.Module):
         if torch.is_grad_enabled():
             rows.requires_grad_()
             # An idle rank's rows have gradients of 0, which Adam would take for a touch.
-            counts = not _trying_out and not (self._owners is not None and self._owners.idle)
-            if self._owners is not None and not _trying_out:
+            counts = not are_untrained() and not (self._owners is not None and self._owners.idle)
+            if self._owners is not None and not are_untrained():
                 # All ranks step alike, also one whose loss does not need these rows: its batch may have no nodes of the type.
                 self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
             rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
@@ -239,7 +228,7 @@ class DistributedEmbedding(torch.nn.Module):
         return rows
 
     def _read(self, ids: Tensor, owned: bool) -> Tensor:
-        if _trying_out:
+        if are_untrained():
             return self._initial(ids)
         if self._owners is not None:
             return self._read_own() if owned else self._owners.read(ids, self._read_own)
@@ -280,7 +269,7 @@ class DistributedEmbedding(torch.nn.Module):
     def _collect(self, ids: Tensor, owned: bool, rows: Tensor) -> None:
         """Takes a backward's gradient of a call's rows."""
         grad, rows.grad = rows.grad, None
-        if _trying_out:
+        if are_untrained():
             return
         assert grad is not None
         self._collect_of(ids, grad.detach()[: len(ids)].cpu(), owned)
@@ -330,8 +319,42 @@ class DistributedEmbedding(torch.nn.Module):
 
     # Ranks ####################################################################
 
-    def distribute(self, owners: EmbeddingRows) -> None:
-        """Leaves to each rank the rows of its nodes; a strategy calls it on all ranks, before steps."""
+    @override
+    def check_fits(self, name: str, of: Shard | Cut) -> None:
+        types = of.types
+        of_types = f"node_type={self.node_type!r}, but the graph has "
+        if types.is_hetero and self.node_type not in types.nodes:
+            raise ValueError(
+                f"'{name}' is a DistributedEmbedding with {of_types}node types {list(types.nodes)}. Say whose rows these are: "
+                f"DistributedEmbedding(..., node_type={next(iter(types.nodes))!r})."
+            )
+        if not types.is_hetero and self.node_type is not None:
+            raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Leave node_type out.")
+        num_nodes = types.total(self.node_type or types.input_type)
+        if self.num_nodes != num_nodes:
+            of_type = "" if self.node_type is None else f" of type {self.node_type!r}"
+            raise ValueError(
+                f"'{name}' is a DistributedEmbedding of num_nodes={self.num_nodes}, but the graph has {num_nodes} "
+                f"nodes{of_type}. Make it with num_nodes={num_nodes}."
+            )
+
+    @override
+    def check_training(self, num_optimizers: int, precision: Precision | None) -> None:
+        if num_optimizers > 1:
+            raise ValueError(
+                f"DistributedEmbedding steps when the optimizer has stepped, but there are {num_optimizers} optimizers. "
+                "Give one that has all parameters."
+            )
+        if getattr(precision, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
+                "Use precision='bf16-mixed' or 32."
+            )
+
+    @override
+    def distribute(self, world: World, shard: Shard, before: Sequence[LearnedRows]) -> None:
+        same = (each for each in before if isinstance(each, DistributedEmbedding) and each.node_type == self.node_type)
+        owners = next((each._owners for each in same), None) or EmbeddingRows.of_type(self.node_type, world, shard)
         if owners.any(bool(self._elsewhere)):
             if owners.any(owners.rank == 0 and bool(self._elsewhere)):
                 raise RuntimeError(f"The rows of DistributedEmbedding are lost: {self._elsewhere or 'see rank 0'}")
@@ -347,8 +370,13 @@ class DistributedEmbedding(torch.nn.Module):
             self._elsewhere = _ON_RANK_0
         self._owners = owners
 
+    @override
+    def begin_step(self, idle: bool) -> None:
+        if self._owners is not None:
+            self._owners.begin_step(idle)
+
+    @override
     def collect(self) -> None:
-        """Gives rank 0 the rows of all nodes; a strategy calls it on all ranks, after training."""
         if not self._changed:
             return
         self._changed = False
@@ -356,8 +384,10 @@ class DistributedEmbedding(torch.nn.Module):
         self._all = whole if len(whole.weight) else None
         self._elsewhere = "" if len(whole.weight) else _ON_RANK_0
 
+    @override
     def release(self) -> None:
-        """Forgets ranks; a strategy calls it when its run is over, also by an error."""
+        if self._owners is not None:
+            self._owners.close()
         if self._changed:
             self._elsewhere = "training did not come to its end. Load a checkpoint."
         self._changed = False
@@ -423,32 +453,6 @@ class DistributedEmbedding(torch.nn.Module):
         self._all, self._own = (None, loaded) if self._changed else (loaded, None)
         self._elsewhere = ""
         self._gradients = []
-
-
-def embeddings_of(module: torch.nn.Module, types: Types) -> Sequence[DistributedEmbedding]:
-    """Returns the embeddings in a module, for a graph of these types.
-
-    Raises:
-        ValueError: one is for another number of nodes than the graph has, or not for a type that it has.
-    """
-    found = {name: each for name, each in module.named_modules() if isinstance(each, DistributedEmbedding)}
-    for name, each in found.items():
-        of_types = f"node_type={each.node_type!r}, but the graph has "
-        if types.is_hetero and each.node_type not in types.nodes:
-            raise ValueError(
-                f"'{name}' is a DistributedEmbedding with {of_types}node types {list(types.nodes)}. Say whose rows these are: "
-                f"DistributedEmbedding(..., node_type={next(iter(types.nodes))!r})."
-            )
-        if not types.is_hetero and each.node_type is not None:
-            raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Leave node_type out.")
-        num_nodes = types.total(each.node_type or types.input_type)
-        if each.num_nodes != num_nodes:
-            of = "" if each.node_type is None else f" of type {each.node_type!r}"
-            raise ValueError(
-                f"'{name}' is a DistributedEmbedding of num_nodes={each.num_nodes}, but the graph has {num_nodes} nodes{of}. "
-                f"Make it with num_nodes={num_nodes}."
-            )
-    return list(found.values())
 
 
 def _step_all(*_: Any) -> None:

@@ -28,13 +28,16 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.extensions.node_types.shards import TypedShard
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import substitute
-from lightning_gnn.nn.bind import Binding, bound_methods
+from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.norms import STATE, Statistics
+from lightning_gnn.nn.over_all import over_all
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
+from lightning_gnn.strategy.graph_kinds import OF_ALL_TYPES
 
 # Convs that take ``(x_source, x_target)`` and do nothing with sources but map each row, so that they may be given S x; by class,
 # how many columns travel if they are not, None for those of x. Others may draw random numbers for rows, or take statistics of
@@ -55,13 +58,13 @@ class TypedGraph(GraphContext):
     Args:
         shard: of this rank, on its device.
         world: the ranks.
-        make: returns the rank's graph of one edge type, of :meth:`~lightning_gnn.data.shards.Shard.of_edges`.
+        make: returns the rank's graph of one edge type, of :meth:`TypedShard.of_edges`.
 
     Attributes:
         relations: the rank's graph of each edge type.
     """
 
-    def __init__(self, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> None:
+    def __init__(self, shard: TypedShard, world: World, make: Callable[[Shard], GraphContext]) -> None:
         self.relations = {kind: make(shard.of_edges(kind, world.rank)) for kind in shard.types.edges}
         first = next(iter(self.relations.values()))
         super().__init__(first.exchange, torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64), None, 0)
@@ -226,11 +229,21 @@ class _TypedConv:
             conv.__dict__.update(own)
 
 
+def check_typed_module(module: torch.nn.Module) -> None:
+    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph with types."""
+    check_module(module, OF_ALL_TYPES, _refuse_for_one_type)
+
+
+def _refuse_for_one_type(where: str, child: torch.nn.Module) -> None:
+    if isinstance(child, (pyg_nn.DirGNNConv, pyg_nn.GPSConv)) or over_all(child):
+        raise UnsupportedModelError(f"{where} is for graphs of one type: use convs that are called on an edge type.")
+
+
 class TypedBinding(Binding):
     """Binds every conv of `module` to the edge types that it is called on, and every norm to the rank's rows."""
 
     context: TypedGraph
-    with_types = True
+    check = staticmethod(check_typed_module)
 
     @override
     def bind(self) -> None:
@@ -343,7 +356,4 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
     return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(of_relation, conv)}
 
 
-_OF_ALL_TYPES: dict[type, Callable[[Any, TypedGraph, str], dict[str, Any]]] = {
-    pyg_nn.HANConv: _han,
-    pyg_nn.HGTConv: _hgt,
-}
+_OF_ALL_TYPES: dict[type, Callable[[Any, TypedGraph, str], dict[str, Any]]] = dict(zip(OF_ALL_TYPES, (_han, _hgt)))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
-from lightning_gnn.data.attributes import kinds_of, rows_of_type, warn_of_left_out, with_masks_of_ids
+from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
+from lightning_gnn.data.joined import edge_stores, input_type_of, predicted_edges
 from lightning_gnn.data.sources import (
     EDGE_MASKS,
     MASKS,
@@ -27,15 +25,6 @@ from lightning_gnn.data.sources import (
     labels,
     masks_of,
     set_edge_masks,
-)
-from lightning_gnn.partition.locality import local_relabelling
-from lightning_gnn.partition.shard import EdgeCutPart, Ids, Relabelling, edge_cut_parts
-from lightning_gnn.partition.types import ONE_TYPE, Types
-
-NO_TYPES = (
-    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
-    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
-    "RGCNConv and its kin take."
 )
 
 
@@ -55,61 +44,6 @@ def about_types(error: str, step: str) -> str | None:
             f"{step} reads batch.{name}_dict, which a HeteroData has, and this graph has no types: read batch.{name}."
         )
     return None
-
-
-@contextmanager
-def telling_about_types(step: str) -> Iterator[None]:
-    """Adds to an error of `step` what :func:`about_types` says of it."""
-    try:
-        yield
-    except AttributeError as error:
-        said = about_types(str(error), step)
-        if said is None:
-            raise
-        raise AttributeError(said) from error
-
-
-def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
-    """Returns the edge type whose edges are predicted, of what edges of each type have.
-
-    It is the only one with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None where there
-    is none, or there are several. Of others with an ``edge_train_mask``, edges in it carry messages.
-    """
-    for names in (EDGE_MASKS[1:], EDGE_MASKS[:1]):
-        having = [kind for kind, has in of.items() if any(name in has for name in names)]
-        if having:
-            return having[0] if len(having) == 1 else None
-    return None
-
-
-def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
-    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else the targets of
-    edges that are predicted, else the only one with labels."""
-    types, edges = data.node_types, predicted_edges(edge_stores(data))
-    if given is not None:
-        if given not in types:
-            raise ValueError(f"input_type={given!r}, but the graph's node types are {types}.")
-        return given
-    for name in ("train_mask", "y"):
-        having = [kind for kind in types if name in data[kind]]
-        if name == "y" and edges is not None:
-            return edges[2]
-        if len(having) == 1:
-            return having[0]
-        if having:
-            raise ValueError(
-                f"Node types {having} have a {name}. Say whose nodes are predicted: GraphDataModule(..., "
-                f"input_type={having[0]!r})."
-            )
-    raise ValueError(
-        f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
-        "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...). To predict links, split the "
-        f"edges of one type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
-    )
-
-
-def edge_stores(data: HeteroData) -> dict[EdgeType, BaseStorage]:
-    return {kind: data[kind] for kind in data.edge_types}
 
 
 def prepare_hetero(
@@ -224,110 +158,3 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
             )
     attributes = {name: value for name, value in store.items() if name not in into}
     into.update(rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}"))
-
-
-@dataclass(frozen=True)
-class JoinedGraph:
-    """A graph whose nodes of all types are one list, type after type, and so its edges; of one type where it has none.
-
-    Attributes:
-        edge_index: int64 ``[2, E]``.
-        num_nodes: N.
-        node_type, edge_type: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
-        node_firsts, edge_firsts: by type, where it begins in these lists.
-    """
-
-    edge_index: Ids
-    num_nodes: int
-    node_type: np.ndarray | None = None
-    edge_type: np.ndarray | None = None
-    node_firsts: Mapping[NodeType, int] | None = None
-    edge_firsts: Mapping[EdgeType, int] | None = None
-
-    @classmethod
-    def of(cls, data: Data | HeteroData) -> JoinedGraph:
-        if isinstance(data, Data):
-            return cls(data.edge_index.numpy(), data.x.size(0))
-        nodes = {name: data[name].num_nodes for name in data.node_types}
-        edges = {kind: data[kind].edge_index.size(1) for kind in data.edge_types}
-        node_firsts, edge_firsts = (
-            dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges)
-        )
-        ends = [
-            data[kind].edge_index + torch.tensor([[node_firsts[kind[0]]], [node_firsts[kind[2]]]]) for kind in edges
-        ]
-        node_type, edge_type = (
-            np.repeat(np.arange(len(sizes), dtype=np.int16), list(sizes.values())) for sizes in (nodes, edges)
-        )
-        return cls(torch.cat(ends, 1).numpy(), sum(nodes.values()), node_type, edge_type, node_firsts, edge_firsts)
-
-    def relabelling(self, part: np.ndarray, num_parts: int) -> Relabelling:
-        """Returns the order of rows by owner, ``[N]``: type after type in each part, else neighbours near each other."""
-        found = local_relabelling(self.edge_index, part, num_parts)
-        if self.node_type is None:
-            return found
-        rows = found.n_id
-        return Relabelling(rows[np.lexsort((self.node_type[rows], part[rows]))], found.offsets)
-
-    def parts(self, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-        """Yields the parts, whose edges come type after type."""
-        for part in edge_cut_parts(self.edge_index, relabelling):
-            if self.edge_type is None:
-                yield part
-                continue
-            order = np.argsort(self.edge_type[part.edge_ids], kind="stable")
-            yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
-
-    def among_all(self, mask: np.ndarray, kind: NodeType | EdgeType) -> np.ndarray:
-        """Returns a mask of the nodes, or edges, of a type as one of all of them, bool ``[N]`` or ``[E]``."""
-        firsts: Any = self.node_firsts if isinstance(kind, str) else self.edge_firsts
-        found = np.zeros(self.num_nodes if isinstance(kind, str) else self.edge_index.shape[1], np.bool_)
-        found[firsts[kind] :][: len(mask)] = mask
-        return found
-
-    def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
-        """Returns the nodes and the edges of each type in each part, int64 ``[P]``, by its name; none without types."""
-        if self.node_firsts is None or self.edge_firsts is None:
-            return {}
-        owner, counts = part[self.edge_index[1]], {}
-        for number, name in enumerate(self.node_firsts):
-            counts[f"{name} nodes"] = np.bincount(part[self.node_type == number], minlength=num_parts)
-        for number, kind in enumerate(self.edge_firsts):
-            counts[" ".join(kind)] = np.bincount(owner[self.edge_type == number], minlength=num_parts)
-        return counts
-
-
-def orders_of(
-    joined: JoinedGraph, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, input_type: NodeType | None
-) -> tuple[Types, dict[NodeType | EdgeType, Ids]]:
-    """Returns the types of a graph as it is cut, and by type the original ids of its nodes and edges in relabelled order.
-
-    Args:
-        edge_ids: of each part, in order.
-        input_type: None for a graph without types.
-    """
-    num_parts, edge_order = len(edge_ids), np.concatenate(edge_ids)
-    if input_type is None:
-        edge_counts = np.array([len(each) for each in edge_ids])
-        types = Types.none(np.diff(relabelling.offsets), edge_counts)
-        return types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: edge_order}
-    assert joined.node_firsts is not None and joined.edge_firsts is not None
-    assert joined.node_type is not None and joined.edge_type is not None
-    owner = np.repeat(np.arange(num_parts), [len(each) for each in edge_ids])
-    orders: dict[NodeType | EdgeType, Ids] = {}
-    nodes, edges = {}, {}
-    for number, (name, first) in enumerate(joined.node_firsts.items()):
-        rows = relabelling.n_id[joined.node_type[relabelling.n_id] == number]
-        orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
-    for number, (kind, first) in enumerate(joined.edge_firsts.items()):
-        here = joined.edge_type[edge_order] == number
-        orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-    return Types(nodes, edges, input_type), orders
-
-
-def attributes_of(data: Data | HeteroData, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    """Returns what has a row per node, or edge, of a type, without ``edge_index``."""
-    if isinstance(data, Data):
-        what = "node" if isinstance(kind, str) else "edge"
-        return {name: data[name] for name, found in kinds_of(data).items() if found == what}
-    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}

@@ -30,9 +30,9 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
 from lightning_gnn.extensions.codecs.codec import make_codec
-from lightning_gnn.extensions.embeddings.embedding import embeddings_of
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, STORE_VARIABLE
 from lightning_gnn.nn.helpers import graph_in_use
+from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.steps.random_streams import RandomStreams
@@ -308,7 +308,7 @@ class ClusterStrategy(GNNStrategy):
     def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
         module = self._module
-        if embeddings_of(module, shard.types):
+        if learned_rows(module, shard):
             raise ValueError(
                 "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
                 'node. Use strategy="sampling".'

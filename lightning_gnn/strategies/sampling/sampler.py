@@ -21,7 +21,7 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
-from lightning_gnn.arguments import fanouts_by_type
+from lightning_gnn.arguments import checked_fanouts
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
@@ -274,3 +274,12 @@ def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:
             if sizes.setdefault(name, size) != size:
                 raise ValueError(f"Edges of {kind} tell of {size} nodes of type {name!r}, others of {sizes[name]}.")
     return sizes
+
+
+def fanouts_by_type(fanouts: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
+    """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for those of other types."""
+    checked = checked_fanouts(fanouts)
+    by_type = checked if isinstance(checked, dict) else dict.fromkeys(kinds, checked)
+    if set(by_type) != set(kinds):
+        raise ValueError(f"Fan-outs are given for {sorted(by_type)}, but the edge types are {sorted(kinds)}.")
+    return {kind: by_type[kind] for kind in kinds}

@@ -30,7 +30,6 @@ from lightning_gnn.arguments import (
     check_words,
     checked_batches,
     checked_bytes,
-    fanouts_by_type,
     is_one_of,
     shown,
 )
@@ -56,6 +55,7 @@ from lightning_gnn.strategies.sampling.loader import (
 )
 from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
 from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
+from lightning_gnn.strategies.sampling.sampler import fanouts_by_type
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
@@ -393,13 +393,20 @@ class SamplingStrategy(GNNStrategy):
     def binds(self, shard: Shard) -> bool:
         return not self._evaluates_in_batches(shard.types)
 
+    @override
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        super().begin_stage(trainer, shard)
+        if shard.types.is_hetero and not self.binds(shard):
+            self.log_exchange(trainer, shard)
+
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
         by_default = types.is_hetero or self.choice.time_attr is not None
         return self.evaluation == "batches" or (by_default and self.evaluation is None)
 
     @override
-    def check_model(self, module: torch.nn.Module, types: Types) -> None:
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
+        types = of.types
         self._fanouts_of(types)
         if self.evaluation == "batches" and not self._evaluates_in_batches(types):
             raise ValueError(
@@ -421,7 +428,7 @@ class SamplingStrategy(GNNStrategy):
                 'Use method="neighbor".'
             )
         if not self._evaluates_in_batches(types):
-            super().check_model(module, types)
+            super().check_model(module, of)
             return
         check_columns(module)  # layers see whole samples: none needs to be exact on a part
 
@@ -480,8 +487,8 @@ class SamplingStrategy(GNNStrategy):
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
         if self._shared is not None:
-            for owners in self._shared.owners.values():
-                owners.idle = batch.seed_counts[self.global_rank] == 0
+            for rows in self._shared.learned_rows:
+                rows.begin_step(idle=batch.seed_counts[self.global_rank] == 0)
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 

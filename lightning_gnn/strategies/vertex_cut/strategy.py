@@ -25,10 +25,9 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.extensions.plans.detect import hosts_of
 from lightning_gnn.partition.layout import LayoutSpec, by_machine
-from lightning_gnn.partition.types import Types
 from lightning_gnn.rows import local_rows
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
 from lightning_gnn.strategies.vertex_cut.cutters import METHODS
@@ -238,8 +237,8 @@ class VertexCutStrategy(GNNStrategy):
         self.redraw_every = redraw_every
 
     @override
-    def check_model(self, module: torch.nn.Module, types: Types) -> None:
-        super().check_model(module, types)
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
+        super().check_model(module, of)
         if isinstance(self.scheme.cache, AdaptiveThreshold):
             layers = [name for name, child in module.named_modules() if isinstance(child, MessagePassing)]
             self.scheme.cache.check_names([*layers, "expand", "reduce"])

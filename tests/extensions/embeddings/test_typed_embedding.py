@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,4 +140,4 @@ def test_a_table_of_a_type_is_refused_for_a_graph_without():
     one = torch.tensor([5]).numpy()
     made = torch.nn.ModuleList([DistributedEmbedding(5, 4, node_type="topic")])
     with pytest.raises(ValueError, match="but the graph has no types. Leave node_type out"):
-        check_fits(made, Types.none(one, one))
+        check_fits(made, SimpleNamespace(types=Types.none(one, one)))

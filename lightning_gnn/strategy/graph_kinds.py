@@ -1,0 +1,63 @@
+"""What a run does that depends on whether its graph has node and edge types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch_geometric.nn import HANConv, HGTConv
+
+from lightning_gnn.checks.small_graph import SmallGraph, small_graph
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.nn.bind import Binding, check_module
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.directed import context_of
+from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.registry import feature
+
+OF_ALL_TYPES = (HANConv, HGTConv)
+"""Convs that are called on all types at once."""
+
+
+def check_model(module: torch.nn.Module, of: Shard | Cut, recompute: bool) -> None:
+    """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph."""
+    if of.types.is_hetero and recompute:
+        raise ValueError("recompute=True is for graphs of one type. Leave it out for a HeteroData.")
+    (feature("check_typed_module") if of.types.is_hetero else check_module)(module)
+
+
+def bind(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> Binding:
+    """Returns the module bound to a rank's shard, of which `make` makes graphs."""
+    if shard.types.is_hetero:
+        return feature("TypedBinding")(module, feature("TypedGraph")(shard, world, make))
+    return Binding(module, context_of(module, shard, world, make))
+
+
+def make_small_graph(shard: Shard) -> Callable[..., SmallGraph]:
+    """Returns what makes small graphs that look like a shard's."""
+    types = shard.types
+    return partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
+
+
+def predicts_memory(of: Shard | Cut) -> bool:
+    """Returns whether it is predicted what training takes."""
+    return not of.types.is_hetero
+
+
+def described(shard: Shard) -> dict[str, Any]:
+    """Returns what a run's configuration tells of the graph's columns, or types."""
+    types = shard.types
+    if not types.is_hetero:
+        return {"features": shard.batch.x.size(1)}
+    return {
+        "nodes_of_type": {name: int(counts.sum()) for name, counts in types.nodes.items()},
+        "edges_of_type": {"__".join(name): int(counts.sum()) for name, counts in types.edges.items()},
+    }
+
+
+def check_for_layout(module: torch.nn.Module, layout: LayoutSpec) -> None:
+    """As :func:`check_model`, before it is known whether the graph has types."""
+    check_module(module, OF_ALL_TYPES if layout.takes_types else ())
