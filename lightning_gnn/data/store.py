@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,11 @@ from lightning_gnn.data.store_check import (
     types_of,
 )
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges, write_header
 from lightning_gnn.extensions.node_types.graph import JoinedGraph, attributes_of, orders_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
 from lightning_gnn.partition.shard import Relabelling, id_dtype
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.partition.types import Types
 
 FORMAT = 13
 
@@ -70,6 +69,10 @@ _PIECE = 1 << 25
 
 LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
+
+
+SavePieces = Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None]
+"""Writes an array of an entry, by its name, shape and dtype, from pieces of it."""
 
 
 # What this process has read of entries, where it could not leave a note.
@@ -134,8 +137,7 @@ def write_store(
     holders: np.ndarray | None = None,
     input_type: NodeType | None = None,
     digests: Mapping[str, str] | None = None,
-    in_edges: InEdges | None = None,
-    told: Callable[[int], None] = lambda _: None,
+    write_edges: Callable[[Path, np.ndarray, int, SavePieces], Written] | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -149,9 +151,8 @@ def write_store(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
-        in_edges: of a graph without types, whose edges are not to be in memory: the parts are written a piece at a time, and rows
-            of a part are in the graph's own order.
-        told: is told of these edges when they are written, for a progress bar.
+        write_edges: writes edges, halos and ids of all parts in place of what does it in memory; takes the folder, `part`, P, and
+            what writes an array.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -169,10 +170,10 @@ def write_store(
         def save(name: str, array: np.ndarray) -> None:
             save_pieces(name, array.shape, array.dtype, [array])
 
-        if in_edges is None:
+        if write_edges is None:
             written = _write_edges(data, part, layout.parts, save, input_type)
         else:
-            written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces, told)
+            written = write_edges(scratch, part, layout.parts, save_pieces)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.items():
             key = written.types.key(kind)
@@ -265,6 +266,12 @@ def write_copy(
         _complete(scratch, manifest)
 
 
+def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Begins a ``.npy`` file."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+
+
 @contextmanager
 def _summed(path: Path) -> Iterator[Summed]:
     """Yields a new file to write to; it is on the disk afterwards."""
@@ -282,7 +289,7 @@ def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Written:
+class Written:
     """What is known of edges that have been written.
 
     Attributes:
@@ -306,7 +313,7 @@ def _write_edges(
     num_parts: int,
     save: Callable[[str, np.ndarray], None],
     input_type: NodeType | None,
-) -> _Written:
+) -> Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
@@ -323,41 +330,7 @@ def _write_edges(
     types, orders = orders_of(joined, relabelling, edge_orders, part, input_type)
     save("n_id", np.concatenate([orders[kind] for kind in types.nodes]))
     save("e_id", np.concatenate([orders[kind] for kind in types.edges]).astype(id_dtype(edge_index.shape[1])))
-    return _Written(types, relabelling.offsets, orders, edge_orders, locality)
-
-
-def _write_pieces(
-    scratch: Path,
-    in_edges: InEdges,
-    part: np.ndarray,
-    num_parts: int,
-    save: Callable[[str, np.ndarray], None],
-    save_pieces: Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None],
-    told: Callable[[int], None],
-) -> _Written:
-    """Writes edges, halos and ids of all parts, a piece at a time."""
-    relabelling = Relabelling.from_assignment(part, num_parts)
-    n_id, offsets = relabelling.n_id, relabelling.offsets
-    new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))
-    save("n_id", n_id)
-    counts = list[int]()
-
-    def ids() -> Iterator[np.ndarray]:
-        for number, (low, high) in enumerate(pairwise(offsets.tolist())):
-            piece = PartEdges.of(in_edges, n_id[low:high], low, new, local)
-            rows = chain(piece.sources(), piece.targets())
-            save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
-            save(f"part{number}.halo", piece.halo)
-            counts.append(piece.num_edges)
-            for edge_ids in piece.edge_ids():
-                yield edge_ids
-                told(len(edge_ids))
-
-    save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
-    e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])
-    types = Types.none(np.diff(offsets), np.array(counts))
-    edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
-    return _Written(types, offsets, {ONE_TYPE[0]: n_id, ONE_TYPE: e_id}, edge_orders, None)
+    return Written(types, relabelling.offsets, orders, edge_orders, locality)
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:

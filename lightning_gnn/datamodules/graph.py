@@ -114,6 +114,8 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
     graph, under ``sampling`` samples.
     """
 
+    NEEDED = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
+
     def __init__(
         self,
         source: Source,
