@@ -218,6 +218,8 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
 
 Graph: TypeAlias = Data | HeteroData
 Assign: TypeAlias = Callable[..., tuple[np.ndarray, np.ndarray | None, dict[str, Any]]]
+"""Returns owners of nodes, ranks of the edges of a vertex cut, and a report, see
+:meth:`~lightning_gnn.datamodules.stored_graph.StoredGraph.assigned`."""
 
 
 class GraphSource:
@@ -248,9 +250,8 @@ class GraphSource:
         """Cuts the graph and writes it to `folder`; returns the seconds that the partitioner took.
 
         Args:
-            assign: returns owners of nodes, ranks of edges and a report, see
-                :meth:`~lightning_gnn.datamodules.stored_graph.StoredGraph.assigned`.
-            save: writes these, as :func:`~lightning_gnn.data.store.write_store` does.
+            assign: cuts it.
+            save: writes what that returns, as :func:`~lightning_gnn.data.store.write_store` does.
         """
         began = time.perf_counter()
         part, holders, report = assign()

@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,11 @@ LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
 
 
-SavePieces = Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None]
-"""Writes an array of an entry, by its name, shape and dtype, from pieces of it."""
+Save = Callable[[str, np.ndarray], None]
+"""Writes an array of an entry, by its name."""
+
+SavePieces = Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], Path]
+"""Writes an array of an entry, by its name, shape and dtype, from pieces of it; returns its file."""
 
 
 # What this process has read of entries, where it could not leave a note.
@@ -137,7 +141,7 @@ def write_store(
     holders: np.ndarray | None = None,
     input_type: NodeType | None = None,
     digests: Mapping[str, str] | None = None,
-    write_edges: Callable[[Path, np.ndarray, int, SavePieces], Written] | None = None,
+    write_edges: Callable[[np.ndarray, int, Save, SavePieces], Written] | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -151,8 +155,8 @@ def write_store(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         input_type: of a graph with types, the node type that is predicted.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
-        write_edges: writes edges, halos and ids of all parts in place of what does it in memory; takes the folder, `part`, P, and
-            what writes an array.
+        write_edges: writes edges, halos and ids of all parts, given `part`, P, and what writes arrays; by default as they are in
+            memory.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -160,20 +164,18 @@ def write_store(
     with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
         files: dict[str, list[int]] = {}
 
-        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> None:
+        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
             with _summed(scratch / f"{name}.npy") as file:
                 write_header(file, shape, dtype)
                 for piece in pieces:
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             files[f"{name}.npy"] = [file.size, file.checksum]
+            return scratch / f"{name}.npy"
 
         def save(name: str, array: np.ndarray) -> None:
             save_pieces(name, array.shape, array.dtype, [array])
 
-        if write_edges is None:
-            written = _write_edges(data, part, layout.parts, save, input_type)
-        else:
-            written = write_edges(scratch, part, layout.parts, save_pieces)
+        written = (write_edges or partial(_write_edges, data, input_type))(part, layout.parts, save, save_pieces)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.items():
             key = written.types.key(kind)
@@ -308,11 +310,7 @@ class Written:
 
 
 def _write_edges(
-    data: Data | HeteroData,
-    part: np.ndarray,
-    num_parts: int,
-    save: Callable[[str, np.ndarray], None],
-    input_type: NodeType | None,
+    data: Data | HeteroData, input_type: NodeType | None, part: np.ndarray, num_parts: int, save: Save, _: SavePieces
 ) -> Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)

@@ -48,15 +48,11 @@ def mapped_member(file: Path, name: str) -> np.ndarray | None:
         lengths = opened.read(4)
         skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         opened.seek(member.header_offset + 30 + skipped)
-        shape, fortran, dtype = _header(opened)
+        version = np.lib.format.read_magic(opened)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(opened)
         begin = opened.tell()
     return np.memmap(file, dtype, "c", begin, shape, "F" if fortran else "C")
-
-
-def _header(opened: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(opened)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(opened)
 
 
 def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
@@ -155,9 +151,7 @@ class Table:
             if values.dtype.kind not in "biuf":
                 raise ValueError(f"{file}: column {name!r} holds {column.type}, and numbers are needed.")
             arrays.append(values.reshape(-1, width) if width else values)
-        if len(arrays) == 1:
-            return arrays[0]
-        return np.column_stack(arrays)
+        return arrays[0] if len(arrays) == 1 else np.column_stack(arrays)
 
 
 def _names_columns(file: Path) -> bool:

@@ -20,7 +20,7 @@ from lightning_gnn.data.loading import Assign, Graph, GraphSource
 from lightning_gnn.data.store import writing
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.folders import Split, read_folder
-from lightning_gnn.extensions.graph_files.in_edges import InEdges, write_edges
+from lightning_gnn.extensions.graph_files.in_edges import InEdges, write_parts
 from lightning_gnn.extensions.graph_files.partitioner import Streaming
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import cutter_of
@@ -95,7 +95,7 @@ class FolderSource(GraphSource):
         report = json.loads((work / "report.json").read_text())
         holders = np.load(ranks, mmap_mode="r") if layout.kind == "vertex_cut" else None
         with progress_bar("Writing parts", data.num_edges) as told:
-            save(np.load(owners), report, holders, write_edges=partial(write_edges, in_edges, told))
+            save(np.load(owners), report, holders, write_edges=partial(write_parts, in_edges, told))
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(self._converted(store), ignore_errors=True)
         return float(report["seconds"])
