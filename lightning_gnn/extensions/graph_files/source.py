@@ -46,11 +46,12 @@ class FolderSource(GraphSource):
             raise ValueError(
                 f"source_args={dict(args)} needs a callable or an import path as source (got the folder {self._folder})."
             )
+        scratch = self._converted(store)
         with writing(store):
             try:
-                return read_folder(Path(self._folder), self._converted(store))
+                return read_folder(Path(self._folder), scratch)
             except ValueError:  # of other files, when they are mended, nothing here would be found again
-                shutil.rmtree(self._converted(store), ignore_errors=True)
+                shutil.rmtree(scratch, ignore_errors=True)
                 raise
 
     @override

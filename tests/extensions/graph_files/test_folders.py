@@ -412,6 +412,15 @@ def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
     assert torch.equal(cut.graph().edge_index, graph.edge_index)
 
 
+def test_edges_are_sorted_by_source_only_where_they_are_read_so(tmp_path, monkeypatch):
+    graph, sorted_in, sort = GRAPH.clone(), [], in_edges._sort
+    graph.edge_index = graph.edge_index[:, graph.edge_index[0] < graph.edge_index[1]]
+    monkeypatch.setattr(in_edges, "_sort", lambda *args: (sorted_in.append(args[1].name), sort(*args)))
+    data = GraphDataModule(str(own(tmp_path / "graph", graph)), store=tmp_path / "store")
+    entry = data.build(THREE)
+    assert read_cut(tmp_path / "store" / entry).report["method"] == "metis" and sorted_in == [f"{entry}.work"]
+
+
 def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     """Edges are read in pieces as they lie on the disk, and have the ranks that they have from memory."""
     monkeypatch.setattr(adjacency, "COPIED", 100)
