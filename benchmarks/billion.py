@@ -30,7 +30,7 @@ from torch_geometric.nn.models import GCN, GraphSAGE
 
 from benchmarks.common import report
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy
-from lightning_gnn.extensions.graph_files.in_edges import write_header
+from lightning_gnn.data.store import write_header
 from lightning_gnn.extensions.out_of_core.paging import own_bytes
 
 CLASSES, FEATURES, COMMUNITIES, INSIDE = 16, 32, 4096, 0.8

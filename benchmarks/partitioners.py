@@ -29,11 +29,12 @@ from cover import DATASETS, LISTS, edges_of, rows_sent
 
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.extensions.graph_files import streaming
+from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
 from lightning_gnn.extensions.graph_files.streaming import Block, RowBlocks
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import COSTS, predictions
-from lightning_gnn.partition.edge_cut import assign_nodes, streaming_candidates
+from lightning_gnn.partition.budget import predictions
+from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.cover.covers import cover_edges
 
 METHODS = ("metis", "kaminpar", "kaminpar_compressed", "streaming", "random")
@@ -117,7 +118,7 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
     found = assign_nodes(edge_index, num_nodes, parts, method)
     seconds, peak = time.process_time() - began, memory.megabytes() * 2**20
     rest, owner = dict[str, Any](), found.part.astype(np.int64)
-    if method in COSTS:
+    if method != "random":
         found_costs = predictions(edge_index, num_nodes, parts)
         predicted = next(each for each in found_costs if each.method == method)
         rest |= {"predicted": predicted.bytes / peak, "predicted s": predicted.seconds / seconds}

@@ -4,7 +4,7 @@ python benchmarks/vertex_cut_partition.py [--large] [--json FILE]
 python benchmarks/vertex_cut_partition.py --graphs NAME ... [--methods ne streaming ...] [--parts 8] [--json FILE]
 
 With ``--graphs``, names as ``partitioners.py`` knows them: parts of one host, each cut in a process of its own, whose memory at
-its peak is told beside what :mod:`lightning_gnn.partition.budget` predicts, over it.
+its peak is told beside what :mod:`lightning_gnn.strategies.vertex_cut.cutters` predicts, over it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy as np
 from common import SHARED, PeakMemory, report, run_row
 from partitioners import edges
 
-from lightning_gnn.partition.budget import edge_predictions
-from lightning_gnn.strategies.vertex_cut.cutters import METHODS, assign_edges, cut_edges
+from lightning_gnn.strategies.vertex_cut.cutters import METHODS, assign_edges, cut_edges, edge_predictions
 
 Graph = tuple[np.ndarray, int]
 HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]

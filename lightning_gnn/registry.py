@@ -27,6 +27,8 @@ STRATEGIES = {
 
 _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover", "spmm", "vertex_cut")]
 """Modules that register what an exchange of their schemes costs."""
+PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner", "Streaming")}
+"""The module and the class of each partitioner of nodes that is an extension, by its name as a ``partition``."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
@@ -61,8 +63,22 @@ def costs_of(*arguments: Any) -> Sequence[Any]:
     return import_module("lightning_gnn.extensions.plans.exchanges").exchange_costs(*arguments)
 
 
+def source_of(data: Any) -> Any:
+    """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule: that of files for the path of a folder."""
+    if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
+        folders = import_module("lightning_gnn.extensions.graph_files.source")
+        return folders.FolderSource(data.source, data.partition_memory)
+    return import_module("lightning_gnn.data.loading").GraphSource(data.source)
+
+
+def partitioners() -> dict[str, Any]:
+    """Returns a :class:`~lightning_gnn.partition.budget.Partitioner` for each of `PARTITIONERS`, by their names."""
+    return {name: getattr(import_module(module), kind)() for name, (module, kind) in PARTITIONERS.items()}
+
+
 def cutter_of(kind: str) -> ModuleType:
-    """Returns the module that cuts edges for a kind of layout, with ``assign_edges``, ``part_dtype`` and ``report_of``."""
+    """Returns the module that cuts edges for a kind of layout, with ``assign_edges``, ``edge_predictions``, ``part_dtype`` and
+    ``report_of``."""
     return import_module(_CUTTERS[kind])
 
 

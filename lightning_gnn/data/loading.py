@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import random
-import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,37 +21,26 @@ from torch import Tensor
 from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.console import progress_bar
 from lightning_gnn.data.attributes import TO_PREDICT_LINKS, tell_kinds
 from lightning_gnn.data.joined import Graph, graph_by_type
-from lightning_gnn.extensions.graph_files.folders import is_folder, read_folder
+from lightning_gnn.partition.budget import Partitioner
+from lightning_gnn.partition.layout import LayoutSpec
 
 Source: TypeAlias = str | Dataset | Graph | tuple[FeatureStore, GraphStore] | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
-of a folder."""
+what the registry knows more of: :func:`~lightning_gnn.registry.source_of`."""
 
 
 def load_source(
-    source: Source, args: Mapping[str, Any] | None = None, scratch: Path = Path()
+    source: Source, args: Mapping[str, Any] | None = None
 ) -> tuple[Graph, Mapping[str, Any] | None]:
     """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
-    Of a folder, tensors are memory-mapped; what must be converted for that is written to `scratch`.
-
     Raises:
-        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph; files that do not
-            fit, see :func:`~lightning_gnn.extensions.graph_files.folders.read_folder`.
+        ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
     """
     name = described(source)
-    if is_folder(source):
-        if args:
-            raise ValueError(
-                f"source_args={dict(args)} needs a callable or an import path as source (got the folder {name})."
-            )
-        try:
-            return read_folder(Path(str(source)), scratch)
-        except ValueError:  # of other files, when they are mended, nothing here would be found again
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
     if isinstance(source, str):
         module, _, function = source.rpartition(".")
         try:
@@ -223,29 +212,70 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
         yield lambda: states() != began
 
 
-def description_key(source: str, args: Mapping[str, Any] | None, split: Any) -> str | None:
-    """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
+Assign: TypeAlias = Callable[..., tuple[np.ndarray, np.ndarray | None, dict[str, Any]]]
+"""Returns owners of nodes, ranks of the edges of a vertex cut, and a report, see
+:meth:`~lightning_gnn.datamodules.stored_graph.StoredGraph.assigned`."""
 
-    It stands for the graph without loading it. Files differ by name, size and time of change. None if the
-    arguments are no JSON.
+
+class GraphSource:
+    """What gives a datamodule its graph, and how that graph is cut: in memory, where it is, or is loaded.
+
+    Attributes:
+        short_ids: edges of int32 stay that, since int64 would be a copy in memory.
     """
-    try:
-        text = json.dumps([source, dict(args or {}), split], sort_keys=True)
-    except TypeError:
+
+    short_ids = False
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Mapping[str, Any] | None]:
+        """Returns the graph and its index split, if it has one; what must be written to read it goes to the folder `store`."""
+        return load_source(self.source, args)
+
+    def method(self, layout: LayoutSpec) -> str:
+        """Returns the partitioner that a layout gets where the user leaves it open."""
+        return layout.method or "ne"
+
+    def partitioners(self, work: Path) -> Mapping[str, Partitioner] | None:
+        """Returns what stands for the registry's partitioners, by their names, if anything; `work` is where they may write."""
         return None
-    digest = hashlib.blake2b(text.encode(), digest_size=16)
-    named = [value for value in (args or {}).values() if isinstance(value, str)]
-    if is_folder(source):
-        named.append(source)
-    else:
+
+    def write(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign, save: Callable[..., None]) -> float:
+        """Cuts the graph and writes it to `folder`; returns the seconds that the partitioner took.
+
+        Args:
+            assign: cuts it.
+            save: writes what that returns, as :func:`~lightning_gnn.data.store.write_store` does.
+        """
+        began = time.perf_counter()
+        part, holders, report = assign()
+        report["seconds"] = seconds = time.perf_counter() - began
+        with progress_bar("Writing parts"):
+            save(part, report, holders)
+        return seconds
+
+    def key(self, args: Mapping[str, Any] | None = None, split: Any = None) -> str | None:
+        """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
+
+        It stands for the graph without loading it. Files differ by name, size and time of change. None if the
+        arguments are no JSON.
+        """
         try:
-            code = importlib.util.find_spec(source.rpartition(".")[0])
+            text = json.dumps([self.source, dict(args or {}), split], sort_keys=True)
+            defined_by = self._defined_by()
         except Exception:
             return None  # load_source says what is wrong with it
-        named += [code.origin] if code is not None and code.origin else []
-    for path in map(Path, named):
-        for file in sorted([path, *path.rglob("*")]) if path.exists() else []:
-            if file.is_file():
-                stat = file.stat()
-                digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
+        named = [value for value in (args or {}).values() if isinstance(value, str)]
+        for path in map(Path, [*named, *defined_by]):
+            for file in sorted([path, *path.rglob("*")]) if path.exists() else []:
+                if file.is_file():
+                    stat = file.stat()
+                    digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def _defined_by(self) -> list[str]:
+        """Returns the files that a source given by its path is of."""
+        code = importlib.util.find_spec(str(self.source).rpartition(".")[0])
+        return [code.origin] if code is not None and code.origin else []

@@ -39,7 +39,7 @@ def prepare_graph(
     split_column: int = 0,
     seed: int = 0,
     masks_needed: bool = True,
-    in_files: bool = False,
+    short_ids: bool = False,
 ) -> Data:
     """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
@@ -50,7 +50,7 @@ def prepare_graph(
         split_column: which column of masks of shape ``[N, splits]``.
         seed: of the random split.
         masks_needed: a graph without masks is an error, and not one to predict on, whose masks are empty.
-        in_files: tensors are memory-mapped, and edges of int32 stay that, since int64 would be a copy in memory.
+        short_ids: edges of int32 stay that, where int64 would be a copy in memory of what is not.
 
     Raises:
         ValueError: says what is missing or wrong, and what to do.
@@ -77,7 +77,7 @@ def prepare_graph(
             f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
             "zeros where a node has no features."
         )
-    edge_index = checked_edges(data.edge_index.cpu(), num_nodes, in_files)
+    edge_index = checked_edges(data.edge_index.cpu(), num_nodes, short_ids)
     replaced = fractions is not None or split is not None
     given, left_out = with_masks_of_ids(given, num_nodes, masks_needed and not replaced)
     kept, kinds, others = kept_attributes(given, num_nodes, edge_index.size(1), data)

@@ -32,7 +32,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,9 @@ from lightning_gnn.data.store_check import (
     read_array,
 )
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges, write_header
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.locality import Locality, recent_reads
-from lightning_gnn.partition.shard import Relabelling, id_dtype
+from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.partition.types import types_of
 
 FORMAT = 13
@@ -68,6 +68,13 @@ _PIECE = 1 << 25
 
 LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
+
+
+Save = Callable[[str, np.ndarray], None]
+"""Writes an array of an entry, by its name."""
+
+SavePieces = Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], Path]
+"""Writes an array of an entry, by its name, shape and dtype, from pieces of it; returns its file."""
 
 
 # What this process has read of entries, where it could not leave a note.
@@ -132,8 +139,7 @@ def write_store(
     holders: np.ndarray | None = None,
     predicted: Predicted | None = None,
     digests: Mapping[str, str] | None = None,
-    in_edges: InEdges | None = None,
-    told: Callable[[int], None] = lambda _: None,
+    write_edges: Callable[[np.ndarray, int, Save, SavePieces], Written] | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -147,9 +153,8 @@ def write_store(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         predicted: of `data`, which tells it by itself if not given.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
-        in_edges: of a graph without types, whose edges are not to be in memory: the parts are written a piece at a time, and rows
-            of a part are in the graph's own order.
-        told: is told of these edges when they are written, for a progress bar.
+        write_edges: writes edges, halos and ids of all parts, given `part`, P, and what writes arrays; by default as they are in
+            memory.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -158,20 +163,18 @@ def write_store(
         files: dict[str, list[int]] = {}
         predicted = predicted or Predicted.of(data)
 
-        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> None:
+        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
             with _summed(scratch / f"{name}.npy") as file:
                 write_header(file, shape, dtype)
                 for piece in pieces:
                     file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             files[f"{name}.npy"] = [file.size, file.checksum]
+            return scratch / f"{name}.npy"
 
         def save(name: str, array: np.ndarray) -> None:
             save_pieces(name, array.shape, array.dtype, [array])
 
-        if in_edges is None:
-            written = _write_edges(data, part, layout.parts, save, predicted)
-        else:
-            written = _write_pieces(scratch, in_edges, part, layout.parts, save, save_pieces, told)
+        written = (write_edges or partial(_write_edges, data, predicted))(part, layout.parts, save, save_pieces)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.by_type.items():
             key = written.orders.types.key(kind)
@@ -263,6 +266,12 @@ def write_copy(
         _complete(scratch, manifest)
 
 
+def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Begins a ``.npy`` file."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+
+
 @contextmanager
 def _summed(path: Path) -> Iterator[Summed]:
     """Yields a new file to write to; it is on the disk afterwards."""
@@ -280,7 +289,7 @@ def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Written:
+class Written:
     """What is known of edges that have been written.
 
     Attributes:
@@ -297,12 +306,8 @@ class _Written:
 
 
 def _write_edges(
-    data: Graph,
-    part: np.ndarray,
-    num_parts: int,
-    save: Callable[[str, np.ndarray], None],
-    predicted: Predicted,
-) -> _Written:
+    data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, save: Save, _: SavePieces
+) -> Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
@@ -319,41 +324,7 @@ def _write_edges(
     orders = joined.orders(relabelling, edge_orders, part, predicted)
     save("n_id", orders.n_id())
     save("e_id", orders.e_id())
-    return _Written(relabelling.offsets, orders, edge_orders, locality)
-
-
-def _write_pieces(
-    scratch: Path,
-    in_edges: InEdges,
-    part: np.ndarray,
-    num_parts: int,
-    save: Callable[[str, np.ndarray], None],
-    save_pieces: Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], None],
-    told: Callable[[int], None],
-) -> _Written:
-    """Writes edges, halos and ids of all parts, a piece at a time."""
-    relabelling = Relabelling.from_assignment(part, num_parts)
-    n_id, offsets = relabelling.n_id, relabelling.offsets
-    new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))
-    save("n_id", n_id)
-    counts = list[int]()
-
-    def ids() -> Iterator[np.ndarray]:
-        for number, (low, high) in enumerate(pairwise(offsets.tolist())):
-            piece = PartEdges.of(in_edges, n_id[low:high], low, new, local)
-            rows = chain(piece.sources(), piece.targets())
-            save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
-            save(f"part{number}.halo", piece.halo)
-            counts.append(piece.num_edges)
-            for edge_ids in piece.edge_ids():
-                yield edge_ids
-                told(len(edge_ids))
-
-    save_pieces("e_id", in_edges.edge_ids.shape, in_edges.edge_ids.dtype, ids())
-    e_id, ends = read_array(scratch / "e_id.npy"), np.cumsum([0, *counts])
-    orders = Orders.of_one_type(relabelling, counts, e_id)
-    edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
-    return _Written(offsets, orders, edge_orders, None)
+    return Written(relabelling.offsets, orders, edge_orders, locality)
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:

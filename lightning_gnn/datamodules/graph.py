@@ -165,7 +165,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         return Predicted.of(data, self.input_type)
 
     @override
-    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, short_ids: bool) -> Graph:
         options = self.split, self.split_column, self.seed, not self.predicts()
         if not isinstance(data, Data):
             return feature("prepare_hetero")(data, self.input_type, *options)
@@ -173,7 +173,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
             raise ValueError(
                 f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
             )
-        return prepare_graph(data, index_split, *options, in_files)
+        return prepare_graph(data, index_split, *options, short_ids)
 
     @override
     def _options(self, layout: LayoutSpec) -> list[Any]:

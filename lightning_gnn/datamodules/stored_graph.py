@@ -7,14 +7,14 @@ import json
 import math
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,13 @@ import torch
 from filelock import FileLock, Timeout
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from numpy.lib.format import open_memmap
-from torch_geometric.data import Data
 
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World
-from lightning_gnn.console import handed_over, progress_bar
+from lightning_gnn.console import handed_over
 from lightning_gnn.data.attributes import left_out_of
 from lightning_gnn.data.joined import Graph, JoinedGraph, Predicted
-from lightning_gnn.data.loading import (
-    Source,
-    Versions,
-    check_same_graph,
-    described,
-    description_key,
-    graph_digests,
-    load_source,
-    seeded,
-)
+from lightning_gnn.data.loading import GraphSource, Source, Versions, check_same_graph, described, graph_digests, seeded
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import (
     check_space,
@@ -52,14 +41,10 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
-from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files.folders import is_folder
-from lightning_gnn.extensions.graph_files.in_edges import InEdges, is_symmetric
-from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks
-from lightning_gnn.partition.budget import Prediction, edge_predictions, predictions
+from lightning_gnn.partition.budget import Partitioner, Prediction, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec
-from lightning_gnn.registry import cutter_of
+from lightning_gnn.registry import cutter_of, source_of
 
 EDGE_S = 1.5e-6
 """Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
@@ -76,10 +61,16 @@ class StoredGraph:
     seed: int
     built_from: tuple[str, ...]
     """Names of attributes from which another process makes the same datamodule, beside the store."""
-    partition_memory: int | None
     feature_dtype: torch.dtype | None
     store: Path
     trainer: Any
+    NEEDED: tuple[str, ...]
+    """The arguments that another process needs, beside the store, to build the same entry."""
+
+    @property
+    def origin(self) -> GraphSource:
+        """What gives the graph of the source."""
+        return source_of(self)
 
     def __init__(self) -> None:
         self.predicting = False
@@ -159,23 +150,17 @@ class StoredGraph:
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def _prepared_graph(self) -> Graph:
-        with writing(self.store) if is_folder(self.source) else nullcontext():
-            data, index_split = load_source(self.source, self.source_args, self._converted())
+        data, index_split = self.origin.load(self.source_args, self.store)
         self._versions_of_source = Versions(data)
-        return self._prepared(data, index_split, is_folder(self.source))
+        return self._prepared(data, index_split, self.origin.short_ids)
 
     @abstractmethod
     def predicted(self, data: Graph) -> Predicted:
         """Returns what is predicted of the graph."""
 
     @abstractmethod
-    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, in_files: bool) -> Graph:
+    def _prepared(self, data: Graph, index_split: Mapping[str, Any] | None, short_ids: bool) -> Graph:
         """Returns the graph checked, with masks."""
-
-    def _converted(self) -> Path:
-        """Returns where files of a folder are written anew that cannot be memory-mapped."""
-        key = description_key(self.source, None, None) if isinstance(self.source, str) else None
-        return self.store / f"{key}.files"
 
     def predicts(self) -> bool:
         """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
@@ -197,9 +182,10 @@ class StoredGraph:
     def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
         """Returns what partitioners would take, and which is asked for; loads the graph, and needs no Trainer."""
         joined, method = JoinedGraph.of(self.load()), self._method(layout)
+        cut = joined.edge_index, joined.num_nodes, layout.parts
         if layout.kind == "vertex_cut":
-            return edge_predictions(joined.edge_index, joined.num_nodes, layout.parts), method
-        return predictions(joined.edge_index, joined.num_nodes, layout.parts, is_folder(self.source)), method
+            return cutter_of(layout.kind).edge_predictions(*cut), method
+        return predictions(*cut, self.origin.partitioners(self.store)), method
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
@@ -238,7 +224,7 @@ class StoredGraph:
             return []
         options = [self.split, self.split_column, self._options(layout)]
         each_way = options, [*options, self._seed_of_draws()]
-        keys = [description_key(self.source, self.source_args, each) for each in each_way]
+        keys = [self.origin.key(self.source_args, each) for each in each_way]
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
@@ -264,67 +250,19 @@ class StoredGraph:
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
-            if is_folder(self.source) and isinstance(data, Data):
-                self._build_from_files(folder, data, layout, digests)
-                return name
-            began = time.perf_counter()
-            part, holders, report = self.assigned(data, layout)
-            report["seconds"] = seconds = time.perf_counter() - began
-            with progress_bar("Writing parts"):
-                write_store(folder, data, part, layout.stored, report, holders, predicted, digests)
+
+            def save(part: np.ndarray, report: Mapping[str, Any], holders: np.ndarray | None, **edges: Any) -> None:
+                write_store(folder, data, part, layout.stored, report, holders, predicted, digests, **edges)
+
+            seconds = self.origin.write(folder, data, layout, partial(self.assigned, data, layout), save)
             rank_zero_info(f"Partitioned in {seconds:.1f} s; kept in {folder}")
         return name
-
-    def _build_from_files(self, folder: Path, data: Data, layout: LayoutSpec, digests: Mapping[str, str]) -> None:
-        """Partitions a graph whose tensors are memory-mapped; steps that an interrupted run has finished are not done again."""
-        work = self.store / f"{folder.name}.work"
-        memory = self.partition_memory or (available_bytes() or 3 << 30) // 3
-        edge_index, owners, ranks = data.edge_index.numpy(), work / "part.npy", work / "holders.npy"
-        with writing(self.store), progress_bar("Sorting edges", 2 * data.num_edges) as told:
-            work.mkdir(parents=True, exist_ok=True)
-            in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, memory, told)
-        if not owners.exists():
-            began, holders = time.perf_counter(), None
-            if layout.kind == "vertex_cut":
-                with writing(self.store, data.num_edges), ranks.open("wb+") as file:
-                    holders = open_memmap(ranks, "w+", cutter_of(layout.kind).part_dtype(layout.parts), (data.num_edges,))
-                    os.posix_fallocate(file.fileno(), 0, ranks.stat().st_size)  # fails where writing would kill
-            blocks = self._blocks(work, edge_index, in_edges, layout, memory)
-            part, _, report = self.assigned(data, layout, blocks, holders)
-            report["seconds"] = time.perf_counter() - began
-            with writing(self.store):
-                if holders is not None:
-                    holders.flush()
-                (work / "report.json").write_text(json.dumps(report))
-                np.save(work / ".part.npy", part)
-                (work / ".part.npy").replace(owners)
-        report = json.loads((work / "report.json").read_text())
-        holders = np.load(ranks, mmap_mode="r") if layout.kind == "vertex_cut" else None
-        with progress_bar("Writing parts", data.num_edges) as told:
-            write_store(folder, data, np.load(owners), layout.stored, report, holders, None, digests, in_edges, told)
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(self._converted(), ignore_errors=True)
-        rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
-
-    def _blocks(
-        self, work: Path, edge_index: np.ndarray, in_edges: InEdges, layout: LayoutSpec, memory: int
-    ) -> Blocks | None:
-        """Returns neighbours in both directions, from files, for a partitioner that reads them so: in-edges, and out-edges."""
-        if layout.kind != "edge_cut" or self._method(layout) not in ("streaming", "auto"):
-            return None
-        rows = [(in_edges.indptr, in_edges.source)]
-        if not is_symmetric(edge_index):
-            (work / "out").mkdir(exist_ok=True)
-            with writing(self.store), progress_bar("Sorting edges by source", 2 * edge_index.shape[1]) as told:
-                out = InEdges.sorted_in(work / "out", edge_index[::-1], in_edges.num_nodes, memory, told)
-            rows.append((out.indptr, out.source))
-        return _Watched(RowBlocks(tuple(rows)))
 
     def assigned(
         self,
         data: Graph,
         layout: LayoutSpec,
-        blocks: Blocks | None = None,
+        others: Mapping[str, Partitioner] | None = None,
         holders: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
@@ -336,7 +274,7 @@ class StoredGraph:
         if layout.kind == "vertex_cut":
             edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, blocks=blocks)
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, others=others)
         report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
         return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
 
@@ -376,9 +314,7 @@ class StoredGraph:
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
         if self.partition is not None:
             return self.partition
-        if is_folder(self.source) and (layout.kind == "edge_cut" or layout.method is None):
-            return "auto"
-        return layout.method or "ne"
+        return self.origin.method(layout)
 
     def _partition_key(self, layout: LayoutSpec) -> str:
         method = self._method(layout)
@@ -426,26 +362,6 @@ class StoredGraph:
         finally:
             owner.unlink(missing_ok=True)
             lock.release()
-
-
-@dataclass
-class _Watched:
-    """A graph that is read in blocks, with a bar for each time."""
-
-    blocks: RowBlocks
-    times: int = 0
-
-    @property
-    def num_nodes(self) -> int:
-        return self.blocks.num_nodes
-
-    def __iter__(self) -> Iterator[Block]:
-        self.times += 1
-        entries = sum(len(indices) for _, indices in self.blocks.rows)
-        with progress_bar(f"Partitioning, pass {self.times}", entries) as told:
-            for block in self.blocks:
-                yield block
-                told(len(block[2]))
 
 
 def _held_by(owner: Path) -> str:

@@ -22,6 +22,7 @@ from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
 from lightning_gnn.partition.locality import local_relabelling
 from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
+from lightning_gnn.registry import PARTITIONERS
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def cut_graph(
     """
     check_plan(plan, links)
     size, edge_index = world.size, graph[0].numpy()
-    by_levels = isinstance(partition, str) and partition in ("auto", *COSTS)
+    by_levels = isinstance(partition, str) and partition in ("auto", *COSTS, *PARTITIONERS)
     groups = links.groups if by_levels and links is not None and several_alike(links.groups) else None
     assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
     relabelling = local_relabelling(edge_index, assignment.part, size)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,18 @@ compiled: Any = numba.njit(cache=True, nogil=True)
 
 AHEAD = 16
 """How many neighbours, or edges, ahead what is known of a node is asked for: of large graphs it is in no cache."""
+
+COPIED = 1 << 18
+"""Edges of which there are copies as int64 at once."""
+
+
+@compiled
+def mix(value):  # type: ignore[no-untyped-def]
+    """Returns a number that orders ties: splitmix64's last steps."""
+    mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled
@@ -39,6 +52,14 @@ def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[
     prefetch(values, other)
     prefetch(others, one)
     prefetch(others, other)
+
+
+def edge_pieces(edge_index: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yields the number of the first edge, and sources and targets, int64 ``[n]``, of a list ``[2, E]`` that may be
+    memory-mapped: views where it has this type, else copies."""
+    for begin in range(0, edge_index.shape[1], COPIED):
+        source, target = (np.ascontiguousarray(ends[begin : begin + COPIED], np.int64) for ends in edge_index)
+        yield begin, source, target
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """What partitioners need: memory and seconds, predicted from the graph; which of them fits this machine.
 
 Those of nodes keep the graphs to which they coarsen the one that is cut. How it shrinks differs between graphs of one size by
-more than anything else, so it is tried: nodes are matched, and gathered in clusters, by reading the edges, in memory of nodes.
+more than anything else, so it is tried: nodes are matched by reading the edges, in memory of nodes.
 N nodes, E directed edges; entries are those of a symmetric graph: both directions of each edge, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,10 @@ from rich.table import Table
 
 from lightning_gnn.console import text_table
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files import streaming
-from lightning_gnn.extensions.graph_files.in_edges import edge_pieces
-from lightning_gnn.extensions.graph_files.streaming import mix
 from lightning_gnn.partition import kaminpar
-from lightning_gnn.partition.adjacency import ask_for_clusters, ask_for_ends, compiled
+from lightning_gnn.partition.adjacency import ask_for_clusters, compiled, edge_pieces, mix
+from lightning_gnn.partition.layout import Groups
+from lightning_gnn.registry import partitioners
 
 SAMPLED = 1 << 18
 """Edges from which entries are estimated by a sample of pairs; below, all are looked at."""
@@ -30,9 +30,6 @@ MATCHINGS, FEWEST = 4, 250
 
 BUILDING = 8
 """Bytes per directed edge while the symmetric graph is made (:meth:`~lightning_gnn.partition.adjacency.Adjacency.of`)."""
-
-FEWER_PAIRS = 1.2
-"""Pairs of clusters of nodes gathered once, over those where label propagation has moved nodes five times."""
 
 CUT_WHOLE = 100_000
 """Nodes up to which KaMinPar cuts the graph itself in blocks, whose edges it copies: fewer than 8,000 are left of so many by its
@@ -46,8 +43,7 @@ class Cost:
     Attributes:
         node, entry: bytes per node and per entry, of which 4 hold the symmetric graph; in a vertex cut, per directed edge.
         coarse: bytes per entry of the coarser graphs, of all levels together (:meth:`Levels.coarse`).
-        node_s, entry_s, coarse_s, pair_s: CPU seconds, with all balance settings tried, the last per pair of clusters; of
-            ``"streaming"`` one setting in two cycles, as most graphs take (:data:`~lightning_gnn.partition.edge_cut.CYCLES`).
+        node_s, entry_s, coarse_s: CPU seconds, with all balance settings tried.
     """
 
     node: float = 0
@@ -56,27 +52,15 @@ class Cost:
     node_s: float = 0
     entry_s: float = 0
     coarse_s: float = 0
-    pair_s: float = 0
 
 
 COSTS = {
     "metis": Cost(node=151, entry=34.4, coarse=15.6, node_s=6.5e-6, coarse_s=0.32e-6),
     "kaminpar": Cost(node_s=4.5e-6, coarse_s=0.16e-6),
     "kaminpar_compressed": Cost(node_s=4.5e-6, coarse_s=0.22e-6),
-    "streaming": Cost(node_s=3.7e-6, entry_s=0.49e-6, pair_s=3.6e-6),
 }
-"""From the best cuts to the least memory, the order in which ``"auto"`` tries them. What is in memory when is known of all but
-METIS: :func:`_kaminpar`, :func:`_streaming`."""
-
-VERTEX_CUTS = {
-    "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.25e-6),
-    "ebv": Cost(node=8, entry=13, node_s=0.3e-6, entry_s=0.05e-6),
-    "streaming": Cost(node=57, entry=0.8, node_s=0.1e-6, entry_s=0.29e-6),
-}
-"""Of partitioners of edges, in the order of ``"auto"``. What ``"streaming"`` takes, masters take after all."""
-
-SETS = 3
-"""Sets of parts that vertex cuts keep of each node, of one bit a part: those that hold it, read it and add to it."""
+"""From the best cuts to the least memory, the order in which ``"auto"`` tries them, and then those of
+:data:`~lightning_gnn.registry.PARTITIONERS`. What is in memory when is known of all but METIS: :func:`_kaminpar`."""
 
 
 @dataclass(frozen=True)
@@ -106,49 +90,13 @@ class Levels:
 
     Attributes:
         nodes, entries: of each level, the graph first, down to `FEWEST` nodes; entries are those of the symmetric graph there.
-        clusters, pairs: of clusters that are each a small share of a part, as ``"streaming"`` makes them: how many, and how many
-            pairs of them are neighbours.
     """
 
     nodes: tuple[float, ...]
     entries: tuple[float, ...]
-    clusters: float = 0
-    pairs: float = 0
-
-    @classmethod
-    def of(cls, edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> Levels:
-        """Returns the levels of edges ``[2, E]``: the first `MATCHINGS` by matching nodes along the edges as they come, the
-        others as the last two lead on.
-
-        Entries and pairs are estimated, if there are more than `SAMPLED` edges, by distinct pairs among those whose hash falls
-        into a sample. Takes 32 bytes a node, and reads the edges 2 `MATCHINGS` + 5 times.
-        """
-        clusters, pairs = cls._gathered(edge_index, num_nodes, num_parts)
-        return replace(cls._matched(edge_index, num_nodes), clusters=clusters, pairs=pairs)
-
-    @classmethod
-    def _gathered(cls, edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> tuple[int, int]:
-        shares = num_parts * streaming.CLUSTERS_PER_PART
-        most_nodes, most_ends = max(1, num_nodes // shares), max(1, 2 * edge_index.shape[1] // shares)
-        ends, of, size = (
-            np.zeros(num_nodes, np.int64),
-            np.arange(num_nodes, dtype=np.int32),
-            np.ones(num_nodes, np.int32),
-        )
-        for _, source, target in edge_pieces(edge_index):
-            _count_ends(source, target, ends)
-        filled, alone = ends.copy(), np.count_nonzero(ends == 0)
-        for _, source, target in edge_pieces(edge_index):
-            _gather(source, target, of, size, ends, filled, most_nodes, most_ends)
-        waiting, waits = np.full(num_nodes, -1, np.int32), np.zeros(num_nodes, np.bool_)
-        for _, source, target in edge_pieces(edge_index):
-            _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits)
-        del filled, ends, waiting, waits
-        pairs = cls._count_pairs(edge_index, of, np.zeros(num_nodes, np.int32))
-        return int(np.count_nonzero(size) - alone), pairs
 
     @staticmethod
-    def _count_pairs(edge_index: NDArray[np.integer], of: NDArray[np.int32], mate: NDArray[np.int32]) -> int:
+    def count_pairs(edge_index: NDArray[np.integer], of: NDArray[np.int32], mate: NDArray[np.int32]) -> int:
         """Returns how many pairs of groups of nodes have edges; matches those groups whose `mate` is -1."""
         share = max(1, edge_index.shape[1] // SAMPLED)
         pieces = [_match(source, target, of, mate, share) for _, source, target in edge_pieces(edge_index)]
@@ -157,11 +105,17 @@ class Levels:
         return share * (min(1, len(keys)) + int(np.count_nonzero(keys[1:] != keys[:-1])))
 
     @classmethod
-    def _matched(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Levels:
+    def of(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Levels:
+        """Returns the levels of edges ``[2, E]``: the first `MATCHINGS` by matching nodes along the edges as they come, the
+        others as the last two lead on.
+
+        Entries are estimated, if there are more than `SAMPLED` edges, by distinct pairs among those whose hash falls into a
+        sample. Reads the edges 2 `MATCHINGS` + 1 times.
+        """
         of, nodes, entries = np.arange(num_nodes, dtype=np.int32), [num_nodes], list[int]()
         while True:
             mate = np.full(nodes[-1], -1, np.int32)
-            entries.append(2 * cls._count_pairs(edge_index, of, mate))
+            entries.append(2 * cls.count_pairs(edge_index, of, mate))
             if len(entries) > MATCHINGS or nodes[-1] <= FEWEST or not entries[-1]:
                 return cls(tuple(nodes), tuple(entries))._led_on()
             waiting = np.full(nodes[-1], -1, np.int32)
@@ -173,8 +127,7 @@ class Levels:
     @classmethod
     def at_most(cls, num_nodes: int, num_edges: int) -> Levels:
         """Returns levels none of which has fewer entries than that of any graph with so many edges."""
-        levels = cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
-        return replace(levels, clusters=num_nodes, pairs=num_edges)
+        return cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
 
     def _led_on(self) -> Levels:
         nodes, entries = [*self.nodes], [*self.entries]
@@ -190,28 +143,37 @@ class Levels:
         least = max(self.nodes[0] / 125, FEWEST)
         return sum(entries for before, entries in zip(self.nodes, self.entries[1:]) if before > least)
 
-    def kept_pairs(self) -> float:
-        """Returns how many pairs of clusters METIS gets under ``"streaming"``."""
-        return min(self.pairs / FEWER_PAIRS, streaming.most_pairs(int(self.nodes[0])))
+
+Candidates = Iterator[tuple[str, NDArray[np.int32]]]
+"""Assignments under balance settings, the cheapest first: how each balances, in words, and the owner of each node, ``[N]``."""
 
 
-def predict(method: str, num_edges: int, levels: Levels, num_parts: int, in_files: bool = False) -> Prediction:
-    """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels.
+class Partitioner(Protocol):
+    """A partitioner of nodes that the registry names, see :data:`~lightning_gnn.registry.PARTITIONERS`."""
 
-    Of a graph `in_files`, ``"streaming"`` reads the edges from there.
-    """
+    settings: int
+    """How many balance settings it tries at most."""
+
+    def predict(self, edge_index: NDArray[np.integer], levels: Levels, num_parts: int) -> Prediction:
+        """Returns what it takes for edges ``[2, E]`` that shrink by these levels."""
+
+    def at_most(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
+        """Returns what it takes at most for so many edges."""
+
+    def candidates(self, edge_index: NDArray[np.integer], num_nodes: int, groups: Groups, seed: int) -> Candidates:
+        """Yields assignments of the nodes of edges ``[2, E]``."""
+
+
+def predict(method: str, num_edges: int, levels: Levels) -> Prediction:
+    """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels."""
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
-    seconds = cost.node_s * num_nodes + cost.entry_s * num_entries
-    seconds += cost.coarse_s * coarse + cost.pair_s * levels.kept_pairs()
-    if method == "streaming":
-        needed = _streaming(levels, num_parts, in_files)
-    elif method in kaminpar.METHODS:
+    seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
+    if method in kaminpar.METHODS:
         needed = _kaminpar(levels, method == "kaminpar_compressed")
     else:
         needed = cost.node * num_nodes + cost.entry * num_entries + cost.coarse * coarse
-    building = 0 if in_files and method == "streaming" else BUILDING * (num_edges + 2 * num_nodes)
     installed = method not in kaminpar.METHODS or kaminpar.is_installed()
-    return Prediction(method, int(max(needed, building)), seconds, installed)
+    return Prediction(method, int(max(needed, BUILDING * (num_edges + 2 * num_nodes))), seconds, installed)
 
 
 def _kaminpar(levels: Levels, compressed: bool) -> float:
@@ -232,48 +194,27 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
     return held + own + max(file, small, large)
 
 
-def _streaming(levels: Levels, num_parts: int, in_files: bool) -> float:
-    """Returns the bytes of ``"streaming"``: the graph, if not `in_files`, and arrays of nodes; beside them clusters, or the table
-    of pairs, or METIS, which keeps all the pairs it gets, two entries of 16 bytes, at each of its levels: it halves the clusters
-    until 30 are left for each part.
-    """
-    num_nodes, kept, pairs = levels.nodes[0], streaming.most_pairs(int(levels.nodes[0])), levels.pairs / FEWER_PAIRS
-    table = 12 * streaming.PairCounts.slots(kept) + 24 * min(pairs, streaming.PairCounts.ROOM * kept)
-    halvings = 0.94 * np.log2(max(2, levels.clusters / (30 * num_parts)))
-    metis = levels.kept_pairs() * (16 + 32 * halvings)
-    graph = 0 if in_files else 4 * levels.entries[0] + 8 * num_nodes
-    return graph + max(38 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
-
-
-def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int) -> float | None:
-    """Returns the CPU seconds that a method takes at most, as predicted without a look at the edges; None if it takes few."""
+def most_seconds(
+    method: str, num_nodes: int, num_edges: int, num_parts: int, other: Partitioner | None = None
+) -> float | None:
+    """Returns the CPU seconds that a method, or an `other` partitioner, takes at most, as predicted without a look at the edges;
+    None if it takes few."""
     method = method.removesuffix("_masks").removesuffix("_cover")
-    if method not in COSTS or not num_nodes:
+    if not num_nodes:
         return None
-    return predict(method, num_edges, Levels.at_most(num_nodes, num_edges), num_parts).seconds
+    if other is not None:
+        return other.at_most(num_nodes, num_edges, num_parts).seconds
+    return predict(method, num_edges, Levels.at_most(num_nodes, num_edges)).seconds if method in COSTS else None
 
 
 def predictions(
-    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, in_files: bool = False
+    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, others: Mapping[str, Partitioner] | None = None
 ) -> list[Prediction]:
-    """Returns what each of `COSTS` takes for edges ``[2, E]``, in the order of ``"auto"``."""
-    levels = Levels.of(edge_index, num_nodes, num_parts)
-    return [predict(method, edge_index.shape[1], levels, num_parts, in_files) for method in COSTS]
-
-
-def edge_predictions(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> list[Prediction]:
-    """Returns what each of `VERTEX_CUTS` takes for edges ``[2, E]``, in the order of ``"auto"``.
-
-    Edges that are not int64, as in files, are copied for all but ``"streaming"``.
-    """
-    num_edges, sets = edge_index.shape[1], SETS * -(-num_parts // 8) * num_nodes
-    copied = 0 if edge_index.dtype == np.int64 else 16 * num_edges
-    masters, result = VERTEX_CUTS["streaming"], []
-    for method, cost in VERTEX_CUTS.items():
-        cutting = cost.node * num_nodes + cost.entry * num_edges + (copied if cost is not masters else 0)
-        needed = sets + max(cutting, masters.node * num_nodes + masters.entry * num_edges)
-        result.append(Prediction(method, int(needed), cost.node_s * num_nodes + cost.entry_s * num_edges))
-    return result
+    """Returns what each of `COSTS` and of `others`, by default the registry's, takes for edges ``[2, E]``, in the order of
+    ``"auto"``."""
+    levels = Levels.of(edge_index, num_nodes)
+    found = [predict(method, edge_index.shape[1], levels) for method in COSTS]
+    return [*found, *(each.predict(edge_index, levels, num_parts) for each in (others or partitioners()).values())]
 
 
 def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
@@ -297,7 +238,7 @@ def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
 def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -> None:
     """Raises MemoryError if METIS needs more than is free for edges ``[2, E]``, and says what would fit."""
     free, num_edges = available_bytes(), edge_index.shape[1]
-    most = predict("metis", num_edges, Levels.at_most(num_nodes, num_edges), num_parts)
+    most = predict("metis", num_edges, Levels.at_most(num_nodes, num_edges))
     if most.fits(free):
         return  # however many edges have their reverse beside them, and however badly the graph shrinks
     found = predictions(edge_index, num_nodes, num_parts)
@@ -361,57 +302,6 @@ def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyp
                 else:
                     waiting[other] = one
             one, other = other, one
-
-
-@compiled
-def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
-    for edge in range(len(source)):
-        ask_for_ends(ends, source, target, edge)
-        ends[source[edge]] += 1
-        ends[target[edge]] += 1
-
-
-@compiled
-def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
-    """Moves the end of each edge that is in the cluster of fewer `ends` of edges to the other's, where that has room (Hollocou et
-    al., arXiv:1703.02955)."""
-    for edge in range(len(source)):
-        ask_for_clusters(filled, size, of, source, target, edge)
-        ask_for_ends(ends, source, target, edge)
-        node, other = source[edge], target[edge]
-        if filled[of[node]] > filled[of[other]]:
-            node, other = other, node
-        _join(node, of[other], of, size, ends, filled, most_nodes, most_ends)
-
-
-@compiled
-def _gather_single(  # type: ignore[no-untyped-def]
-    source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits
-):
-    """Unites nodes that are left alone and have a neighbouring cluster in common: each joins one that waits there, or waits."""
-    for edge in range(len(source)):
-        ask_for_clusters(size, waiting, of, source, target, edge)
-        node, other = source[edge], target[edge]
-        for _ in range(2):
-            own, beside = of[node], of[other]
-            if size[own] == 1 and own != beside and not waits[node]:
-                found = waiting[beside]
-                if found < 0 or not _join(node, found, of, size, ends, filled, most_nodes, most_ends):
-                    waiting[beside], waits[node] = own, True
-            node, other = other, node
-
-
-@compiled
-def _join(node, cluster, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
-    own = of[node]
-    if own == cluster or size[cluster] == 0 or size[cluster] >= most_nodes or filled[cluster] + ends[node] > most_ends:
-        return False
-    of[node] = cluster
-    size[own] -= 1
-    size[cluster] += 1
-    filled[own] -= ends[node]
-    filled[cluster] += ends[node]
-    return True
 
 
 @compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,14 @@ from torch import Tensor
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files.in_edges import in_degrees
-from lightning_gnn.extensions.graph_files.streaming import Blocks, RowBlocks, cluster_graph, refine_parts
 from lightning_gnn.heap import giving_back_freed_memory
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import COSTS, check_metis, choose, most_seconds, predictions
+from lightning_gnn.partition.budget import Candidates, Partitioner, check_metis, choose, most_seconds, predictions
 from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import (
-    FEW_PARTS,
-    MetisUnavailable,
-    part_graph,
-    part_graph_constrained,
-)
+from lightning_gnn.partition.metis import FEW_PARTS, MetisUnavailable, part_graph, part_graph_constrained
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
-from lightning_gnn.registry import refiner_of
+from lightning_gnn.registry import PARTITIONERS, partitioners, refiner_of
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -42,7 +35,6 @@ CANDIDATES = {
     "metis": 1 + len(EDGE_BOUNDS),
     "metis_cover": 1 + len(EDGE_BOUNDS),
     "metis_masks": len(EDGE_BOUNDS),
-    "streaming": len(EDGE_BOUNDS),
     **dict.fromkeys(kaminpar.METHODS, 2),
 }
 """How many balance settings are tried at most; of other methods, one."""
@@ -50,22 +42,8 @@ CANDIDATES = {
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
 
-METHODS = (
-    "auto",
-    "metis",
-    "metis_masks",
-    "metis_cover",
-    "kaminpar",
-    "kaminpar_compressed",
-    "streaming",
-    "random",
-    "contiguous",
-)
+METHODS = ("auto", "metis", "metis_masks", "metis_cover", *kaminpar.METHODS, *PARTITIONERS, "random", "contiguous")
 """Names of ways to assign nodes, see :func:`assign_nodes`."""
-
-CYCLES, WELL_CLUSTERED, NO_BETTER = 3, 0.9, 0.99
-"""How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than `WELL_CLUSTERED` of the edges that were
-cut, as where clusters have nodes of several communities, and less than `NO_BETTER` of the best before. The best is kept."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
 """Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
@@ -99,7 +77,7 @@ def assign_nodes(
     groups: Groups | None = None,
     edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
     node_kinds: NDArray[np.integer] | None = None,
-    blocks: Blocks | None = None,
+    others: Mapping[str, Partitioner] | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
 
@@ -109,19 +87,17 @@ def assign_nodes(
             same, of settings that balance nodes, edges, the entries of each mask and the nodes of each kind at once (DistDGL,
             section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
             (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in
-            less
-            memory: of nodes balanced and a sum of nodes and edges balanced, the better; ``"streaming"``: nodes and edges
-            balanced, in memory of nodes and not of edges beside the symmetric graph
-            (:mod:`~lightning_gnn.extensions.graph_files.streaming`); ``"auto"``: the first of METIS, KaMinPar, KaMinPar
-            compressed and streaming whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``:
-            equal parts; ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
-        seed: of METIS and KaMinPar, of moves and of the random assignment.
+            less memory: of nodes balanced and a sum of nodes and edges balanced, the better; one of
+            :data:`~lightning_gnn.registry.PARTITIONERS`; ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
+            these whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``: equal parts;
+            ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
+        seed: of partitioners and of the random assignment.
         masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
         groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
             all parts alike.
         edge_masks: bool ``[E]`` each, whose edges are counted at their targets' owners.
         node_kinds: number of each node's kind, ``[N]``; None where they are of one.
-        blocks: neighbours in both directions, from files: then ``"streaming"`` makes no symmetric graph in memory.
+        others: what stands for the registry's partitioners, by their names.
 
     Raises:
         ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
@@ -133,7 +109,8 @@ def assign_nodes(
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
     if method == "auto" and num_parts > 1:
-        method = choose(predictions(edge_index, num_nodes, num_parts, blocks is not None), available_bytes()).method
+        method = choose(predictions(edge_index, num_nodes, num_parts, others), available_bytes()).method
+    other = (others or partitioners())[method] if method in PARTITIONERS else None
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
@@ -143,21 +120,16 @@ def assign_nodes(
         candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
     elif method in kaminpar.METHODS:
         candidates = kaminpar_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, method)
-    elif method == "streaming":
-        if blocks is None:
-            graph = Adjacency.of(edge_index, num_nodes)
-            blocks = RowBlocks(((graph.indptr, graph.indices),))
-        weights = np.ones((num_nodes, 2), np.int32)
-        weights[:, 1] = in_degrees(edge_index, num_nodes)
-        candidates = streaming_candidates(blocks, weights, groups or tuple(range(num_parts)), seed)
+    elif other is not None:
+        candidates = other.candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed)
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_kinds) if method == "metis_masks" else None
         candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
-    if method != "metis" and method in COSTS:  # METIS's memory is predicted as it is without
+    if method in kaminpar.METHODS or other is not None:  # METIS's memory is predicted as it is without
         candidates = _giving_back(candidates)
     kept: Assignment | None = None
-    settings = CANDIDATES.get(method, 1) if num_parts > 1 else 1
-    expected = most_seconds(method, num_nodes, edge_index.shape[1], num_parts)
+    settings = 1 if num_parts == 1 else CANDIDATES.get(method, 1) if other is None else other.settings
+    expected = most_seconds(method, num_nodes, edge_index.shape[1], num_parts, other)
     with progress_bar(f"Partitioning ({method})", settings, "balance settings", expected=expected) as told:
         for balance, part in candidates:
             part = spread_masks(part, num_parts, masks)
@@ -176,7 +148,7 @@ def assign_nodes(
     return Assignment(part, method, f"{kept.balance}, moved for a cover", report)
 
 
-def _giving_back(candidates: Iterator[tuple[str, NDArray[np.int32]]]) -> Iterator[tuple[str, NDArray[np.int32]]]:
+def _giving_back(candidates: Candidates) -> Candidates:
     with giving_back_freed_memory():
         yield from candidates
 
@@ -290,7 +262,7 @@ def metis_candidates(
     groups: Groups,
     seed: int,
     shares: Sequence[NDArray[np.integer]] | None = None,
-) -> Iterator[tuple[str, NDArray[np.int32]]]:
+) -> Candidates:
     """Yields METIS assignments under balance settings, the cheapest first.
 
     Full-batch time follows edges, and METIS with balanced nodes may leave a part up to four times too many on skewed
@@ -316,7 +288,7 @@ def metis_candidates(
     for bound in EDGE_BOUNDS:
         bounds = np.array([max(bound, 1.1), bound, *share_bounds])
         try:
-            yield f"{what} within {bound}", _cut_within(bounds, graph, groups, weights, seed)
+            yield f"{what} within {bound}", cut_within(bounds, graph, groups, weights, seed)
         except MetisUnavailable as error:
             warnings.warn(f"METIS balances one summed weight of {what} instead of each: {error}", stacklevel=2)
 
@@ -327,7 +299,7 @@ def metis_candidates(
             return
 
 
-def _cut_within(
+def cut_within(
     bounds: NDArray[np.float64], graph: Adjacency, groups: Groups, weights: NDArray[np.integer], seed: int
 ) -> NDArray[np.int32]:
     """Returns METIS's parts with weights ``[N, W]`` of nodes balanced within bounds ``[W]``."""
@@ -344,51 +316,9 @@ def _cut_within(
     return assign_hierarchically(graph, groups, cut)
 
 
-def streaming_candidates(
-    blocks: Blocks, weights: NDArray[np.int32], groups: Groups, seed: int
-) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.streaming`, with edges balanced tightly and loosely.
-
-    A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
-    `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
-
-    Args:
-        blocks: the graph, read up to fourteen times in each of `CYCLES` for a candidate.
-        weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
-        groups: parts, by machines.
-        seed: of ties and of METIS.
-
-    Raises:
-        MetisUnavailable: METIS cannot be called with several weights.
-    """
-    parts = devices(groups)
-    machine = np.zeros(len(parts), np.int64)
-    for number, each in enumerate(groups):
-        machine[devices(each)] = 0 if isinstance(each, int) else number
-    mean, heaviest = weights.sum(0, np.int64) / len(parts), weights.max(0, initial=0)
-    for bound in EDGE_BOUNDS:
-        bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
-        most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
-        part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
-        # The first cycle makes the same clusters for each bound: kept, they would take memory all the while.
-        for _ in range(CYCLES):
-            cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
-            by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes).astype(int) for each in weights.T], 1)
-            part = _cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
-            del cluster, coarse, by_cluster
-            found = refine_parts(blocks, part, weights, most, machine, seed)
-            now = (found.over(most), found.after)
-            better = now < (best[0], NO_BETTER * best[1])
-            if now < best:
-                kept, best = part, now
-            if not better or found.after >= WELL_CLUSTERED * found.before:
-                break
-        yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
-
-
 def kaminpar_candidates(
     edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str
-) -> Iterator[tuple[str, NDArray[np.int32]]]:
+) -> Candidates:
     """Yields KaMinPar's assignments, the cheapest first: with nodes balanced, and with one sum of nodes and edges."""
     kaminpar.check_installed()
     graph, in_degree = Adjacency.of(edge_index, num_nodes), np.bincount(edge_index[1], minlength=num_nodes)

@@ -49,8 +49,8 @@ class LayoutSpec:
             ``"vertex_cut"``: every edge is held by the rank that it is given to, and a node is owned by its master.
         parts: number of ranks.
         groups: where the partitioner shall cut first; None for cutting between all ranks alike.
-        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open; None: ``"auto"`` for a
-            graph in files, else ``"ne"``; see
+        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open; None: as
+            :meth:`~lightning_gnn.data.loading.GraphSource.method` says; see
             :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
             :func:`~lightning_gnn.strategies.vertex_cut.cutters.assign_edges`.
         replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.

@@ -13,7 +13,7 @@ import lightning_gnn
 from lightning_gnn.registry import feature
 
 PACKAGE = Path(lightning_gnn.__file__).parent
-EDGE = ("extensions", "functional", "strategies", "tools", "__main__.py", "__init__.py")
+EDGE = ("extensions", "functional", "strategies", "tools", "__main__.py", "__init__.py", "testing.py")
 
 FEATURES: dict[str, tuple[str, int]] = {
     "codecs": (r"codecs?|\w*encod(ing|es|er)\w*|\w*codec_\w*|codec\w+|stochastic_rounding|take_squares", 2),
@@ -21,6 +21,12 @@ FEATURES: dict[str, tuple[str, int]] = {
     "out_of_core": (
         r"\w*out_of_core\w*|host_memory\w*|\w*_host_memory|my_turns?|\w*_turns?|turns|\w*pag(er|ing)|keeps_buffers|in_file"
         r"|messages_folder|full_disk|unnamed_file",
+        2,
+    ),
+    "graph_files": (
+        r"graph_files|array_files|in_?edges|streaming(_candidates)?|FolderSource|PartEdges|(?-i:(Row)?Blocks)|is_folder|read_folder"
+        r"|is_symmetric|cluster_graph|refine_parts|count_clusters|write_parts|partition_memory|in_files|build_from_files"
+        r"|converted|write_pieces",
         2,
     ),
     "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),

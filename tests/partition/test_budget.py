@@ -17,11 +17,12 @@ from processes import REPOSITORY
 
 from benchmarks.common import run_row
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.extensions.graph_files import in_edges
-from lightning_gnn.partition import budget, edge_cut, kaminpar
+from lightning_gnn.extensions.graph_files import partitioner
+from lightning_gnn.partition import adjacency, budget, edge_cut, kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, edge_predictions, predict, predictions
+from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.registry import partitioners
 from lightning_gnn.strategies.sampling import variants
 from lightning_gnn.strategies.vertex_cut import cutters, loops
 
@@ -38,16 +39,16 @@ def free(monkeypatch: pytest.MonkeyPatch, amount: int | None) -> None:
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(0, 200))
 def test_entries_are_those_of_the_symmetric_graph(seed, nodes, edges):
     edge_index = np.random.default_rng(seed).integers(0, nodes, (2, edges))
-    assert Levels.of(edge_index, nodes, 2).entries[0] == len(Adjacency.of(edge_index, nodes).indices)
+    assert Levels.of(edge_index, nodes).entries[0] == len(Adjacency.of(edge_index, nodes).indices)
 
 
 def test_entries_of_many_edges_are_estimated(monkeypatch):
     edges = np.random.default_rng(0).integers(0, 3000, (2, 100_000))
     edges = np.concatenate([edges, edges[::-1, :50_000]], 1)
-    looked_at = Levels.of(edges, 3000, 2)
+    looked_at = Levels.of(edges, 3000)
     monkeypatch.setattr(budget, "SAMPLED", 10_000)
-    monkeypatch.setattr(in_edges, "COPIED", 1000)
-    estimated = Levels.of(edges, 3000, 2)
+    monkeypatch.setattr(adjacency, "COPIED", 1000)
+    estimated = Levels.of(edges, 3000)
     assert estimated.nodes == pytest.approx(looked_at.nodes) and looked_at.nodes[0] == 3000
     assert estimated.entries == pytest.approx(looked_at.entries, rel=0.1)
 
@@ -59,7 +60,7 @@ def test_levels_halve_what_has_neighbours(seed, nodes, edges):
     edge_index = np.random.default_rng(seed).integers(0, nodes, (2, edges))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "FEWEST", 1)
-        levels = Levels.of(edge_index, nodes, 2)
+        levels = Levels.of(edge_index, nodes)
     pairs = {frozenset(edge) for edge in edge_index.T.tolist() if edge[0] != edge[1]}
     assert (len(levels.nodes) > 1) == (bool(pairs) and nodes > 1)
     for before, after in pairwise(levels.nodes[:5]):
@@ -74,7 +75,7 @@ def test_graphs_of_one_size_shrink_as_they_are_made():
     clique = np.stack(np.nonzero(~np.eye(16, dtype=bool)))
     cliques = np.concatenate([clique + 16 * each for each in range(200)], 1)
     drawn = np.random.default_rng(0).integers(0, 3200, cliques.shape)
-    apart, random = (Levels.of(edges, 3200, 2).coarse() for edges in (cliques, drawn))
+    apart, random = (Levels.of(edges, 3200).coarse() for edges in (cliques, drawn))
     assert apart < 0.5 * cliques.shape[1] and random > 4 * apart
 
 
@@ -117,7 +118,7 @@ def test_predicted_memory_is_what_is_taken(method, tmp_path):
 def test_memory_of_a_vertex_cut():
     edge_index, nodes = np.random.default_rng(0).integers(0, 20_000, (2, 400_000)), 20_000
     cutters.assign_edges(edge_index[:, :1000], nodes, 8, "ne")
-    for each in edge_predictions(edge_index, nodes, 8):
+    for each in cutters.edge_predictions(edge_index, nodes, 8):
         cutters.assign_edges(edge_index[:, :1000], nodes, 8, each.method)  # loads what is compiled
         tracemalloc.start()
         cutters.assign_edges(edge_index, nodes, 8, each.method)
@@ -142,7 +143,7 @@ def test_auto_is_what_it_takes(monkeypatch):
     found = {each.method: each for each in predictions(EDGES, NODES, 2)}
     for method in ("metis", *(["kaminpar"] if kaminpar.is_installed() else []), "streaming"):
         amount = found[method].bytes
-        if any(each.fits(amount) for each in list(found.values())[: list(COSTS).index(method)]):
+        if any(each.fits(amount) for each in list(found.values())[: list(found).index(method)]):
             continue  # of so small a graph, another before it takes less
         free(monkeypatch, amount)
         taken = assign_nodes(EDGES, NODES, 2, "auto")
@@ -176,11 +177,12 @@ def test_large_graphs_take_less_and_less():
     """The order of the table, at any degree: what comes later takes less memory."""
     for degree in (2, 8, 20, 100):
         levels = Levels.at_most(10**8, degree * 10**8)
-        needed = [predict(method, degree * 10**8, levels, 8).bytes for method in COSTS]
+        needed = [predict(method, degree * 10**8, levels).bytes for method in COSTS]
+        needed += [each.at_most(10**8, degree * 10**8, 8).bytes for each in partitioners().values()]
         assert needed == sorted(needed, reverse=True), (degree, needed)
 
 
-@pytest.mark.parametrize("loop", [budget._match_over_two, budget._gather_single, loops.cluster])
+@pytest.mark.parametrize("loop", [budget._match_over_two, partitioner._gather_single, loops.cluster])
 def test_loops_over_edges_do_not_count_references(loop):
     """numba leaves its counting in where a helper hands arrays on: ten times as slow, and nothing else tells."""
     fresh = numba.njit(nogil=True)(loop.py_func)
@@ -188,7 +190,7 @@ def test_loops_over_edges_do_not_count_references(loop):
     rest = {
         budget._match_over_two: (of, of),
         loops.cluster: (1, of, ids),
-        budget._gather_single: (of, ids, ids, 1, 1, of, np.empty(0, np.bool_)),
+        partitioner._gather_single: (of, ids, ids, 1, 1, of, np.empty(0, np.bool_)),
     }
     fresh(ids, ids, of, *rest[loop])
     [code] = fresh.inspect_llvm().values()

@@ -11,7 +11,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,11 @@ def mapped_member(file: Path, name: str) -> np.ndarray | None:
         lengths = opened.read(4)
         skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         opened.seek(member.header_offset + 30 + skipped)
-        shape, fortran, dtype = _header(opened)
+        version = np.lib.format.read_magic(opened)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(opened)
         begin = opened.tell()
     return np.memmap(file, dtype, "c", begin, shape, "F" if fortran else "C")
-
-
-def _header(opened: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(opened)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(opened)
 
 
 def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
@@ -75,22 +71,16 @@ def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
     return mapped(target)
 
 
-class _appearing:
-    """A file that has its name only when it is whole."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._new = file, file.with_name(f".{file.name}.{os.getpid()}")
-
-    def __enter__(self) -> Path:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        return self._new
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self._new.replace(self._file)
-        else:
-            with suppress(OSError):
-                self._new.unlink()
+@contextmanager
+def _appearing(file: Path) -> Iterator[Path]:
+    """Yields the path of a file that has its name only when it is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        yield new
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class Table:
@@ -161,9 +151,7 @@ class Table:
             if values.dtype.kind not in "biuf":
                 raise ValueError(f"{file}: column {name!r} holds {column.type}, and numbers are needed.")
             arrays.append(values.reshape(-1, width) if width else values)
-        if len(arrays) == 1:
-            return arrays[0]
-        return np.column_stack(arrays)
+        return arrays[0] if len(arrays) == 1 else np.column_stack(arrays)
 
 
 def _names_columns(file: Path) -> bool:
@@ -176,7 +164,8 @@ def write_rows(file: Path, table: Table) -> np.ndarray:
     """Returns the rows of a table, ``[n]`` or ``[n, columns]``, written to a ``.npy`` file once and memory-mapped."""
     if not file.exists():
         with _appearing(file) as new, new.open("wb") as out:
-            begin, rows, first = _begin(out), 0, None
+            out.write(bytes(_HEADER))
+            rows, first = 0, None
             for source, row, piece in table.pieces():
                 if first is None:
                     first = piece[:0]
@@ -188,7 +177,7 @@ def write_rows(file: Path, table: Table) -> np.ndarray:
                 piece.astype(first.dtype).tofile(out)
                 rows += len(piece)
             shape = (rows, *(() if first is None else first.shape[1:]))
-            _end(out, begin, shape, np.dtype(np.float32) if first is None else first.dtype)
+            _end(out, shape, np.dtype(np.float32) if first is None else first.dtype)
     return mapped(file)
 
 
@@ -204,7 +193,8 @@ def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
     if not file.exists():
         targets = file.with_name(f".{file.name}.targets")
         with _appearing(file) as new, new.open("wb") as out, targets.open("wb") as later:
-            begin, rows = _begin(out), 0
+            out.write(bytes(_HEADER))
+            rows = 0
             for source, row, piece in table.pieces():
                 if piece.ndim != 2 or piece.shape[1] < 2 or piece.dtype.kind not in "iu":
                     raise ValueError(
@@ -219,7 +209,7 @@ def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
             with targets.open("rb") as opened:
                 while chunk := opened.read(1 << 24):
                     out.write(chunk)
-            _end(out, begin, (2, rows), dtype)
+            _end(out, (2, rows), dtype)
         targets.unlink()
     return mapped(file)
 
@@ -234,19 +224,13 @@ def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> N
     raise ValueError(f"{file}, row {row + first}: {ids[first].tolist()} is no pair of ids of nodes{there}.")
 
 
-def _begin(out: Any) -> int:
-    """Leaves room for a header whose shape is not known yet; returns how much."""
-    out.write(bytes(_HEADER))
-    return _HEADER
-
-
-def _end(out: Any, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def _end(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Writes the header of a ``.npy`` file in the room that was left for it, and brings the file to the disk."""
     descr = np.lib.format.dtype_to_descr(dtype)
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
-    head = np.lib.format.magic(1, 0) + (begin - 10).to_bytes(2, "little")
+    head = np.lib.format.magic(1, 0) + (_HEADER - 10).to_bytes(2, "little")
     out.seek(0)
-    out.write(head + text.ljust(begin - len(head) - 1) + b"\n")
+    out.write(head + text.ljust(_HEADER - len(head) - 1) + b"\n")
     out.flush()
     os.fsync(out.fileno())
 

@@ -28,11 +28,6 @@ from lightning_gnn.extensions.graph_files.array_files import Table, mapped, memb
 Split = Mapping[str, Any]
 
 
-def is_folder(source: object) -> bool:
-    """Returns whether a source is the path of a folder, and no import path."""
-    return isinstance(source, str) and bool(source) and ("/" in source or Path(source).is_dir())
-
-
 def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """Returns the graph in a folder, and its index split, if it has one.
 
@@ -78,10 +73,6 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     )
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array)
-
-
 def _files(folder: Path, pattern: str) -> list[Path]:
     found = sorted(map(Path, glob.glob(str(folder / pattern))))
     if not found:
@@ -115,21 +106,18 @@ def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     for name, of in described.items():
         if name == "edge_index":
             continue
-        values[name] = _tensor(_own_array(folder, scratch, name, of))
+        table, file = _own_table(folder, name, of)
+        rows = write_rows(scratch / f"{name}.npy", table) if file is None else mapped(file)
+        values[name] = torch.from_numpy(rows)
     if num_nodes is None and "x" in values:
         num_nodes = values.x.size(0)
     table, file = _own_table(folder, "edge_index", described["edge_index"])
     found = _edges(file, mapped(file)) if file is not None else None
     edges = write_edges(scratch / "edge_index.npy", table, num_nodes) if found is None else found
-    values.edge_index = _tensor(edges)
+    values.edge_index = torch.from_numpy(edges)
     if num_nodes is not None:
         values.num_nodes = num_nodes
     return values, None
-
-
-def _own_array(folder: Path, scratch: Path, name: str, of: Any) -> np.ndarray:
-    table, file = _own_table(folder, name, of)
-    return write_rows(scratch / f"{name}.npy", table) if file is None else mapped(file)
 
 
 def _own_table(folder: Path, name: str, of: Any) -> tuple[Table, Path | None]:
@@ -179,14 +167,14 @@ def _chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     num_nodes, edges = sum(counts), meta["edges"][edge_types[0]]
     values = Data()
     table = Table([folder / each for each in edges["data"]], **_of_format(edges["format"]))
-    values.edge_index = _tensor(write_edges(scratch / "edge_index.npy", table, num_nodes))
+    values.edge_index = torch.from_numpy(write_edges(scratch / "edge_index.npy", table, num_nodes))
     of_nodes = meta.get("node_data", {}).get(node_types[0], {})
     of_edges = meta.get("edge_data", {}).get(edge_types[0], {})
     for given, prefix in ((of_nodes, ""), (of_edges, "edge_")):
         for name, of in given.items():
             called = _named(name) if not prefix else f"{prefix}{name.removeprefix('edge_')}"
             paths = [folder / each for each in of["data"]]
-            values[called] = _tensor(_joined(paths, scratch, called, **_of_format(of["format"])))
+            values[called] = torch.from_numpy(_joined(paths, scratch, called, **_of_format(of["format"])))
             if not prefix:
                 tell_kinds(values, "node", [called])
     values.num_nodes = num_nodes
@@ -210,21 +198,19 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     path = folder / edges[0]["path"]
     found = _edges(path, mapped(path)) if path.suffix == ".npy" else None
     if found is None:
-        table = Table([path], header=False) if path.suffix != ".npy" else Table([path])
-        if path.suffix == ".npy" and mapped(path).shape[0] == 2:
-            table = _Transposed([path])
-        found = write_edges(scratch / "edge_index.npy", table, num_nodes)
-    values.edge_index = _tensor(found)
+        kind = _Transposed if path.suffix == ".npy" and mapped(path).shape[0] == 2 else Table
+        found = write_edges(scratch / "edge_index.npy", kind([path], header=False), num_nodes)
+    values.edge_index = torch.from_numpy(found)
     for of in meta.get("feature_data") or ():
         name = _named(of["name"]) if of["domain"] == "node" else f"edge_{of['name'].removeprefix('edge_')}"
-        values[name] = _tensor(mapped(folder / of["path"]))
+        values[name] = torch.from_numpy(mapped(folder / of["path"]))
         if of["domain"] == "node":
             tell_kinds(values, "node", [name])
     split: dict[str, torch.Tensor] = {}
     for task in meta.get("tasks") or ():
         for key, part in (("train_set", "train"), ("validation_set", "valid"), ("test_set", "test")):
             for of_set in task.get(key) or ():
-                named = {each["name"]: _tensor(mapped(folder / each["path"])) for each in of_set["data"]}
+                named = {each["name"]: torch.from_numpy(mapped(folder / each["path"])) for each in of_set["data"]}
                 seeds = named.get("seeds", named.get("seed_nodes"))
                 if seeds is None or seeds.dim() != 1 or part in split:
                     continue
@@ -253,19 +239,20 @@ def _ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     edges = member(file, "edge_index", scratch)
     if edges is None:
         raise KeyError("edge_index")
-    values.edge_index = _tensor(edges)
+    values.edge_index = torch.from_numpy(edges)
     for name, called in (("node_feat", "x"), ("node_year", "node_year"), ("edge_feat", "edge_attr")):
         found = member(file, name, scratch)
         if found is not None and found.dtype != object:
-            values[called] = _tensor(found)
+            values[called] = torch.from_numpy(found)
     labels = folder / "raw" / "node-label.npz"
     if labels.is_file():
         y = member(labels, "node_label", scratch)
         if y is not None:
-            values.y = _tensor(y)
+            values.y = torch.from_numpy(y)
     split = {}
     for part in folder.glob("split/*/*.csv*"):
         name = part.name.partition(".")[0]
         if name in SPLITS:
-            split[name] = _tensor(write_rows(scratch / f"split.{name}.npy", Table([part], header=False))).long()
+            ids = write_rows(scratch / f"split.{name}.npy", Table([part], header=False))
+            split[name] = torch.from_numpy(ids).long()
     return values, split or None

@@ -7,24 +7,23 @@ N nodes, E edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_gnn.extensions.graph_files.streaming import mix
-from lightning_gnn.partition.adjacency import compiled
-from lightning_gnn.partition.shard import Ids, ShortIds, id_dtype
+from lightning_gnn.data.joined import Orders
+from lightning_gnn.data.store import Save, SavePieces, Written, write_header
+from lightning_gnn.data.store_check import read_array
+from lightning_gnn.partition.adjacency import compiled, mix
+from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
 PIECE = 1 << 22
 """Edges that are read at once."""
-
-COPIED = 1 << 18
-"""Edges of which there are copies as int64 at once."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,6 @@ class InEdges:
         indptr, source, edge_ids = (np.load(name, mmap_mode="r") for name in names)
         return cls(np.asarray(indptr[:]), source, edge_ids)
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.indptr) - 1
-
 
 def _sort(
     names: list[Path], folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None]
@@ -78,7 +73,7 @@ def _sort(
     dtypes = id_dtype(num_nodes), id_dtype(num_edges)
     ranges = _ranges(indptr, max(1, memory // sum(dtype.itemsize for dtype in dtypes)))
     with ExitStack() as stack:
-        stored = stack.enter_context(_Ranges(folder, ranges, edge_index, dtypes, told))
+        stored = stack.enter_context(closing(_ranged(folder, ranges, edge_index, dtypes, told)))
         files = [stack.enter_context(name.open("wb")) for name in names[1:]]
         for file, dtype in zip(files, dtypes):
             write_header(file, (num_edges,), dtype)
@@ -109,14 +104,6 @@ def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], No
     return counts
 
 
-def edge_pieces(edge_index: ShortIds) -> Iterator[tuple[int, Ids, Ids]]:
-    """Yields the number of the first edge, and sources and targets, int64 ``[n]``, of a list ``[2, E]`` that may be
-    memory-mapped: views where it has this type, else copies."""
-    for begin in range(0, edge_index.shape[1], COPIED):
-        source, target = (np.ascontiguousarray(ends[begin : begin + COPIED], np.int64) for ends in edge_index)
-        yield begin, source, target
-
-
 def is_symmetric(edge_index: ShortIds) -> bool:
     """Returns whether each edge has its opposite in a list ``[2, E]``, as often as it is there itself.
 
@@ -126,12 +113,6 @@ def is_symmetric(edge_index: ShortIds) -> bool:
     for begin in range(0, edge_index.shape[1], PIECE):
         _add_hashes(*edge_index[:, begin : begin + PIECE], total)
     return not total[0]
-
-
-def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Begins a ``.npy`` file."""
-    descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
 
 
 def _pieces(edge_index: ShortIds) -> Iterator[tuple[ShortIds, ShortIds, Any]]:
@@ -148,26 +129,18 @@ def _ranges(indptr: Ids, most: int) -> Ids:
     return np.unique(np.array([0, *bounds, len(indptr) - 1]))
 
 
-class _Ranges:
-    """The edges of each range of targets: the list itself where there is one range, else a file for each, written in one pass."""
-
-    def __init__(
-        self, folder: Path, bounds: Ids, edge_index: ShortIds, dtypes: tuple[Any, Any], told: Callable[[int], None]
-    ) -> None:
-        self._folder, self._bounds, self._edges, self._told = folder, bounds, edge_index, told
-        self._record = np.dtype([("source", dtypes[0]), ("target", dtypes[0]), ("edge", dtypes[1])])
-
-    def __enter__(self) -> Iterator[tuple[int, int, Iterator[tuple[ShortIds, ShortIds, Any]]]]:
-        return self._one_after_the_other()
-
-    def _one_after_the_other(self) -> Iterator[tuple[int, int, Iterator[tuple[ShortIds, ShortIds, Any]]]]:
-        bounds = self._bounds
+def _ranged(
+    folder: Path, bounds: Ids, edge_index: ShortIds, dtypes: tuple[Any, Any], told: Callable[[int], None]
+) -> Generator[tuple[int, int, Iterator[tuple[ShortIds, ShortIds, Any]]]]:
+    """Yields the edges of each range of targets: the list itself where there is one range, else a file for each, written in one
+    pass."""
+    dtype = np.dtype([("source", dtypes[0]), ("target", dtypes[0]), ("edge", dtypes[1])])
+    try:
         if len(bounds) == 2:
-            yield 0, int(bounds[1]), _pieces(self._edges)
+            yield 0, int(bounds[1]), _pieces(edge_index)
             return
-        dtype = self._record
-        files = [(self._folder / f"range{number}").open("w+b") for number in range(len(bounds) - 1)]
-        for source, target, ids in _pieces(self._edges):
+        files = [(folder / f"range{number}").open("w+b") for number in range(len(bounds) - 1)]
+        for source, target, ids in _pieces(edge_index):
             owner = np.searchsorted(bounds, target, side="right") - 1
             order = np.argsort(owner.astype(np.int16), kind="stable")
             records = np.empty(len(order), dtype)
@@ -175,16 +148,15 @@ class _Ranges:
             ends = np.cumsum(np.bincount(owner, minlength=len(files)))
             for file, (begin, end) in zip(files, pairwise([0, *ends.tolist()])):
                 records[begin:end].tofile(file)
-            self._told(len(source))
+            told(len(source))
         for file, (low, high) in zip(files, pairwise(bounds.tolist())):
             with file:
                 file.seek(0)
                 yield low, high, _records(file, dtype)
             Path(file.name).unlink()
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._folder.glob("range*"):
-            file.unlink()
+    finally:
+        for left in folder.glob("range*"):
+            left.unlink()
 
 
 def _records(file: Any, dtype: np.dtype[Any]) -> Iterator[tuple[ShortIds, ShortIds, Any]]:
@@ -251,10 +223,8 @@ class PartEdges:
 
     def sources(self) -> Iterator[ShortIds]:
         """Yields local ids of sources, a piece at a time."""
-        for nodes, count in self._blocks():
-            out = np.empty(count, self.dtype)
-            _take_local(self._edges.indptr, self._edges.source, nodes, self._local, out)
-            yield out
+        for nodes in self._taken(self._edges.source):
+            yield self._local[nodes].astype(self.dtype, copy=False)
 
     def targets(self) -> Iterator[ShortIds]:
         """Yields local ids of targets, in the same pieces."""
@@ -266,9 +236,12 @@ class PartEdges:
 
     def edge_ids(self) -> Iterator[ShortIds]:
         """Yields positions in the whole graph's list."""
+        return self._taken(self._edges.edge_ids)
+
+    def _taken(self, values: ShortIds) -> Iterator[ShortIds]:
         for nodes, count in self._blocks():
-            out = np.empty(count, self._edges.edge_ids.dtype)
-            _take(self._edges.indptr, self._edges.edge_ids, nodes, out)
+            out = np.empty(count, values.dtype)
+            _take(self._edges.indptr, values, nodes, out)
             yield out
 
     def _blocks(self) -> Iterator[tuple[Ids, int]]:
@@ -299,10 +272,28 @@ def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-@compiled
-def _take_local(indptr, source, nodes, local, out):  # type: ignore[no-untyped-def]
-    place = 0
-    for node in nodes:
-        for slot in range(indptr[node], indptr[node + 1]):
-            out[place] = local[source[slot]]
-            place += 1
+def write_parts(
+    edges: InEdges, told: Callable[[int], None], part: np.ndarray, num_parts: int, save: Save, save_pieces: SavePieces
+) -> Written:
+    """Writes edges, halos and ids of all parts, a piece at a time; rows of a part are in the graph's own order."""
+    relabelling = Relabelling.from_assignment(part, num_parts)
+    n_id, offsets = relabelling.n_id, relabelling.offsets
+    new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))
+    save("n_id", n_id)
+    counts = list[int]()
+
+    def ids() -> Iterator[np.ndarray]:
+        for number, (low, high) in enumerate(pairwise(offsets.tolist())):
+            piece = PartEdges.of(edges, n_id[low:high], low, new, local)
+            rows = chain(piece.sources(), piece.targets())
+            save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
+            save(f"part{number}.halo", piece.halo)
+            counts.append(piece.num_edges)
+            for edge_ids in piece.edge_ids():
+                yield edge_ids
+                told(len(edge_ids))
+
+    e_id = read_array(save_pieces("e_id", edges.edge_ids.shape, edges.edge_ids.dtype, ids()))
+    ends = np.cumsum([0, *counts])
+    edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
+    return Written(offsets, Orders.of_one_type(relabelling, counts, e_id), edge_orders, None)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.partition.adjacency import AHEAD, Adjacency, compiled
+from lightning_gnn.partition.adjacency import AHEAD, Adjacency, compiled, mix
 
 CLUSTERS_PER_PART = 128
 """At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
@@ -243,15 +243,6 @@ class PairCounts:
         indices, weights = np.empty(2 * len(keys), np.int32), np.empty(2 * len(keys), np.int32)
         _fill(one, other, counts[order], indptr[:-1].copy(), indices, weights)
         return Adjacency(indptr, indices, weights)
-
-
-@compiled
-def mix(value):  # type: ignore[no-untyped-def]
-    """Returns a number that orders ties: splitmix64's last steps."""
-    mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled

@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
-from lightning_gnn.extensions.graph_files.in_edges import counts_of, edge_pieces, in_degrees
-from lightning_gnn.partition.budget import choose, edge_predictions
+from lightning_gnn.extensions.graph_files.in_edges import counts_of, in_degrees
+from lightning_gnn.partition.adjacency import edge_pieces
+from lightning_gnn.partition.budget import Cost, Prediction, choose
 from lightning_gnn.partition.edge_cut import devices, spread_masks
 from lightning_gnn.partition.layout import Groups
 from lightning_gnn.partition.shard import Ids, ShortIds
@@ -64,6 +65,16 @@ STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
 """Of ``"streaming"`` and ``"hdrf"``: the most edges of a part over the average. Of ``"streaming"``: how often edges are read for
 clusters; and how much of a part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go
 anywhere: RF 4.0, not 2.7."""
+
+VERTEX_CUTS = {
+    "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.25e-6),
+    "ebv": Cost(node=8, entry=13, node_s=0.3e-6, entry_s=0.05e-6),
+    "streaming": Cost(node=57, entry=0.8, node_s=0.1e-6, entry_s=0.29e-6),
+}
+"""Of partitioners of edges, in the order of ``"auto"``. What ``"streaming"`` takes, masters take after all."""
+
+SETS = 3
+"""Sets of parts that vertex cuts keep of each node, of one bit a part: those that hold it, read it and add to it."""
 
 READINGS = {"ne": 1, "streaming": CLUSTER_READINGS + 2}
 """How often each edge is told of to a progress bar; of other methods, which are one call, never."""
@@ -148,6 +159,21 @@ def assign_edges(
     master = spread_masks(master, num_parts, masks or {})
     report = vertex_cut_report(edge_index, part, master, num_parts, host, ends)
     return EdgeAssignment(part, master, method, report)
+
+
+def edge_predictions(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> list[Prediction]:
+    """Returns what each of `VERTEX_CUTS` takes for edges ``[2, E]``, in the order of ``"auto"``.
+
+    Edges that are not int64, as in files, are copied for all but ``"streaming"``.
+    """
+    num_edges, sets = edge_index.shape[1], SETS * -(-num_parts // 8) * num_nodes
+    copied = 0 if edge_index.dtype == np.int64 else 16 * num_edges
+    masters, result = VERTEX_CUTS["streaming"], []
+    for method, cost in VERTEX_CUTS.items():
+        cutting = cost.node * num_nodes + cost.entry * num_edges + (copied if cost is not masters else 0)
+        needed = sets + max(cutting, masters.node * num_nodes + masters.entry * num_edges)
+        result.append(Prediction(method, int(needed), cost.node_s * num_nodes + cost.entry_s * num_edges))
+    return result
 
 
 report_of = VertexCutReport.from_dict

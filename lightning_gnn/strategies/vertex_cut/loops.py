@@ -17,9 +17,8 @@ from heapq import heapreplace
 
 import numpy as np
 
-from lightning_gnn.extensions.graph_files.streaming import mix
 from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compiled
+from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compiled, mix
 
 LANE_BITS = 12
 """Of a score: no more than 4,096 lanes."""

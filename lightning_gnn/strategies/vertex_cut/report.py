@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from lightning_gnn.console import text_table
-from lightning_gnn.extensions.graph_files.in_edges import counts_of, edge_pieces, in_degrees
+from lightning_gnn.extensions.graph_files.in_edges import counts_of, in_degrees
+from lightning_gnn.partition.adjacency import edge_pieces
 from lightning_gnn.partition.metrics import Counts, balance
 from lightning_gnn.strategies.vertex_cut import loops
 

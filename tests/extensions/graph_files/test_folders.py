@@ -30,7 +30,7 @@ from lightning_gnn.datamodules import stored_graph
 from lightning_gnn.extensions.graph_files import array_files, in_edges
 from lightning_gnn.extensions.graph_files.folders import read_folder
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges
-from lightning_gnn.partition import budget, edge_cut
+from lightning_gnn.partition import adjacency, edge_cut
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
 from lightning_gnn.strategies.vertex_cut import cutters
@@ -412,9 +412,18 @@ def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
     assert torch.equal(cut.graph().edge_index, graph.edge_index)
 
 
+def test_edges_are_sorted_by_source_only_where_they_are_read_so(tmp_path, monkeypatch):
+    graph, sorted_in, sort = GRAPH.clone(), [], in_edges._sort
+    graph.edge_index = graph.edge_index[:, graph.edge_index[0] < graph.edge_index[1]]
+    monkeypatch.setattr(in_edges, "_sort", lambda *args: (sorted_in.append(args[1].name), sort(*args)))
+    data = GraphDataModule(str(own(tmp_path / "graph", graph)), store=tmp_path / "store")
+    entry = data.build(THREE)
+    assert read_cut(tmp_path / "store" / entry).report["method"] == "metis" and sorted_in == [f"{entry}.work"]
+
+
 def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     """Edges are read in pieces as they lie on the disk, and have the ranks that they have from memory."""
-    monkeypatch.setattr(in_edges, "COPIED", 100)
+    monkeypatch.setattr(adjacency, "COPIED", 100)
     folder, layout = own(tmp_path / "graph"), LayoutSpec("vertex_cut", 3)
     np.save(folder / "edge_index.npy", EDGES.astype(np.int32))
     seen = []
@@ -454,7 +463,7 @@ def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
 def test_a_vertex_cut_of_a_folder_is_the_best_that_fits_unless_one_is_named(tmp_path, monkeypatch):
     folder, little, much = str(own(tmp_path / "graph")), 10**6, 10**9
     for method in ("ne", "ebv"):
-        monkeypatch.setitem(budget.VERTEX_CUTS, method, replace(budget.VERTEX_CUTS[method], node=10**5))
+        monkeypatch.setitem(cutters.VERTEX_CUTS, method, replace(cutters.VERTEX_CUTS[method], node=10**5))
     for number, (free, source, named, method) in enumerate((
         (much, folder, {}, "ne"),
         (little, folder, {}, "streaming"),
@@ -511,7 +520,7 @@ def test_what_others_files_and_stores_say_is_of_nodes_or_edges_is_known(tmp_path
     ring, _ = load_source((features, edges))
     assert {"tone": "node", "dist": "edge"}.items() <= kinds_of(prepare_graph(ring, masks_needed=False)).items()
     for form in (chunked, graphbolt):
-        found, _ = load_source(str(form(tmp_path / form.__name__)), None, tmp_path / "scratch" / form.__name__)
+        found, _ = read_folder(form(tmp_path / form.__name__), tmp_path / "scratch" / form.__name__)
         assert found.__dict__["_kinds"]["x"] == "node"
 
 

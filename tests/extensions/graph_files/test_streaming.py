@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.extensions.graph_files import streaming
+from lightning_gnn.extensions.graph_files import partitioner, streaming
+from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
 from lightning_gnn.extensions.graph_files.streaming import PairCounts, RowBlocks, cluster_graph, refine_parts
-from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, assign_nodes, streaming_candidates
+from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, assign_nodes
 from lightning_gnn.partition.metrics import edge_cut_report
 
 
@@ -170,11 +170,11 @@ def test_a_cut_of_poor_clusters_is_made_again(degree, seed, cycles, monkeypatch)
     edge_index = planted_partition(20_000, degree, num_features=1, num_classes=16).edge_index.numpy()
     monkeypatch.setattr(streaming, "LEAST_PAIRS", 1000)
     monkeypatch.setattr(streaming, "CLUSTERS_PER_PART", 128)
-    made, cluster_graph, usual = list[int](), edge_cut.cluster_graph, edge_cut.CYCLES
-    monkeypatch.setattr(edge_cut, "cluster_graph", lambda *given: (made.append(0), cluster_graph(*given))[1])
+    made, cluster_graph, usual = list[int](), partitioner.cluster_graph, partitioner.CYCLES
+    monkeypatch.setattr(partitioner, "cluster_graph", lambda *given: (made.append(0), cluster_graph(*given))[1])
 
     def cut(most: int) -> float:
-        monkeypatch.setattr(edge_cut, "CYCLES", most)
+        monkeypatch.setattr(partitioner, "CYCLES", most)
         return assign_nodes(edge_index, 20_000, 8, "streaming", seed=seed).report.cut_fraction
 
     assert cut(cycles - 1) > 0.29 and cut(usual) < 0.275
@@ -220,7 +220,7 @@ def test_memory_does_not_grow_with_edges(tmp_path):
     script = """
         import sys, tracemalloc
         import numpy as np
-        from lightning_gnn.partition.edge_cut import streaming_candidates
+        from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
         from lightning_gnn.extensions.graph_files.streaming import RowBlocks
         nodes, degree, folder = 20_000, int(sys.argv[1]), sys.argv[2]
         block = np.random.default_rng(0)

@@ -15,11 +15,17 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.extensions.graph_files import in_edges
-from lightning_gnn.extensions.graph_files.streaming import mix
-from lightning_gnn.partition.budget import edge_predictions
+from lightning_gnn.partition import adjacency
+from lightning_gnn.partition.adjacency import mix
 from lightning_gnn.strategies.vertex_cut import cutters, loops
-from lightning_gnn.strategies.vertex_cut.cutters import EDGE_BOUND, METHODS, STREAM_BOUND, assign_edges, cut_edges
+from lightning_gnn.strategies.vertex_cut.cutters import (
+    EDGE_BOUND,
+    METHODS,
+    STREAM_BOUND,
+    assign_edges,
+    cut_edges,
+    edge_predictions,
+)
 from lightning_gnn.strategies.vertex_cut.report import VertexCutReport, vertex_cut_report
 
 Graph = tuple[np.ndarray, int]
@@ -506,14 +512,14 @@ def test_two_phases_are_the_papers(graph, piece, seed):
             held[v].add(rank)
     part = np.empty(len(edges), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_edges, "COPIED", piece)
+        patch.setattr(adjacency, "COPIED", piece)
         cut_edges(edge_index.astype(np.int32), nodes, [[*range(parts)]], "streaming", seed=seed, part=part)
     assert part.tolist() == [expected[number] for number in range(len(edges))] and max(size) <= most
 
 
 def test_memory_of_two_phases_does_not_grow_with_edges(tmp_path, monkeypatch):
     """Edges and their ranks lie in files; masters and the report are made as well."""
-    monkeypatch.setattr(in_edges, "COPIED", 1000)
+    monkeypatch.setattr(adjacency, "COPIED", 1000)
     peaks = []
     for num_edges in (5000, 160_000) * 4:  # the first time loads what is compiled; other threads add to some
         np.save(tmp_path / "edges.npy", np.random.default_rng(0).integers(0, 500, (2, num_edges), np.int32))
