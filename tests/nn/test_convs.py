@@ -28,7 +28,8 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
-from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.nn.bind import check_module
+from lightning_gnn.nn.convs import CONVS, exact_convs
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.cover.strategy import CoverScheme
@@ -45,6 +46,7 @@ ABSTRACT = {
     "GPSConv",
 }  # the last four hold other convs
 OVER_ALL = {"SGFormerAttention", "PolynormerAttention", "CorrectAndSmooth"}  # no convs
+REFUSED = {str(name): rule.refused for name, rule in CONVS.items() if rule.refused}
 
 
 def whole_graph() -> Data:
@@ -455,23 +457,21 @@ def test_refused_by_name(name, monkeypatch):
     kind: Any = getattr(torch_geometric.nn.conv, name, SparseLinear)
     conv = kind.__new__(kind)
     torch.nn.Module.__init__(conv)
-    from lightning_gnn.nn.bind import check_module
-
     with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a part of a graph: "):
         check_module(torch.nn.Sequential(conv))
 
 
 def test_the_published_table_is_current():
     text = (Path(__file__).parents[2] / "docs" / "convs.md").read_text()
-    for kind in ADAPTERS:
-        assert f"| `{kind.__name__}` | exact |" in text, kind.__name__
+    for name in exact_convs():
+        assert f"| `{name}` | exact |" in text, name
     for name, reason in REFUSED.items():
         assert f"| `{name}` | refused: {reason} |" in text, name
 
 
 def test_every_exported_conv_has_an_answer():
     exported = set(torch_geometric.nn.conv.__all__) - ABSTRACT
-    answered = {kind.__name__ for kind in ADAPTERS} | set(REFUSED)
+    answered = {*exact_convs(), *REFUSED}
     assert exported <= answered, f"no answer for {sorted(exported - answered)}"
-    untested = {kind.__name__ for kind in ADAPTERS} - set(RECIPES)
+    untested = set(exact_convs()) - set(RECIPES)
     assert not untested, f"said to be exact, but not compared: {sorted(untested)}"
