@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnn.nn import pyg
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
@@ -80,7 +81,7 @@ def cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
         dtype: torch.dtype = torch.float32,
         batch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The Laplacian scaled to eigenvalues from -1 to 1, as ``ChebConv.__norm__``."""
+        """The Laplacian scaled to eigenvalues from -1 to 1, as ChebConv makes it."""
         context.check_rows(num_nodes, layer)
         if batch is not None:
             raise UnsupportedModelError(f"'{layer}' was given a batch vector; a graph over ranks is one graph.")
@@ -99,7 +100,7 @@ def cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
             return compute()
         return context.once(("Laplacian", normalization, lambda_max, dtype), edge_index, edge_weight, compute)
 
-    return {"__norm__": types.MethodType(norm, conv)}
+    return {pyg.CHEB_NORM: types.MethodType(norm, conv)}
 
 
 def supergat(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:

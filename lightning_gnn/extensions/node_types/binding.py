@@ -295,9 +295,9 @@ def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
                 seen.add(name)
                 relation.check_rows(k_dict[name].size(0), layer)
                 keys[name], values[name] = relation.expand_all([k_dict[name], v_dict[name]], layer)
-        return type(self)._construct_src_node_feat(self, keys, values, edge_index_dict)
+        return getattr(type(self), pyg.HGT_SOURCES)(self, keys, values, edge_index_dict)
 
-    return {"_construct_src_node_feat": types.MethodType(construct, conv)}
+    return {pyg.HGT_SOURCES: types.MethodType(construct, conv)}
 
 
 def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
