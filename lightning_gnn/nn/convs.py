@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class ConvRule:
         forward: the function that the conv's forward computes, at less cost. It is given the rank's graph and the layer's name
             before the conv and its arguments.
         fits: whether the settings of a conv allow `forward`.
-        maps: the linear maps whose weights `forward` reads; None where it calls all maps.
+        maps: the linear maps whose weights `forward` reads, none if it is not known which; None where it calls all maps.
         kernels: the groups of :func:`lightning_gnn.kernels.warm_up.warm_up` that it runs.
         halo_columns: how many columns travel, None for those of x. Only of convs that take ``(x_source, x_target)`` and do
             nothing with sources but map each row, so that they may be given S x. Others may draw random numbers for rows, or take
@@ -43,7 +44,7 @@ class ConvRule:
     weight: str | None = None
     forward: Callable[..., Any] | None = None
     fits: Callable[[Any], bool] = reorder.is_linear
-    maps: Callable[[Any], list[Any]] | None = None
+    maps: Callable[[Any], list[Any] | None] = lambda conv: None
     kernels: tuple[str, ...] = ("sums",)
     halo_columns: Callable[[Any], int | None] | None = None
     several_hops: bool | None = False
@@ -204,15 +205,13 @@ def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable
             more than their weights: those may change at any time, as pruning does.
     """
     rule = rule_of(type(conv), "forward", "message", "edge_update")
-    forward, maps_of = rule.forward, rule.maps
-    if forward is None or not rule.fits(conv):
+    if rule.forward is None or not rule.fits(conv):
         return {}
+    forward = partial(rule.forward, context, layer)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        maps = [] if maps_of is None else maps_of(self)
-        known = bool(maps) or maps_of is None
-        if pyg.is_plain(self) and known and all(map(pyg.is_plain_map, maps)):
-            return forward(context, layer, self, *args, **kwargs)
-        return own(self, *args, **kwargs)
+        maps = rule.maps(self)
+        may_read = maps is None or (maps != [] and all(map(pyg.is_plain_map, maps)))
+        return (forward if pyg.is_plain(self) and may_read else own)(self, *args, **kwargs)
 
     return {"forward": types.MethodType(run, conv)}
