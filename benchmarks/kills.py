@@ -38,7 +38,7 @@ from killing import EPOCHS, KINDS, PHASES, STARTS, Trial, module, start_trial
 
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.kernels.warm_up import warm_up
-from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.nn.convs import kernel_groups
 
 WITHIN_S = 30.0
 """How long the others may take to end."""

@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_gnn import GraphDataModule
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.kernels.warm_up import warm_up
-from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.nn.convs import kernel_groups
 
 EVERY = 10
 KINDS = {"plain": Kind(lambda **_: "auto", ranks=1), **OURS}  # type: ignore[arg-type, return-value]

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from lightning_gnn.nn.adapters import register_adapter, substitute
+from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import register_adapter
 from lightning_gnn.nn.helpers import (
     choose_edges,
     expand,

@@ -61,44 +61,46 @@ def aggregations(
 # PNA ##########################################################################
 
 
-def pna(kind: Any, conv: Any, context: GraphContext, layer: str) -> Callable[..., Tensor] | None:
-    """Returns a forward for PNAConv with one layer before the aggregation; None for others, whose messages are not sums.
+def has_sums(conv: Any) -> bool:
+    """Returns whether a PNAConv has one layer before the aggregation, so that :func:`pna` computes it."""
+    return pyg.reductions(conv.aggr_module.aggr) is not None and all(len(net) == 1 for net in conv.pre_nns)
 
-    A message is then A x_i + B x_j + b: what is taken over j shifts with the first and last term, and is taken of B x_j alone.
+
+def pna(
+    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None
+) -> Tensor:
+    """The forward of a PNAConv whose messages are A x_i + B x_j + b.
+
+    What is taken over j shifts with the first and last term, and is taken of B x_j alone.
     """
-    reductions = pyg.reductions(conv.aggr_module.aggr)
-    if reductions is None or any(len(net) != 1 for net in conv.pre_nns):
-        return None
-
-    def forward(self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
-        context.check_edges(edge_index, layer)
-        edges = context.split_edges(edge_index)
-        columns = self.towers * self.F_in
-        if edge_attr is not None or edges is None or not has_loops_for(x, edge_index.size(1), columns):
-            return kind.forward(self, x, edge_index, edge_attr)
-        context.check_rows(x.size(0), layer)
-        rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)
-        own, sent = [], []
-        for tower, net in enumerate(self.pre_nns):
-            at_target, at_source = net[0].weight.split(self.F_in, 1)
-            own.append(F.linear(rows[:, tower], at_target, net[0].bias))
-            sent.append(F.linear(rows[:, tower], at_source))
-        shift = torch.stack(own, 1)
-        parts = aggregations(context, torch.cat(sent, 1), edge_index, reductions, layer)
-        assert parts is not None
-        degree = edges.in_degree.to(x.dtype).view(-1, 1, 1)
-        has_edges = degree.clamp(max=1)
-        shifts = {"sum": degree * shift, "var": None, "std": None}
-        taken = []
-        for name, part in zip(reductions, parts):
-            by = shifts.get(name, has_edges * shift)
-            part = part.view(shift.shape)
-            taken.append(part if by is None else part + by)
-        combined = torch.cat(taken, -1)
-        out = torch.cat([rows, *(combined * scale for scale in _scales(self.aggr_module, degree))], -1)
-        return self.lin(torch.cat([net(out[:, tower]) for tower, net in enumerate(self.post_nns)], 1))
-
-    return forward
+    context.check_edges(edge_index, layer)
+    edges = context.split_edges(edge_index)
+    columns = self.towers * self.F_in
+    if edge_attr is not None or edges is None or not has_loops_for(x, edge_index.size(1), columns):
+        return type(self).forward(self, x, edge_index, edge_attr)
+    context.check_rows(x.size(0), layer)
+    rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)
+    own, sent = [], []
+    for tower, net in enumerate(self.pre_nns):
+        at_target, at_source = net[0].weight.split(self.F_in, 1)
+        own.append(F.linear(rows[:, tower], at_target, net[0].bias))
+        sent.append(F.linear(rows[:, tower], at_source))
+    shift = torch.stack(own, 1)
+    reductions = pyg.reductions(self.aggr_module.aggr)
+    assert reductions is not None
+    parts = aggregations(context, torch.cat(sent, 1), edge_index, reductions, layer)
+    assert parts is not None
+    degree = edges.in_degree.to(x.dtype).view(-1, 1, 1)
+    has_edges = degree.clamp(max=1)
+    shifts = {"sum": degree * shift, "var": None, "std": None}
+    taken = []
+    for name, part in zip(reductions, parts):
+        by = shifts.get(name, has_edges * shift)
+        part = part.view(shift.shape)
+        taken.append(part if by is None else part + by)
+    combined = torch.cat(taken, -1)
+    out = torch.cat([rows, *(combined * scale for scale in _scales(self.aggr_module, degree))], -1)
+    return self.lin(torch.cat([net(out[:, tower]) for tower, net in enumerate(self.post_nns)], 1))
 
 
 def _scales(scaler: Any, degree: Tensor) -> list[Tensor | float]:

@@ -9,14 +9,12 @@ N owned rows, H halo rows, E edges, K heads of C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric import nn as pyg_nn
+from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
@@ -24,17 +22,13 @@ from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.context import Attended, GraphContext
 from lightning_gnn.nn.edges import mean_by
 
-Forward = Callable[..., Any]
+
+def sums(conv: Any) -> bool:
+    """Returns whether a conv adds up its messages, as the forwards here do."""
+    return type(conv.aggr_module) is SumAggregation
 
 
-def attention(kind: type, conv: Any, context: GraphContext, layer: str) -> Forward | None:
-    """Returns the forward of one of :data:`KINDS` for a rank's graph."""
-    sums = type(conv.aggr_module) is pyg_nn.aggr.SumAggregation
-    return partial(_FORWARDS[kind], kind, context, layer) if sums else None
-
-
-def _gat(
-    kind: Any,
+def gat(
     context: GraphContext,
     layer: str,
     self: Any,
@@ -46,7 +40,7 @@ def _gat(
 ) -> Any:
     source, target = (x, x) if isinstance(x, Tensor) else x
     if target is None or not _by_kernels(self, context, layer, source, edge_index):
-        return kind.forward(self, x, edge_index, edge_attr, size, return_attention_weights)
+        return type(self).forward(self, x, edge_index, edge_attr, size, return_attention_weights)
     heads, columns = self.heads, self.out_channels
     of_source, of_target = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
     own = of_source(source)
@@ -71,8 +65,7 @@ def _gat(
     return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
-def _gatv2(
-    kind: Any,
+def gatv2(
     context: GraphContext,
     layer: str,
     self: Any,
@@ -83,7 +76,7 @@ def _gatv2(
 ) -> Any:
     source, target = (x, x) if isinstance(x, Tensor) else x
     if edge_attr is not None or target is None or not _by_kernels(self, context, layer, source, edge_index):
-        return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
+        return type(self).forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
     own = self.lin_l(source).view(shape)
     own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
@@ -95,8 +88,7 @@ def _gatv2(
     return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
-def _transformer(
-    kind: Any,
+def transformer(
     context: GraphContext,
     layer: str,
     self: Any,
@@ -108,7 +100,7 @@ def _transformer(
     source, target = (x, x) if isinstance(x, Tensor) else x
     plain = edge_attr is None and self.lin_edge is None
     if not plain or not _by_kernels(self, context, layer, source, edge_index):
-        return kind.forward(self, x, edge_index, edge_attr, return_attention_weights)
+        return type(self).forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
     query, *own = (
         of_rows.view(shape) for of_rows in (self.lin_query(target), self.lin_key(source), self.lin_value(source))
@@ -163,13 +155,3 @@ def _finished(
     if conv.bias is not None:
         out = out + conv.bias
     return (out, (edge_index, edges.csr.unpermute(shares))) if return_attention_weights else out
-
-
-_FORWARDS: dict[type, Forward] = {
-    pyg_nn.GATConv: _gat,
-    pyg_nn.GATv2Conv: _gatv2,
-    pyg_nn.TransformerConv: _transformer,
-}
-
-KINDS = tuple(_FORWARDS)
-"""The convs with a forward here."""

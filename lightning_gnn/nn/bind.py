@@ -21,18 +21,17 @@ from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.adapters import ADAPTERS, LINEAR_MESSAGES, REFUSED, overridden
+from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import exact_convs, fused, known_kind, rule_of
 from lightning_gnn.nn.directed import both_ways
-from lightning_gnn.nn.fused import fused
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
 from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.nn.readout import readout
-from lightning_gnn.nn.recompute import recomputed
 from lightning_gnn.rows.graph import wrapped
 
 # Aggregations over the edges of one node, all of which its owner holds.
@@ -133,6 +132,8 @@ class Binding:
         self.check_unbound(conv, layer)
         methods = bound_methods(conv, layer, context)
         if self._recompute:
+            from lightning_gnn.nn.recompute import recomputed
+
             forward = methods.get("forward", conv.forward)
             methods["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
         self._patch(conv, methods, methods.pop(STATE))
@@ -158,7 +159,7 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
     if pyg.implements_edge_update(conv):
         wrapped["edge_updater"] = _edge_updater
     state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
-    adapter = ADAPTERS.get(known_kind(conv))
+    adapter = rule_of(type(conv)).adapter
     methods = adapter(conv, context, layer) if adapter is not None else {}
     methods.update(fused(conv, context, layer, methods.get("forward", conv.forward).__func__))
     methods.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
@@ -172,32 +173,31 @@ def _left_eager(method: Any) -> Any:
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
 
 
-def known_kind(conv: MessagePassing) -> Any:
-    """Returns the nearest class in :data:`ADAPTERS`; None for a user's own conv, which needs no adapter."""
-    return next((kind for kind in type(conv).__mro__ if kind in ADAPTERS), None)
-
-
 # Checks #######################################################################
 
 
 def check_module(
     module: torch.nn.Module,
-    taken: tuple[type, ...] = (),
+    of_all_types: bool = False,
     check: Callable[[str, torch.nn.Module], None] = lambda where, child: None,
 ) -> None:
     """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph.
 
     Args:
-        taken: convs that need not be known here.
+        of_all_types: take convs that are called on all node and edge types at once.
         check: of each module inside, before others; raises this error.
     """
     check_columns(module)
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
         check(where, child)
+        rule = rule_of(type(child))
+        if of_all_types and rule.of_all_types:
+            continue
+        if rule.refused:
+            raise UnsupportedModelError(f"{where} is not exact on a part of a graph: {rule.refused}.")
         if isinstance(child, MessagePassing):
-            if not isinstance(child, taken):
-                _check_conv(where, child)
+            _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(
                 f"{where} takes statistics over all nodes, which are not on one rank. Use torch.nn.BatchNorm1d or one of PyG's "
@@ -212,8 +212,6 @@ def check_module(
             raise UnsupportedModelError(
                 f"{where} has allow_single_element=True, and would treat a rank with one node differently. Set it to False."
             )
-        elif type(child).__name__ in REFUSED and type(child).__module__.startswith("torch_geometric.nn.conv"):
-            _refuse(where, type(child))
         elif type(child).__module__.startswith("torch_geometric.nn.pool"):
             raise UnsupportedModelError(
                 f"{where} makes another graph of nodes of several ranks. MeanAggregation and MaxAggregation read out the "
@@ -231,17 +229,6 @@ def check_columns(module: torch.nn.Module) -> None:
             )
 
 
-def _refuse(where: str, kind: type) -> None:
-    reason = REFUSED.get(kind.__name__)
-    if reason is not None:
-        raise UnsupportedModelError(f"{where} is not exact on a part of a graph: {reason}.")
-    supported = ", ".join(sorted(kind.__name__ for kind in ADAPTERS))
-    raise UnsupportedModelError(
-        f"{where} is not known to be exact on a part of a graph. Known are {supported}, and convs of your own that "
-        "derive from MessagePassing and hand edge_index to propagate."
-    )
-
-
 def _is_per_node(aggregation: Any) -> bool:
     """Returns whether an aggregation looks at the edges of one node at a time; None is a conv's own affair."""
     if isinstance(aggregation, aggr.MultiAggregation):
@@ -253,8 +240,12 @@ def _is_per_node(aggregation: Any) -> bool:
 
 def _check_conv(where: str, conv: MessagePassing) -> None:
     library = next(kind for kind in type(conv).__mro__ if kind.__module__.startswith("torch_geometric."))
-    if library is not MessagePassing and library is not known_kind(conv):
-        _refuse(where, library)
+    known: Any = known_kind(type(conv))
+    if not issubclass(known, library):
+        raise UnsupportedModelError(
+            f"{where} is not known to be exact on a part of a graph. Known are {', '.join(exact_convs())}, and convs of your own "
+            "that derive from MessagePassing and hand edge_index to propagate."
+        )
     if STATE not in conv.__dict__ and "forward" in conv.__dict__:
         raise UnsupportedModelError(
             f"{where} had its forward replaced, and a conv on a part of a graph may have another one than that calls. Call the "
@@ -320,8 +311,8 @@ def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **
 
 def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
     """Returns the aggregate of a conv whose messages are source rows; None where that does not apply, on all ranks alike."""
-    message, reductions = type(conv).message, pyg.reductions(conv.aggr_module)
-    if message not in LINEAR_MESSAGES or reductions is None or not pyg.is_plain(conv):
+    rule, reductions = rule_of(type(conv), "message"), pyg.reductions(conv.aggr_module)
+    if not rule.sends_rows or reductions is None or not pyg.is_plain(conv):
         return None
     x = kwargs["x"]
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
@@ -330,8 +321,7 @@ def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwa
     for rows in (source, target):
         if rows is not None:
             state.context.check_rows(rows.size(0), state.layer, of_targets=rows is not source)
-    name = LINEAR_MESSAGES[message]
-    weight = kwargs.get(name) if name is not None else None
+    weight = kwargs.get(rule.weight) if rule.weight is not None else None
     if reductions in (["sum"], ["mean"]):
         return state.context.aggregate(source, edge_index, weight, reductions == ["mean"], state.layer)
     if weight is not None:

@@ -1,6 +1,6 @@
 """The private parts of torch_geometric that binding needs, read in this file only.
 
-Holds for torch_geometric 2.6 to 2.8; `tests/nn/test_binding.py` checks that the fields are there.
+Tested with torch_geometric 2.7.0 and 2.8.1; `tests/nn/test_binding.py` checks that the names are there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from torch_geometric.nn import Linear, MessagePassing, aggr
 
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
+
+CHEB_NORM = "__norm__"
+"""ChebConv's method that makes the Laplacian."""
+
+HGT_SOURCES = "_construct_src_node_feat"
+"""HGTConv's method that makes keys and values of sources, by edge type."""
 
 # What hooks of a conv may watch.
 _CALLS = ("propagate", "message", "aggregate", "edge_update")

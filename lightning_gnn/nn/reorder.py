@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import overridden
-from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext
 
 Aggregate = Callable[[Tensor], Tensor]
@@ -37,7 +35,7 @@ def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Ag
     return out if lin.bias is None else out + lin.bias
 
 
-def _gcn(
+def gcn(
     context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor:
     out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
@@ -59,7 +57,7 @@ def _hop(
     return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 
 
-def _sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+def sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
     source, target = (x, x) if isinstance(x, Tensor) else x
     if self.project:
         source = self.lin(source).relu()
@@ -70,7 +68,7 @@ def _sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tens
     return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
-def _graph_conv(
+def graph_conv(
     context: GraphContext,
     layer: str,
     self: Any,
@@ -85,7 +83,7 @@ def _graph_conv(
     return out if target is None else out + self.lin_root(target)
 
 
-def _sg(
+def sg(
     context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
@@ -98,7 +96,7 @@ def _sg(
     return _aggregate_and_map(context, x, self.lin, hops)
 
 
-def _tag(
+def tag(
     context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
@@ -116,11 +114,11 @@ def _tag(
     return out if self.bias is None else out + self.bias
 
 
-def _gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
+def gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
     source, target = (x, x) if isinstance(x, Tensor) else x
-    [lin] = _first_of_nn(self)
+    [lin] = first_of_nn(self)
     if target is None or not _map_first(context, source, lin):
-        return pyg_nn.GINConv.forward(self, x, edge_index, size)
+        return type(self).forward(self, x, edge_index, size)
     rows = F.linear(source, lin.weight)
     own = rows if target is source else F.linear(target, lin.weight)
     out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
@@ -128,7 +126,7 @@ def _gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tenso
         return self.nn(out)
 
 
-def _first_of_nn(conv: Any) -> list[Any]:
+def first_of_nn(conv: Any) -> list[Any]:
     """Returns the linear map that a GINConv's network begins with; nothing where that is not known, or it is used again."""
     first = conv.nn
     while type(first) is torch.nn.Sequential and len(first) and not pyg.is_watched(first):
@@ -139,24 +137,12 @@ def _first_of_nn(conv: Any) -> list[Any]:
     return [first] if isinstance(first, (torch.nn.Linear, pyg_nn.Linear)) and uses == 1 else []
 
 
-def _commnet(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+def commnet(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     edges = context.without_self_loops(edge_index)
     heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
     return self.lin_self(x) + heard
 
 
-FORWARDS: dict[type[MessagePassing], tuple[Callable[..., Tensor], Callable[[Any], list[Any]]]] = {
-    CommNetConv: (_commnet, lambda conv: [conv.lin_heard]),
-    pyg_nn.GCNConv: (_gcn, lambda conv: [conv.lin]),
-    pyg_nn.GINConv: (_gin, _first_of_nn),
-    pyg_nn.SAGEConv: (_sage, lambda conv: [conv.lin_l]),
-    pyg_nn.GraphConv: (_graph_conv, lambda conv: [conv.lin_rel]),
-    pyg_nn.SGConv: (_sg, lambda conv: [conv.lin]),
-    pyg_nn.TAGConv: (_tag, lambda conv: list(conv.lins)),
-}
-"""By class, the forward and the linear maps that it may put on either side."""
-
-
-def reordered(kind: type[MessagePassing], conv: MessagePassing, context: GraphContext, layer: str) -> Any:
-    """Returns the forward that chooses its side; None where the conv's aggregation does not allow it."""
-    return None if pyg.linear_aggregation(conv) is None else partial(FORWARDS[kind][0], context, layer)
+def is_linear(conv: Any) -> bool:
+    """Returns whether a conv sums or averages its messages, so that a linear map may come before or after."""
+    return pyg.linear_aggregation(conv) is not None

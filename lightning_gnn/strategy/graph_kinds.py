@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch_geometric.nn import HANConv, HGTConv
 
 from lightning_gnn.checks.small_graph import SmallGraph, small_graph
 from lightning_gnn.comm.group import World
@@ -17,9 +16,6 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
-
-OF_ALL_TYPES = (HANConv, HGTConv)
-"""Convs that are called on all types at once."""
 
 
 def check_model(module: torch.nn.Module, of: Shard | Cut, recompute: bool) -> None:
@@ -60,4 +56,4 @@ def described(shard: Shard) -> dict[str, Any]:
 
 def check_for_layout(module: torch.nn.Module, layout: LayoutSpec) -> None:
     """As :func:`check_model`, before it is known whether the graph has types."""
-    check_module(module, OF_ALL_TYPES if layout.takes_types else ())
+    check_module(module, layout.takes_types)

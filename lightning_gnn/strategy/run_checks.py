@@ -17,7 +17,7 @@ from lightning_gnn.comm.group import raise_together
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
-from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.strategy.graph_kinds import check_for_layout, predicts_memory
 from lightning_gnn.strategy.memory import check_memory, check_own_memory
 from lightning_gnn.strategy.run_config import log_run

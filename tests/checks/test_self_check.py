@@ -445,7 +445,7 @@ def test_the_documented_adapter_makes_a_conv_exact():
     """The example of docs/models.md, as it stands there, with and without its adapter."""
     from pathlib import Path
 
-    from lightning_gnn.nn.adapters import ADAPTERS
+    from lightning_gnn.nn.convs import CONVS
 
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     [example] = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "register_adapter" in block]
@@ -462,7 +462,7 @@ def test_the_documented_adapter_makes_a_conv_exact():
             return self.spread(x, edge_index)
 
     assert verdict(check(UserModule(Spread()))) == (None, None, None)
-    del ADAPTERS[names["SpreadConv"]]
+    del CONVS[names["SpreadConv"]]
     assert "'model.spread' (SpreadConv) raises RuntimeError" in (check(UserModule(Spread())).problem or "")
 
 

@@ -22,7 +22,7 @@ from torch_geometric.utils import add_remaining_self_loops, softmax
 from warm import cold
 
 from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
-from lightning_gnn.nn.fused import kernel_groups
+from lightning_gnn.nn.convs import kernel_groups
 
 
 def reference(row: torch.Tensor, col: torch.Tensor, x: torch.Tensor, rows: int, weight: Any = None) -> torch.Tensor:

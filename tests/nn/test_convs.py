@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import runpy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -16,10 +20,12 @@ from common import campaign
 from torch.nn import Linear, ReLU, Sequential
 from torch_geometric import nn
 from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
 from torch_geometric.nn.models.linkx import SparseLinear
 
-from lightning_gnn import CommNetConv
+import lightning_gnn
+from lightning_gnn import CommNetConv, register_adapter
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
@@ -27,8 +33,9 @@ from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
-from lightning_gnn.nn.adapters import ADAPTERS, REFUSED
+from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError, convs
+from lightning_gnn.nn.bind import bound_methods, check_module
+from lightning_gnn.nn.convs import CONVS, ConvRule, exact_convs, rule_of
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.cover.strategy import CoverScheme
@@ -45,6 +52,7 @@ ABSTRACT = {
     "GPSConv",
 }  # the last four hold other convs
 OVER_ALL = {"SGFormerAttention", "PolynormerAttention", "CorrectAndSmooth"}  # no convs
+REFUSED = {str(name): rule.refused for name, rule in CONVS.items() if rule.refused}
 
 
 def whole_graph() -> Data:
@@ -453,25 +461,114 @@ def test_the_table_says_what_is_dealt(monkeypatch):
 def test_refused_by_name(name, monkeypatch):
     """Most cannot be built here without their extras: a module of that class is enough to be recognised."""
     kind: Any = getattr(torch_geometric.nn.conv, name, SparseLinear)
-    conv = kind.__new__(kind)
-    torch.nn.Module.__init__(conv)
-    from lightning_gnn.nn.bind import check_module
-
-    with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a part of a graph: "):
-        check_module(torch.nn.Sequential(conv))
+    for each in (kind, type(name, (kind,), {})):  # and a subclass
+        conv = each.__new__(each)
+        torch.nn.Module.__init__(conv)
+        with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a part of a graph: "):
+            check_module(torch.nn.Sequential(conv))
 
 
 def test_the_published_table_is_current():
     text = (Path(__file__).parents[2] / "docs" / "convs.md").read_text()
-    for kind in ADAPTERS:
-        assert f"| `{kind.__name__}` | exact |" in text, kind.__name__
+    for name in exact_convs():
+        assert f"| `{name}` | exact |" in text, name
     for name, reason in REFUSED.items():
         assert f"| `{name}` | refused: {reason} |" in text, name
 
 
 def test_every_exported_conv_has_an_answer():
     exported = set(torch_geometric.nn.conv.__all__) - ABSTRACT
-    answered = {kind.__name__ for kind in ADAPTERS} | set(REFUSED)
+    answered = {*exact_convs(), *REFUSED}
     assert exported <= answered, f"no answer for {sorted(exported - answered)}"
-    untested = {kind.__name__ for kind in ADAPTERS} - set(RECIPES)
+    untested = set(exact_convs()) - set(RECIPES)
     assert not untested, f"said to be exact, but not compared: {sorted(untested)}"
+
+
+CONV_NAMES = {*torch_geometric.nn.conv.__all__, "LabelPropagation", "SparseLinear"} - ABSTRACT
+
+
+def named_convs(node: ast.AST | None) -> set[str]:
+    """Returns the conv classes that an entry of a table names: by name, as ``pyg_nn.GCNConv``, or several in a string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return set(node.value.split()) if set(node.value.split()) <= CONV_NAMES else set()
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return {name} & CONV_NAMES
+
+
+def test_no_other_file_has_a_table_of_convs():
+    """Nor a list of some; the table says what is known of a class."""
+    package = Path(lightning_gnn.__file__).parent
+    found = []
+    texts = {file: file.read_text() for file in package.rglob("*.py") if file != package / "nn" / "convs.py"}
+    for file, text in texts.items():
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in CONV_NAMES) else ():
+            keys = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+            names = set[str]().union(
+                *map(named_convs, keys), named_convs(node) if isinstance(node, ast.Constant) else ()
+            )
+            if len(names) > 1 or (names and isinstance(node, ast.Dict)):
+                found.append(f"{file.relative_to(package)}:{node.lineno}: {sorted(names)}")
+    assert not found
+
+
+def test_versions_of_pyg_without_these_convs_import(monkeypatch):
+    for name in CONV_NAMES & set(CONVS):
+        for package in (torch_geometric.nn, torch_geometric.nn.conv):
+            monkeypatch.delattr(package, name, raising=False)
+    assert set(runpy.run_path(convs.__file__)["CONVS"]) == set(CONVS)
+
+
+def test_rules_are_of_the_nearest_class():
+    class Same(nn.GATConv):
+        pass
+
+    class Other(nn.GATConv):
+        def message(self, *args: Any) -> Any:
+            return super().message(*args)
+
+    assert rule_of(Same, "message") is rule_of(Other) is rule_of(nn.GATConv)
+    assert rule_of(nn.GATConv).forward and rule_of(Other, "message") == ConvRule() == rule_of(Linear)
+    assert rule_of(nn.FastRGCNConv) != rule_of(nn.RGCNConv)
+
+
+KNOWN = [(nn.GATConv, 2), (nn.SGConv, 2), (nn.HypergraphConv, 2), (nn.models.attentive_fp.GATEConv, 4)]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), KNOWN)
+@pytest.mark.parametrize("of_subclass", [False, True])
+def test_a_registered_adapter_comes_before_what_is_known(monkeypatch, kind, arguments, of_subclass):
+    """Also of a class that is refused or not known; a subclass may have one of its own."""
+
+    class Mine(kind):
+        pass
+
+    monkeypatch.setattr(convs, "CONVS", dict(CONVS))
+    conv, before = Mine(*[2] * arguments), rule_of(kind)
+    register_adapter(Mine if of_subclass else kind)(lambda conv, graph, layer: {"forward": MethodType(len, [layer])})
+    check_module(Sequential(conv))
+    assert bound_methods(conv, "mine", None)["forward"]() == 1
+    after = rule_of(Mine)
+    assert after == replace(
+        before,
+        adapter=after.adapter,
+        forward=None,
+        halo_columns=None,
+        several_hops=bool(before.several_hops),
+        refused="",
+        sends_rows=before.sends_rows and kind is nn.SGConv,
+    )
+    assert of_subclass == (rule_of(kind) == before)
+
+
+def test_messages_of_a_registered_class_may_be_other_than_rows(monkeypatch):
+    class Rows(MessagePassing):
+        pass
+
+    class Scaled(MessagePassing):
+        def message(self, x_j: torch.Tensor) -> torch.Tensor:
+            return 2 * x_j
+
+    monkeypatch.setattr(convs, "CONVS", dict(CONVS))
+    for kind in (Rows, Scaled):
+        register_adapter(kind)(lambda conv, graph, layer: {})
+    assert rule_of(Rows).sends_rows and not rule_of(Scaled).sends_rows

@@ -33,23 +33,11 @@ from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import add_to_rule, rule_of
 from lightning_gnn.nn.norms import STATE, Statistics
 from lightning_gnn.nn.over_all import over_all
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
-from lightning_gnn.strategy.graph_kinds import OF_ALL_TYPES
-
-# Convs that take ``(x_source, x_target)`` and do nothing with sources but map each row, so that they may be given S x; by class,
-# how many columns travel if they are not, None for those of x. Others may draw random numbers for rows, or take statistics of
-# them, and copies of a row would count.
-_TAKE_HALO_ROWS: dict[type, Callable[[Any], int | None]] = {
-    pyg_nn.GATConv: lambda conv: conv.heads * conv.out_channels,
-    pyg_nn.GATv2Conv: lambda conv: conv.heads * conv.out_channels,
-    pyg_nn.GINConv: lambda conv: None,
-    pyg_nn.GraphConv: lambda conv: conv.out_channels,
-    pyg_nn.SAGEConv: lambda conv: conv.out_channels,
-    pyg_nn.TransformerConv: lambda conv: 2 * conv.heads * conv.out_channels,
-}
 
 
 class TypedGraph(GraphContext):
@@ -231,7 +219,7 @@ class _TypedConv:
 
 def check_typed_module(module: torch.nn.Module) -> None:
     """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph with types."""
-    check_module(module, OF_ALL_TYPES, _refuse_for_one_type)
+    check_module(module, True, _refuse_for_one_type)
 
 
 def _refuse_for_one_type(where: str, child: torch.nn.Module) -> None:
@@ -264,7 +252,7 @@ class TypedBinding(Binding):
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         assert isinstance(context, TypedGraph)
         self.check_unbound(conv, layer)
-        adapter = next((_OF_ALL_TYPES[kind] for kind in type(conv).__mro__ if kind in _OF_ALL_TYPES), None)
+        adapter = rule_of(type(conv)).typed_adapter
         methods = {"forward": types.MethodType(_forward, conv)} if adapter is None else adapter(conv, context, layer)
         self._patch(conv, methods, _TypedConv(context, layer))
 
@@ -282,8 +270,9 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
     context: GraphContext = graph.relations[kind]
     x = args[0] if args else kwargs.get("x")
     source, target = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, x)
-    if isinstance(source, Tensor) and source.dim() == 2 and _takes_halo_rows(self):
-        taken = graph.with_halo(kind, source, layer, _TAKE_HALO_ROWS[_kind_of(self)](self))
+    columns = rule_of(type(self), "forward", "message").halo_columns
+    if isinstance(source, Tensor) and source.dim() == 2 and columns is not None and not _is_watched(self):
+        taken = graph.with_halo(kind, source, layer, columns(self))
         if taken is not None:
             context, rows = taken
             if args:
@@ -294,15 +283,9 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
 
-def _takes_halo_rows(conv: MessagePassing) -> bool:
-    """Returns whether a conv may be given S x in place of x; not one of which something else may see that."""
-    kind = _kind_of(conv)
-    same = kind is not None and all(getattr(type(conv), name) is getattr(kind, name) for name in ("forward", "message"))
-    return same and not any(map(pyg.is_watched, list(conv.modules())[1:]))
-
-
-def _kind_of(conv: MessagePassing) -> Any:
-    return next((kind for kind in type(conv).__mro__ if kind in _TAKE_HALO_ROWS), None)
+def _is_watched(conv: MessagePassing) -> bool:
+    """Returns whether a part of a conv has hooks, which would see S x in place of x."""
+    return any(map(pyg.is_watched, list(conv.modules())[1:]))
 
 
 # Convs of all types at once ###################################################
@@ -324,9 +307,9 @@ def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
                 seen.add(name)
                 relation.check_rows(k_dict[name].size(0), layer)
                 keys[name], values[name] = relation.expand_all([k_dict[name], v_dict[name]], layer)
-        return type(self)._construct_src_node_feat(self, keys, values, edge_index_dict)
+        return getattr(type(self), pyg.HGT_SOURCES)(self, keys, values, edge_index_dict)
 
-    return {"_construct_src_node_feat": types.MethodType(construct, conv)}
+    return {pyg.HGT_SOURCES: types.MethodType(construct, conv)}
 
 
 def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
@@ -356,4 +339,5 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
     return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(of_relation, conv)}
 
 
-_OF_ALL_TYPES: dict[type, Callable[[Any, TypedGraph, str], dict[str, Any]]] = dict(zip(OF_ALL_TYPES, (_han, _hgt)))
+add_to_rule(pyg_nn.HANConv, typed_adapter=_han)
+add_to_rule(pyg_nn.HGTConv, typed_adapter=_hgt)

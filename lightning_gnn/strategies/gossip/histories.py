@@ -19,14 +19,12 @@ from torch import Tensor
 from torch_geometric.nn import DirGNNConv, MessagePassing
 
 from lightning_gnn.comm.exchange import HaloExchange
-from lightning_gnn.nn.bind import Binding, known_kind
+from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
 from lightning_gnn.strategies.gossip.history import HistoryExchange
-
-# Convs that let rows travel along edges several times, of which those of halo nodes come from the history each time.
-_SEVERAL_HOPS = "APPNP ARMAConv ChebConv GatedGraphConv LabelPropagation MixHopConv SGConv SSGConv TAGConv"
 
 
 class _Beside(GraphContext):
@@ -74,8 +72,8 @@ class HistoryBinding(Binding):
             context.turn_to(x, edge_index, edge_weight)
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
-        kind = known_kind(conv)
-        if kind is not None and kind.__name__ in _SEVERAL_HOPS.split():
+        several_hops = rule_of(type(conv)).several_hops
+        if several_hops:  # those of halo nodes come from the history each time
             super()._bind(conv, layer, context)
             return
         super()._bind(conv, layer, self._beside)
@@ -93,7 +91,7 @@ class HistoryBinding(Binding):
                 out = forward(*given.args, **given.kwargs)
             finally:
                 self._inside = False
-            if kind is None and self._beside.propagations[layer] > before + 1:
+            if several_hops is None and self._beside.propagations[layer] > before + 1:
                 raise UnsupportedModelError(
                     f"'{layer}' ({type(conv).__name__}) propagates several times in a call, of which the second would read "
                     "rows of halo nodes that are not there. Make it of several convs, or use halo=None."
