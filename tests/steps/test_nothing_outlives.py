@@ -129,8 +129,12 @@ class Model(pl.LightningModule):
         made, auroc = MulticlassF1Score(CLASSES).to(out), MulticlassAUROC(CLASSES)
         self.log(f"{stage}/kept", self.f1(scores, y), on_step=False, on_epoch=True)
         self.log(f"{stage}/made", made(scores, y), on_step=False, on_epoch=True)
-        self.log(f"{stage}/copied", self.f1.clone()(scores, y), on_step=False, on_epoch=True)
-        if len(y):
+        if len(y):  # a batch of gossip may have none
+            copied = self.f1.clone()
+            copied.reset()
+            copied.update(scores, y)
+            self.log(f"{stage}/copied", copied.compute(), on_step=False, on_epoch=True)
+            self.log(f"{stage}/auroc_now", self.auroc(scores, y), on_step=False, on_epoch=True)
             self.auroc.reset()
             self.auroc.update(scores, y)
             auroc.update(scores, y)
@@ -200,4 +204,6 @@ def test_nothing_is_patched_and_nothing_outlives_a_run(ranks, way):
             assert {*stages} == {"train", "val", "test", "predict"}
             for stage in ("train", "val", "test"):
                 assert values[f"{stage}/made"] == values[f"{stage}/copied"] == values[f"{stage}/kept"], name
-                assert values[f"{stage}/auroc_made"] == values[f"{stage}/auroc_kept"], name
+                assert values[f"{stage}/auroc_made"] == values[f"{stage}/auroc_kept"] == values[f"{stage}/auroc_now"], (
+                    name
+                )
