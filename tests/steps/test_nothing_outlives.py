@@ -64,7 +64,11 @@ def of_user(module: pl.LightningModule, trainer: pl.Trainer) -> dict[str, Any]:
     """Returns what a run may change on a user's objects, and process-wide."""
     loop = trainer.fit_loop.epoch_loop
     owners = {"trainer.profiler": trainer.profiler, "fit_loop": trainer.fit_loop, "epoch_loop": loop}
-    owners |= {"optimization": loop.automatic_optimization, "result": trainer.strategy, **dict(module.named_modules())}
+    owners |= {
+        "optimization": loop.automatic_optimization,
+        "strategy": trainer.strategy,
+        **dict(module.named_modules()),
+    }
     hooks = {
         f"{name or 'module'}.{attribute}": {**value}
         for name, each in module.named_modules()
@@ -101,7 +105,6 @@ def of_user(module: pl.LightningModule, trainer: pl.Trainer) -> dict[str, Any]:
         "environment": {k: v for k, v in os.environ.items() if not k.startswith(_FOR_A_SECOND_TRAINER)},
         "modes": _get_current_function_mode_stack(),
         "filters": [*warnings.filters],
-        "rank": "rank" in vars(pl.utilities.rank_zero_only),
     }
 
 
