@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import torchmetrics
 from common import CLASSES, FEATURES, awkward_graph, build, quiet_trainer
 from torch.overrides import _get_current_function_mode_stack
-from torchmetrics import MetricTracker
+from torchmetrics import MeanMetric, MetricTracker
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 from torchmetrics.wrappers import BootStrapper
 
@@ -119,6 +119,7 @@ class Model(pl.LightningModule):
             MulticlassAUROC(CLASSES),
             MetricTracker(MulticlassF1Score(CLASSES)),
         )
+        self.mean, self.of_epoch = MeanMetric(), MulticlassF1Score(CLASSES, ignore_index=-1)
         self.fails, self.changed, self.stages = fails, list[str](), list[str]()
         self.configure_optimizers()  # torch and PyG change classes themselves, as soon as there is an object of them
         self.before = of_libraries()
@@ -144,16 +145,32 @@ class Model(pl.LightningModule):
             self.log(f"{stage}/auroc_kept", self.auroc.compute(), on_step=False, on_epoch=True)
             self.log(f"{stage}/auroc_made", auroc.compute(), on_step=False, on_epoch=True)
         self.log(f"{stage}/f1", self.f1)
+        loss = F.cross_entropy(out, y, reduction="sum") / max(1, len(y))
+        self.mean.reset()
+        for name, mean in (("copied", self.mean.clone()), ("kept", self.mean)):
+            mean.update(loss)
+            self.log(f"{stage}/mean_{name}", mean.compute(), on_step=False, on_epoch=True)
         if self.fails and self.global_step:
             raise ArithmeticError("on purpose")
-        return F.cross_entropy(out, y, reduction="sum") / max(1, len(y))
+        return loss
 
     def note(self, stage: str) -> None:
         self.stages.append(stage)
         self.changed += changed(self.before, of_libraries())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch.x, batch.edge_index)[batch.train_mask]
+        self.of_epoch.update(out, batch.y[batch.train_mask])
         return self.step(batch, "train")
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.log("epoch/validated", self.of_epoch.compute())
+
+    def on_train_epoch_end(self) -> None:
+        self.of_epoch._computed = None
+        self.log("epoch/trained", self.of_epoch.compute())
+        self.of_epoch.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(batch, "val")
@@ -204,9 +221,11 @@ def test_nothing_is_patched_and_nothing_outlives_a_run(ranks, way):
             assert not during and not after and not outlived, (name, during, after, outlived)
             if way:
                 continue
+            assert values["epoch/trained"] == values["epoch/validated"]
             assert {*stages} == {"train", "val", "test", "predict"}
             for stage in ("train", "val", "test"):
                 assert values[f"{stage}/made"] == values[f"{stage}/copied"] == values[f"{stage}/kept"], name
+                assert values[f"{stage}/mean_copied"] == values[f"{stage}/mean_kept"], name
                 assert values[f"{stage}/auroc_made"] == values[f"{stage}/auroc_kept"] == values[f"{stage}/auroc_now"], (
                     name
                 )
