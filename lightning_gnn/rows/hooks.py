@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gnn.rows.mode import RowsMode, active_mode
+from lightning_gnn.rows.mode import active_mode
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
-_WITHOUT_TENSORS = [
-    "Checkpoint",
-    "ModelCheckpoint",
-    "OnExceptionCheckpoint",
-    "EarlyStopping",
-    "LearningRateMonitor",
-    "DeviceStatsMonitor",
-    "Timer",
-    "GradientAccumulationScheduler",
-    "ModelSummary",
-    "RichModelSummary",
-    "ProgressBar",
-    "TQDMProgressBar",
-    "RichProgressBar",
-    "ThroughputMonitor",
-    "SpikeDetection",
-    "LearningRateFinder",
-    "BatchSizeFinder",
-]
+_WITHOUT_TENSORS = """Checkpoint ModelCheckpoint OnExceptionCheckpoint EarlyStopping LearningRateMonitor
+DeviceStatsMonitor Timer GradientAccumulationScheduler ModelSummary RichModelSummary ProgressBar TQDMProgressBar
+RichProgressBar ThroughputMonitor SpikeDetection LearningRateFinder BatchSizeFinder"""
 """Callbacks of Lightning that compute nothing from the module's tensors, or run steps, which open row semantics; others, such as
 ModelPruning, do compute."""
 _EXCLUDED = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
@@ -38,13 +22,12 @@ _EXCLUDED = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "conf
 
 
 @contextmanager
-def in_hooks(trainer: pl.Trainer, mode: RowsMode, trains_on_batches: bool = False) -> Iterator[None]:
-    """While open, hooks of the module, its data and callbacks run under `mode`; not those of callbacks that have no tensors.
+def in_hooks(trainer: pl.Trainer, opened: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While open, hooks of the module, its data and callbacks run inside `opened`; not those of callbacks without tensors.
 
     Args:
         trainer: of the run.
-        mode: of the whole graph.
-        trains_on_batches: training steps run on a rank's own batch, and so do the hooks around them.
+        opened: opens row semantics, or what a hook has in their place.
     """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile, known = profiler.profile, dict[str, bool]()
@@ -52,10 +35,10 @@ def in_hooks(trainer: pl.Trainer, mode: RowsMode, trains_on_batches: bool = Fals
     def profile_hook(action: str) -> AbstractContextManager[Any]:
         if action not in known:
             known[action] = _is_of_user(trainer, action)
-        if not known[action] or active_mode() is not None or (trains_on_batches and trainer.training):
+        if not known[action] or active_mode() is not None:
             return profile(action)
         stack = ExitStack()
-        stack.enter_context(mode.opened())
+        stack.enter_context(opened())
         stack.enter_context(profile(action))
         return stack
 
@@ -85,4 +68,4 @@ def _overrides(callback: pl.Callback, hook: str) -> bool:
 
 def _has_tensors(callback: type[pl.Callback]) -> bool:
     library = callback.__module__.partition(".")[0]
-    return library != "lightning_gnn" and not (library in _LIGHTNING and callback.__name__ in _WITHOUT_TENSORS)
+    return library != "lightning_gnn" and not (library in _LIGHTNING and callback.__name__ in _WITHOUT_TENSORS.split())

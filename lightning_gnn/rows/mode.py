@@ -261,6 +261,7 @@ class RowsMode(TorchFunctionMode):
         lets_rows_leave: arrays and lists have the rank's own rows, as in ``predict_step``, whose results are joined.
         left: arrays and lists that were made of rows then, and the rows, by the number of the object.
         exact_draws: random numbers for rows are those of one device, which each rank draws for all rows.
+        see: is called with each function before it runs, and its arguments, also where the mode is paused.
     """
 
     def __init__(
@@ -278,6 +279,7 @@ class RowsMode(TorchFunctionMode):
         self.in_backward = False
         self.exact_draws = self.lets_rows_leave = False
         self.left: dict[int, tuple[Any, Tensor]] = {}
+        self.see: Callable[[Any, Any], None] | None = None
         self.twice_at = ""  # where a gradient with create_graph=True was taken last
         # By their number, tensors from before the run and whether they were found to be the same on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
@@ -330,6 +332,8 @@ class RowsMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.see is not None:
+            self.see(func, args)
         if self.paused:
             return func(*args, **kwargs)
         if self.in_backward and not torch.is_grad_enabled():

@@ -86,6 +86,7 @@ class GlobalLogs:
         self.metrics = StandInMetrics(module, world, self.weights, callbacks, rows)
         # Lightning would advise sync_dist=True for values that are global already.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
+        self._ignored = warnings.filters[0]
         self._held: list[_Call] | None = None
         self._sum: Tensor | None = None  # what the last step has returned, if it is a sum over this rank's rows
         self._warned: set[str] = set()
@@ -99,6 +100,8 @@ class GlobalLogs:
         """Gives the module its own ``log`` back."""
         self._patches.release()
         self.metrics.release()
+        known: Any = warnings.filters
+        known[:] = [each for each in known if each is not self._ignored]
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
         """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""

@@ -6,17 +6,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, wraps
-from itertools import chain
+from functools import partial, wraps
+from itertools import chain, islice
 from numbers import Number
+from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities.compute import normalize_logits_if_needed
@@ -27,7 +29,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import active_mode, place, placement_of
+from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED
 from lightning_gnn.steps.metric_states import begun_anew, is_new, metrics_in, states_of_ranks
 from lightning_gnn.steps.weights import RowWeights
@@ -37,83 +39,29 @@ class _Current(threading.local):
     """The object whose ranks the metrics of a thread belong to."""
 
     metrics: StandInMetrics | None = None
-    updated: Metric | None = None
 
 
 _current = _Current()
-_wrap_update = Metric._wrap_update
 
 
-def _wrap_update_of_new(metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
-    """Torchmetrics' own, in whose place it stands: metrics that are made or copied during a run are wrapped, too."""
-    wrapped = _wrap_update(metric, update)
-    metrics = _current.metrics
-    # Lightning keeps what is logged in metrics of its own.
-    if metrics is None or type(metric).__module__.startswith("lightning."):
-        return wrapped
-    return metrics.wrap_new(metric, wrapped)
+class _Watch(TorchFunctionMode):
+    """Calls `see` with each function of torch that runs while it is open, in this thread, and with its arguments."""
+
+    def __init__(self, see: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see(func, args)
+        return func(*args, **(kwargs or {}))
 
 
-def _normalize(scores: Tensor, normalization: Any) -> Tensor:
-    """Torchmetrics' own, in whose place it stands: it takes scores for logits if one of a call lies outside 0 to 1."""
-    if normalization and scores.numel() and _current.updated is not None:
-        are_logits = ((scores < 0) | (scores > 1)).any()
-        kept = vars(_current.updated)
+def _see_guess(kept: dict[str, Any], func: Any, args: Any) -> None:
+    """Counts the calls in which torchmetrics takes scores for logits, since one lies outside 0 to 1, and the others."""
+    asks = func in (Tensor.ge, Tensor.lt) and sys._getframe(2).f_code is normalize_logits_if_needed.__code__
+    if asks and args[0].numel():
+        are_logits = ((args[0] < 0) | (args[0] > 1)).any()
         kept["_guesses"] = kept["_guesses"] + torch.stack([are_logits, ~are_logits]).long()
-    return normalize_logits_if_needed(scores, normalization)
-
-
-@cache
-def _count_guesses() -> None:
-    """Puts :func:`_normalize` in its place wherever torchmetrics has imported it, once."""
-    name = normalize_logits_if_needed.__name__
-    for module, namespace in list(sys.modules.items()):
-        if module.startswith("torchmetrics.functional.") and hasattr(namespace, name):
-            setattr(namespace, name, _normalize)
-
-
-class _RanksAreThere:
-    """Tells a metric whether there are others to join states with; `before` is what did so outside of runs."""
-
-    def __init__(self, metrics: StandInMetrics, before: Callable[[], bool], metric: Metric) -> None:
-        self._metrics, self.before, self._metric = metrics, before, weakref.ref(metric)
-
-    @property
-    def metric(self) -> Metric | None:
-        return self._metric()
-
-    def __call__(self) -> bool:
-        if self.metric is not None and vars(self.metric).get("_whole"):
-            return False  # its states are of all rows, on every rank
-        return self._metrics.acts or self.before()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RanksAreThere:
-        return self
-
-
-def _available(metric: Metric) -> Callable[[], bool]:
-    """Returns what tells a metric outside of runs whether there are others."""
-    found = metric.distributed_available_fn
-    return found.before if isinstance(found, _RanksAreThere) else found
-
-
-class _Tracked:
-    """The ``compute`` of a metric, whose states may have one row per local node."""
-
-    def __init__(self, metric: Metric, compute: Callable[..., Any], rows: GraphRows) -> None:
-        self._metric, self.compute, self._rows = weakref.ref(metric), compute, rows
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        metric = self._metric()
-        if metric is not None:
-            _place_states(metric)
-        if active_mode() is not None:
-            return self.compute(*args, **options)
-        with self._rows.mode.opened():
-            return self.compute(*args, **options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tracked:
-        return self
 
 
 @dataclass
@@ -176,13 +124,15 @@ class StandInMetrics:
             else:
                 self._updates.append((metric, metric.update))
                 metric.update = self.wrap(metric, _own_update(metric))
-        Metric._wrap_update = _wrap_update_of_new  # type: ignore[method-assign, assignment]
-        _count_guesses()
+        if rows is not None:
+            rows.mode.see = self._see_new
         _current.metrics = self
 
     def release(self) -> None:
         if _current.metrics is self:
             _current.metrics = None
+        if self._rows is not None:
+            self._rows.mode.see = None
         self._patches.release()
         for metric, update in self._updates:
             metric.update = update  # type: ignore[method-assign]
@@ -221,6 +171,11 @@ class StandInMetrics:
         """Whether ranks can be asked here: not in copies that a check runs on."""
         return _current.metrics is self and self._world.connected
 
+    def _has_others(self, metric: Metric) -> bool:
+        """Returns whether there are others to join states with: not if these are of all rows, on every rank."""
+        own = vars(metric)
+        return not own.get("_whole") and (self.acts or own["_available"]())
+
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
         """Updates inside count whatever they are given, as on one device."""
@@ -230,10 +185,28 @@ class StandInMetrics:
         finally:
             self._counts_all = False
 
-    def wrap_new(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the methods of a metric that has been made or copied since; returns its `update`, wrapped."""
-        self._new.append(weakref.ref(metric))
-        return self.wrap(metric, update)
+    def seeing_new(self) -> AbstractContextManager[Any]:
+        """While open, metrics that are made are wrapped, too; under row semantics, their mode sees to it."""
+        return nullcontext() if self._world.size == 1 else _Watch(self._see_new)
+
+    def _see_new(self, func: Any, args: Any) -> None:
+        """Wraps the metric that runs a function of torch while it is made: in ``__init__`` it asks for the default device."""
+        if func in (torch.device, torch.tensor) and not torch.compiler.is_compiling():
+            for frame, _ in islice(walk_stack(sys._getframe(2)), 8):  # with those of other modes
+                if frame.f_code is Metric.__init__.__code__:
+                    metric = frame.f_locals["self"]
+                    # Lightning keeps what is logged in metrics of its own.
+                    if not type(metric).__module__.startswith("lightning."):
+                        self._patches.put(metric, self._wrapping_new(metric))
+
+    def _wrapping_new(self, metric: Metric) -> dict[str, Any]:
+        """Returns what wraps `metric`, which is being made, or copies of it, as torchmetrics wraps their ``update``."""
+
+        def wrap(of: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
+            self._new.append(weakref.ref(of))
+            return self.wrap(of, type(of)._wrap_update(of, update))
+
+        return {} if isinstance(metric, WrapperMetric) else {"_wrap_update": MethodType(wrap, metric)}
 
     def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the methods of a metric; returns its `update`, which torchmetrics leaves out of copies, wrapped."""
@@ -241,14 +214,17 @@ class StandInMetrics:
         own = vars(metric)
         attributes: dict[str, Any] = {
             "forward": MethodType(lambda of, *args, **options: self._forward(of, args, options), metric),
-            "distributed_available_fn": _RanksAreThere(self, _available(metric), metric),
+            "_available": own.get("_available", metric.distributed_available_fn),  # outside of runs
+            "distributed_available_fn": MethodType(lambda of: self._has_others(of), metric),
             "_guesses": own.get("_guesses", 0),
+            **self._wrapping_new(metric),
         }
         if type(metric)._sync_dist is Metric._sync_dist:
             sync = MethodType(lambda of, *args, **options: self._sync(of, *args, **options), metric)
             attributes["_sync_dist"] = sync
         if self._rows is not None:
-            attributes["compute"] = _Tracked(metric, vars(metric).get("compute", metric.compute), self._rows)
+            tracked = MethodType(partial(self._compute, self._rows, own.get("compute", metric.compute)), metric)
+            attributes["compute"] = tracked
         self._patches.put(metric, attributes)
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
@@ -265,11 +241,8 @@ class StandInMetrics:
                 if not metric._update_count:
                     own["_guesses"] = 0
                     own.pop("_whole", None)
-                before, _current.updated = _current.updated, metric
-                try:
+                with _Watch(partial(_see_guess, own)):
                     self._update(metric, update, args, options)
-                finally:
-                    _current.updated = before
             else:
                 update(*args, **options)
 
@@ -377,6 +350,13 @@ class StandInMetrics:
                 made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
         return made.value
 
+    def _compute(self, rows: GraphRows, compute: Callable[..., Any], metric: Metric, *args: Any, **options: Any) -> Any:
+        """Returns the value of a metric, whose states may have one row per local node."""
+        _place_states(metric)
+        is_open = active_mode() is not None or not vars(metric).get("_whole")
+        with nullcontext() if is_open else rows.mode.opened():
+            return compute(*args, **options)
+
     def _sync(
         self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
@@ -384,11 +364,13 @@ class StandInMetrics:
         if not self.acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
             Metric._sync_dist(metric, dist_sync_fn, process_group)
             return
-        ranks = states_of_ranks(metric, self._world)
-        for name, reduce in metric._reductions.items():
-            joined: Any = [states[name] for states in ranks]
-            joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
-            setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
+        with local_rows():
+            ranks = states_of_ranks(metric, self._world)
+            for name, reduce in metric._reductions.items():
+                joined: Any = [states[name] for states in ranks]
+                joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
+                setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
+        _place_states(metric)
 
 
 def _place_states(metric: Metric) -> None:
@@ -401,8 +383,7 @@ def _place_states(metric: Metric) -> None:
 
 def _own_update(metric: Metric) -> Callable[..., Any]:
     """Returns a metric's `update` as torchmetrics has it."""
-    update = MethodType(type(metric).update, metric)
-    return update if isinstance(metric, WrapperMetric) else _wrap_update(metric, update)
+    return type(metric)._wrap_update(metric, MethodType(type(metric).update, metric))
 
 
 def _is_scalar(value: Any) -> bool:

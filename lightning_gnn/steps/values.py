@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,12 @@ class StepValues:
         else:
             if mask is not None:
                 self._enter(batch, mask)
-            yield
+            with self.logs.metrics.seeing_new():
+                yield
+
+    def hook(self, whole: bool) -> AbstractContextManager[Any]:
+        """A hook around steps on the `whole` graph, or around those on the rank's own batch."""
+        return self._rows.mode.opened() if whole and self._rows is not None else self.logs.metrics.seeing_new()
 
     def _enter(self, batch: Any, mask: str) -> None:
         mask, shard, rank = counted_mask(mask, self._module), self._shard, self._world.rank

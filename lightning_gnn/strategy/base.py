@@ -210,9 +210,11 @@ class GNNStrategy(StepStrategy):
             draws = partial(self.random.inside, False)
             self._rows = GraphRows(shard, self.world, draws, expand, reduce)
             self._rows.place_state(module, self.world)
-            self._in_use.enter_context(in_hooks(trainer, self._rows.mode, self.trains_on_batches))
         self._steps = 0
-        self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
+        values = self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
+        self._in_use.enter_context(
+            in_hooks(trainer, lambda: values.hook(not (self.trains_on_batches and trainer.training)))
+        )
         self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
