@@ -35,7 +35,6 @@ class ConvRule:
             statistics of them, and copies of a row would count.
         several_hops: whether rows travel along edges several times in a call; None if that is not known.
         of_all_types: whether it is called on all types of nodes and edges at once; `refused` is then for graphs of one type.
-        typed_adapter: `adapter` for graphs with types, by :mod:`lightning_gnn.extensions.node_types.binding`.
         refused: why it is not exact on a part of a graph, and what to use; empty where it is exact.
     """
 
@@ -49,7 +48,6 @@ class ConvRule:
     halo_columns: Callable[[Any], int | None] | None = None
     several_hops: bool | None = False
     of_all_types: bool = False
-    typed_adapter: Callable[[Any, Any, str], dict[str, Any]] | None = None
     refused: str = ""
 
 

@@ -25,8 +25,8 @@ FEATURES: dict[str, tuple[str, int]] = {
     ),
     "graph_files": (
         r"graph_files|array_files|in_?edges|streaming(_candidates)?|FolderSource|PartEdges|(?-i:(Row)?Blocks)|is_folder|read_folder"
-        r"|is_symmetric|cluster_graph|refine_parts|count_clusters|write_parts|partition_memory|in_files|build_from_files"
-        r"|converted|write_pieces",
+        r"|is_symmetric|cluster_graph|refine_parts|count_clusters|write_parts|partition_memory|build_from_files"
+        r"|write_pieces",
         2,
     ),
     "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.convs import add_to_rule, rule_of
+from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.norms import STATE, Statistics
 from lightning_gnn.nn.over_all import over_all
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
@@ -252,9 +252,7 @@ class TypedBinding(Binding):
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         assert isinstance(context, TypedGraph)
         self.check_unbound(conv, layer)
-        adapter = rule_of(type(conv)).typed_adapter
-        methods = {"forward": types.MethodType(_forward, conv)} if adapter is None else adapter(conv, context, layer)
-        self._patch(conv, methods, _TypedConv(context, layer))
+        self._patch(conv, _methods_of(conv, context, layer), _TypedConv(context, layer))
 
 
 def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
@@ -339,5 +337,11 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
     return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(of_relation, conv)}
 
 
-add_to_rule(pyg_nn.HANConv, typed_adapter=_han)
-add_to_rule(pyg_nn.HGTConv, typed_adapter=_hgt)
+@singledispatch
+def _methods_of(conv: MessagePassing, graph: TypedGraph, layer: str) -> dict[str, Any]:
+    """Returns the methods of a bound conv, by name; those that are called on all types at once have their own."""
+    return {"forward": types.MethodType(_forward, conv)}
+
+
+_methods_of.register(pyg_nn.HANConv, _han)
+_methods_of.register(pyg_nn.HGTConv, _hgt)
