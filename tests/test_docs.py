@@ -39,12 +39,17 @@ def test_what_a_page_names_is_there(page: Path):
 
 
 def test_the_map_has_each_folder():
-    """In the order of the import contract."""
+    """Of the core in the order of the import contract, and each extension and scheme."""
     layers = re.search(r"^layers = \[(.*?)\]", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    folders = [name for name in re.findall(r"\w+", layers[1]) if (REPOSITORY / "lightning_gnn" / name).is_dir()]
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
-    assert [name for row in rows for name in re.findall(r"`(\w+)/`", row)] == folders
+    package = REPOSITORY / "lightning_gnn"
+    folders = [name for name in re.findall(r"\w+", layers[1]) if (package / name).is_dir()]
+    text = (REPOSITORY / "docs" / "how-it-works.md").read_text()
+    places = text[text.index("## Where things are") : text.index("## Sources")]
+    core = re.findall(r"^\| `(\w+)/`", places[places.index("**The core**") :], re.MULTILINE)
+    assert core == folders[folders.index("strategy") :]
+    for folder in ("extensions", "strategies"):
+        for each in (package / folder).glob("*/__init__.py"):
+            assert f"`{each.parent.name}/`" in places or f"/{each.parent.name}/`" in places, each
 
 
 def test_each_table_has_a_command():

@@ -21,6 +21,7 @@ from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.in_process import InProcessWorld
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.strategy.scheme import bind_module
 
 
 def imported(name: str) -> ModuleType:
@@ -73,7 +74,9 @@ def draws(name: str, count: int, share: float = 0.5) -> Any:
         shard = shards(2)[rank]
         torch.manual_seed(7)
         conv, meter = CONVS[name]().double(), Meter()
-        binding = sampling.BoundarySampling(share, 0).bind(torch.nn.Sequential(conv), shard, world, meter)
+        binding = bind_module(
+            sampling.BoundarySampling(share, 0), torch.nn.Sequential(conv), shard, world, meter
+        )
         exchange: Any = binding.context.exchange
         x = torch.randn(N, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[shard.batch.n_id]
         outs, present, rows = [], [], []

@@ -228,16 +228,14 @@ def write_copy(
     text: bytes,
     source: str,
     bytes_of: Callable[[str, int], Iterable[bytes | memoryview]],
-    begin: Callable[[int], None],
 ) -> None:
     """Writes an entry that another machine has to `folder`, as :func:`write_store` does, file by file as its bytes come.
 
     Args:
-        folder: must not exist; its parent does.
+        folder: its parent exists.
         text: the manifest.
         source: the machine's name.
         bytes_of: returns the bytes of a file in pieces, given its name and size; called in the order of the manifest.
-        begin: called with the number of all bytes, once it is known that there is room for them.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written; the manifest or a file is not what was written there.
@@ -255,7 +253,6 @@ def write_copy(
     _check_form(folder, manifest, None, f"Use one version of lightning_gnn on {source} and here.")
     num_bytes = sum(size for size, _ in manifest["files"].values())
     check_space(folder.parent, num_bytes)
-    begin(num_bytes)
     with writing(folder.parent, num_bytes), _appearing(folder) as scratch:
         for name, (size, checksum) in manifest["files"].items():
             with _summed(scratch / name) as file:

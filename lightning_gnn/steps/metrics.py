@@ -56,6 +56,18 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _check_default_device() -> None:
+    """Raises ValueError for a default device that all ranks have alike, and by which metrics made in steps are not seen."""
+    seen = list[Any]()
+    with _Watch(lambda func, _: seen.append(func)):
+        device = torch.get_default_device()
+    if not seen:
+        raise ValueError(
+            f"torch.set_default_device({str(device)!r}) gives each rank the same device. Leave its number out, as in "
+            f"torch.set_default_device({device.type!r}), or the call: the Trainer moves modules and batches."
+        )
+
+
 def _see_guess(kept: dict[str, Any], func: Any, args: Any) -> None:
     """Counts the calls in which torchmetrics takes scores for logits, since one lies outside 0 to 1, and the others."""
     asks = func in (Tensor.ge, Tensor.lt) and sys._getframe(2).f_code is normalize_logits_if_needed.__code__
@@ -112,6 +124,7 @@ class StandInMetrics:
         self._counts_all = False
         if world.size == 1:
             return
+        _check_default_device()
         for metric in metrics_in([module, *callbacks]):
             if isinstance(metric, BootStrapper) and metric.sampling_strategy == "multinomial":
                 self.release()

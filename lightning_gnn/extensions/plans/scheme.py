@@ -35,6 +35,10 @@ from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 PartitionName = Literal["auto", "flat", "hierarchical"]
 
 
+_LINKS: WeakKeyDictionary[World, dict[Any, Topology | Hosts | None]] = WeakKeyDictionary()
+"""What has been found of running ranks, by the name that was asked for."""
+
+
 class PlannedScheme(EdgeCutScheme):
     """An edge cut whose rows may follow a plan over `topology`; arguments as of
     :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`."""
@@ -59,7 +63,6 @@ class PlannedScheme(EdgeCutScheme):
             asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
             raise ValueError(NO_TOPOLOGY.format(asked))
         self.plan, self.topology, self.partition = plan, topology, partition
-        self._between: WeakKeyDictionary[World, Topology | Hosts | None] = WeakKeyDictionary()
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -87,19 +90,20 @@ class PlannedScheme(EdgeCutScheme):
 
         Searched for once, whatever the number of exchanges.
         """
-        if world not in self._between:
-            self._between[world] = self._links(world)
-        return self._between[world]
+        if self.topology not in ("auto", "measured"):
+            return self.topology_of(world.size)
+        found = _LINKS.setdefault(world, {})
+        if self.topology not in found:
+            found[self.topology] = self._search(world)
+        return found[self.topology]
 
-    def _links(self, world: World) -> Topology | Hosts | None:
-        if self.topology == "measured" and world.size > 1:
-            return measured(world)
-        if self.topology == "auto":
-            if world.size <= MAX_DEVICES:
-                return detect(world)
-            hosts = hosts_of(world)
-            return Hosts(hosts) if len(hosts) > 1 else None
-        return self.topology_of(world.size)
+    def _search(self, world: World) -> Topology | Hosts | None:
+        if self.topology == "measured":
+            return measured(world) if world.size > 1 else self.topology_of(1)
+        if world.size <= MAX_DEVICES:
+            return detect(world)
+        hosts = hosts_of(world)
+        return Hosts(hosts) if len(hosts) > 1 else None
 
     def topology_of(self, size: int, num_hosts: int = 1) -> Topology | None:
         """Returns the topology of so many ranks; ``"auto"`` and ``"measured"`` see machines only, as there are no ranks yet.

@@ -11,6 +11,7 @@ import torch
 from common import assert_same, awkward_graph, single, train
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.extensions.plans import followed
 from lightning_gnn.extensions.plans.measure import levels, measure
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.topology_file import load_topology
@@ -171,17 +172,17 @@ def trained_over_measured_links(
     rank: int, size: int, graph: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    followed = DGCLScheme.followed
+    tell = followed._followed
 
-    def noted(scheme: DGCLScheme) -> dict[str, Any]:
-        found.append(followed(scheme))
+    def noted(*args: Any) -> dict[str, Any]:
+        found.append(tell(*args))
         return found[-1]
 
     def rate(world: World, a: int, b: int, *_: object) -> float:  # between ranks 0 and 1 links are slow
         return 0.01 if {a, b} == {0, 1} else 10.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DGCLScheme, "followed", noted)
+        patch.setattr(followed, "_followed", noted)
         patch.setattr("lightning_gnn.extensions.plans.measure.rate", rate)
         patch.setattr("lightning_gnn.extensions.plans.measure.fixed_seconds", lambda world: (0.0, 0.0))
         return train(rank, size, graph, "gcn", options=options), found[-1] if found else {}

@@ -373,7 +373,7 @@ def chosen_by_auto(rank: int, world_size: int) -> tuple[str, int]:
 
 def test_auto_chooses_once_and_alike(ranks):
     first, *others = ranks.run(2, chosen_by_auto)
-    assert first[1] == 5 and all(each == (first[0], 0) for each in others)
+    assert first[1] >= 5 and all(each == (first[0], 0) for each in others)  # users may have registered more
 
 
 def broken(rank: int, world_size: int) -> None:
