@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import BatchNorm, GATConv, GCNConv, MessagePassing, SAGEConv
+from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
@@ -21,6 +21,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.tools.parity import check_parity
 
@@ -57,8 +58,9 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
             continue
         graph = _graph()
         data = GraphDataModule(graph, partition=_part(size) if layout.kind == "edge_cut" else None)
-        for name, make in _MODULES.items():
-            report = check_parity(make(), data, [strategy], devices=size)
+        for name, make in _MODELS.items():
+            module = NodeClassifier(make(_FEATURES, 8, 2, _CLASSES, norm="batch_norm"))
+            report = check_parity(module, data, [strategy], devices=size)
             assert report.ok, f"{name} on {size} ranks:\n{report}"
             done.append(f"{name} on {size} ranks")
         part, holders, _ = data.assigned(graph, layout)
@@ -144,7 +146,7 @@ def _part(size: int) -> NDArray[np.int64]:
 class _UsersConv(MessagePassing):
     """A conv with a message of its own."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
         super().__init__(aggr="mean")
         self.lin = torch.nn.Linear(2 * inputs, outputs)
 
@@ -155,41 +157,18 @@ class _UsersConv(MessagePassing):
         return self.lin(torch.cat([x_i, x_j - x_i], -1)).tanh()
 
 
-class _Model(pl.LightningModule):
-    """Two convs, and steps as users write them."""
+class _UsersModel(BasicGNN):
+    """PyG's stack of convs, of a user's conv."""
 
-    def __init__(self, make: Callable[[int, int], torch.nn.Module]) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = make(_FEATURES, 8), BatchNorm(8), make(8, _CLASSES)
+    supports_edge_weight = supports_edge_attr = False
 
-    def forward(self, batch: Data) -> Tensor:
-        return self.second(self.norm(self.first(batch.x, batch.edge_index)).relu(), batch.edge_index)
-
-    def _loss(self, batch: Data, mask: Tensor, name: str) -> Tensor:
-        out = self(batch)
-        loss = F.cross_entropy(out[mask], batch.y[mask])
-        self.log_dict({f"{name}_loss": loss, f"{name}_acc": (out.argmax(-1) == batch.y)[mask].float().mean()})
-        return loss
-
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self._loss(batch, batch.train_mask, "train")
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._loss(batch, batch.val_mask, "val")
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._loss(batch, batch.test_mask, "test")
-
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch).softmax(-1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def init_conv(self, in_channels: int, out_channels: int, **options: Any) -> MessagePassing:
+        return _UsersConv(in_channels, out_channels, **options)
 
 
-_MODULES: dict[str, Callable[[], pl.LightningModule]] = {
-    "sums (GCNConv)": partial(_Model, GCNConv),
-    "extremes (SAGEConv, max)": partial(_Model, partial(SAGEConv, aggr="max")),
-    "attention (GATConv)": partial(_Model, GATConv),
-    "a message of a user's": partial(_Model, _UsersConv),
+_MODELS: dict[str, Callable[..., BasicGNN]] = {
+    "sums (GCN)": GCN,
+    "extremes (GraphSAGE, max)": partial(GraphSAGE, aggr="max"),
+    "attention (GAT)": GAT,
+    "a message of a user's": _UsersModel,
 }

@@ -64,8 +64,6 @@ class StoredGraph:
     feature_dtype: torch.dtype | None
     store: Path
     trainer: Any
-    NEEDED: tuple[str, ...]
-    """The arguments that another process needs, beside the store, to build the same entry."""
 
     @property
     def origin(self) -> GraphSource:

@@ -95,7 +95,7 @@ def test_what_is_broken_is_told(kind, says):
 
 
 def test_steps_that_differ_are_told():
-    with pytest.raises(AssertionError, match="GCNConv. on 2 ranks"):
+    with pytest.raises(AssertionError, match="GCN. on 2 ranks"):
         conformance(BrokenStrategy(Lost, approximation=""), (2,))
 
 
