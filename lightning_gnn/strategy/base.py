@@ -12,19 +12,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.comm.group import World
+from lightning_gnn.checks.alike import check_alike, module_and_trainer, optimizers_and_schedulers
+from lightning_gnn.checks.unregistered import unregistered
+from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
-from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
+from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits, check_links
+from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
-from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
@@ -33,10 +37,11 @@ from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
-from lightning_gnn.strategy import run_checks
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
-from lightning_gnn.strategy.graph_kinds import check_model
-from lightning_gnn.strategy.run_config import part_sizes
+from lightning_gnn.strategy.graph_kinds import check_for_layout, check_model, predicts_memory
+from lightning_gnn.strategy.memory import check_memory, check_own_memory
+from lightning_gnn.strategy.run_checks import RunChecks
+from lightning_gnn.strategy.run_config import log_run, part_sizes
 from lightning_gnn.strategy.scheme import Scheme, bind_module
 from lightning_gnn.strategy.self_checks import SelfChecks
 from lightning_gnn.strategy.steps import StepStrategy
@@ -153,10 +158,6 @@ class GNNStrategy(StepStrategy):
         """What makes training differ from that of one device, in a few words; empty if nothing does."""
         return ", ".join(filter(None, [self.scheme.approximation, f"codec {self.codec}" if self.codec else ""]))
 
-    def layout(self) -> LayoutSpec:
-        """Returns what the datamodule must give each rank."""
-        return self.scheme.layout(self.world_size, self.num_nodes)
-
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
 
@@ -164,8 +165,30 @@ class GNNStrategy(StepStrategy):
             trainer, given: whose call it is, and its arguments.
             self_check: whether the self-check may run here.
         """
-        if trainer is not None and self.world_size > 1:
-            run_checks.before_ranks_start(self, trainer, given, self_check, self._out_of_core is None)
+        if trainer is None or self.world_size == 1:
+            return
+        module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
+        found = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
+        data = self.check_data(found or getattr(trainer, "datamodule", None))
+        if module is None:
+            return  # Lightning says so
+        layout = self.layout()
+        if not layout.samples:  # else the graph decides what the model may be
+            check_for_layout(module, layout)
+        if self.num_nodes > 1:
+            return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
+        data.prepare_ahead(layout)
+        cut = data.stored_cut()
+        check_fits(module, cut)
+        check_links(module, cut, layout.samples)
+        self.check_model(module, cut)
+        if not layout.reads_edges(cut.types):
+            return
+        self._warm_up(module, trainer)
+        if self._out_of_core is None and predicts_memory(cut):
+            check_memory(self, data, module, trainer)
+        if self_check:
+            self._checks.ahead(module, cut, trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -175,12 +198,56 @@ class GNNStrategy(StepStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
-        shard = self._shard = run_checks.take_shard(self, trainer)
-        run_checks.before_stage(self, module, shard, trainer)
+        shard = self._shard = self.check_data(getattr(trainer, "datamodule", None)).shard
+        log_run(self, trainer, shard)
+        self._check_stage(module, shard, trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            run_checks.check_optimizers(self, trainer)
+            self._check_optimizers(trainer)
         self.begin_stage(trainer, shard)
+
+    def _check_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
+        """Checks on ranks, whose parts of the graph are there."""
+        check_alike(self.world, module_and_trainer(module, trainer))
+        self.check_model(module, shard)
+        if not self.binds(shard):
+            return
+        # One rank of a machine compiles, and the others load what it has kept.
+        if self.local_rank == 0:
+            self._warm_up(module, trainer)
+        self.world.barrier()
+        if self.local_rank != 0:
+            self._warm_up(module, trainer)
+        self._checks.before_stage(module, shard, trainer)
+        if predicts_memory(shard):
+            check_own_memory(self, trainer, shard)
+
+    def _check_optimizers(self, trainer: pl.Trainer) -> None:
+        """Refuses, on all ranks, what ``configure_optimizers`` has returned, if ranks could not train it together."""
+        failure: ValueError | None = None
+        if self.trains_on_batches and any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers):
+            failure = ValueError(
+                "LBFGS decides by the loss of a rank's own batch how far to step. Use Adam, AdamW or SGD, or a strategy whose "
+                "steps are of the whole graph."
+            )
+        elif self.world_size > 1:
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            failure = data.trained_by(self.optimizers) or unregistered(self._module, self.optimizers)
+        raise_together(self.world, failure, "The optimizers cannot be used on ranks")
+        made = optimizers_and_schedulers(self._module, self.optimizers, self.lr_scheduler_configs)
+        check_alike(self.world, made)
+
+    def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+        """Compiles what layers run, unless PyG's own code runs in all steps: then there is none to check either."""
+        if self.root_device.type != "cpu" or not self.checked_stages(trainer):
+            return
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        if "bf16" in str(trainer.precision):
+            dtypes.add(torch.bfloat16)
+        wrappers = [*transport_wrappers(), *([] if self.codec is None else [codecs().EncodingTransport])]
+        seconds = warm_up(kernel_groups(module), dtypes, [each.warm_up for each in wrappers])
+        if seconds:
+            rank_zero_info(f"Compiled in {seconds:.1f} s")
 
     def binds(self, shard: Shard) -> bool:
         """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
@@ -215,7 +282,7 @@ class GNNStrategy(StepStrategy):
         self._in_use.enter_context(
             in_hooks(trainer, lambda: values.hook(not (self.trains_on_batches and trainer.training)))
         )
-        self._callbacks = [*self.stage_callbacks(shard), run_checks.RunChecks()]
+        self._callbacks = [*self.stage_callbacks(shard), RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
         self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
@@ -264,10 +331,6 @@ class GNNStrategy(StepStrategy):
         with nullcontext() if self._out_of_core is None else self._out_of_core.turn():
             return super().backward(*args, **kwargs)
 
-    def transport_wrappers(self) -> list[Any]:
-        """Returns the classes that wrap the transport of training steps."""
-        return [*transport_wrappers(), *([] if self.codec is None else [codecs().EncodingTransport])]
-
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
         check_model(module, of, self.recompute)
@@ -288,11 +351,6 @@ class GNNStrategy(StepStrategy):
         users = ((self._module, pl.LightningModule), (data, pl.LightningDataModule))
         hooks = "on_before_batch_transfer", "transfer_batch_to_device"
         return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
-
-    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
-        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
-        assert trainer.state.fn is not None
-        return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
 
     @contextmanager
     def unbound(self) -> Iterator[None]:

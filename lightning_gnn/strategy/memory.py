@@ -25,7 +25,7 @@ from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.strategy.scheme import Scheme, bind_module, twin_of
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategy.base import GNNStrategy
+    from lightning_gnn.strategy.steps import StepStrategy
 
 @dataclass(frozen=True)
 class MemoryAdvice:
@@ -67,7 +67,7 @@ _PLENTY = 1000
 """Times what ranks hold at the least: more than layers ever keep, so nothing is predicted where so much is available."""
 
 
-def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+def check_memory(strategy: StepStrategy, data: GraphDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> None:
     """Refuses a run whose graph and weights do not fit into this machine's memory, and warns if training will not.
 
     In the process that starts the ranks, which are CPU ranks; others look at their devices themselves.
@@ -99,7 +99,7 @@ def check_memory(strategy: GNNStrategy, data: GraphDataModule, module: pl.Lightn
         warn_of_memory(strategy, module, trainer, cut.shard(first), of_ranks, available, working)
 
 
-def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -> None:
+def check_own_memory(strategy: StepStrategy, trainer: pl.Trainer, shard: Shard) -> None:
     """Warns if what a rank needs does not fit onto its device; several CPU ranks were looked at before they were started."""
     on_cpu = strategy.root_device.type == "cpu"
     if strategy.trains_on_batches or (on_cpu and strategy.world_size > 1) or trainer.state.fn != TrainerFn.FITTING:
@@ -116,7 +116,7 @@ def check_own_memory(strategy: GNNStrategy, trainer: pl.Trainer, shard: Shard) -
 
 
 def warn_of_memory(
-    strategy: GNNStrategy,
+    strategy: StepStrategy,
     module: pl.LightningModule,
     trainer: pl.Trainer,
     shard: Shard,
@@ -160,7 +160,7 @@ def warn_of_memory(
     )
 
 
-def _ways(strategy: GNNStrategy, needed: Callable[..., int], available: int) -> Iterator[str]:
+def _ways(strategy: StepStrategy, needed: Callable[..., int], available: int) -> Iterator[str]:
     """Yields what would fit, and what takes less in any case."""
     least = needed(True)
     if least <= available:

@@ -25,7 +25,7 @@ from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 if TYPE_CHECKING:
-    from lightning_gnn.strategy.base import GNNStrategy
+    from lightning_gnn.strategy.steps import StepStrategy
 
 Outcomes = Mapping[str, SelfCheck]
 
@@ -34,7 +34,7 @@ class SelfChecks(pl.Callback):
     """Checks the steps of a strategy's module before a stage. All ranks call it; one of them tries out a step, and tells the
     others. Logs ``check/seconds``: what checks have taken."""
 
-    def __init__(self, strategy: GNNStrategy) -> None:
+    def __init__(self, strategy: StepStrategy) -> None:
         self._strategy = strategy
         self.shard: Shard | None = None
         self._outcomes: Outcomes = {}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.bind import Binding
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import explained
 from lightning_gnn.rows.graph import GraphRows, whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
@@ -27,21 +30,23 @@ from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategy.ranks import RankStrategy
 from lightning_gnn.strategy.scheme import Scheme
-from lightning_gnn.strategy.self_checks import SelfChecks
 
 
 class StepStrategy(RankStrategy):
     """Runs the module's steps, and sums gradients over ranks; a subclass binds the module. Between set-up and teardown, `random`
     are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
 
+    strategy_name: str
     scheme: Scheme
+    self_check: bool
+    keep_constant: bool
     keep_memory: bool
+    recompute: bool
     predictions: Predictions
     redraw_every = 1
     """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
     trains_on_batches = False
     """An epoch has many steps, on parts of the graph; else one step, on all of it."""
-    _checks: SelfChecks
 
     def __init__(self, *options: Any, **plugins: Any) -> None:
         super().__init__(*options, **plugins)
@@ -55,6 +60,15 @@ class StepStrategy(RankStrategy):
         self._shared: SharedModel | None = None
         self._in_use = ExitStack()
         self._steps = 0
+
+    def layout(self) -> LayoutSpec:
+        """Returns what the datamodule must give each rank."""
+        return self.scheme.layout(self.world_size, self.num_nodes)
+
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
+        assert trainer.state.fn is not None
+        return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
 
     @property
     def gradient_seconds(self) -> tuple[float, float]:
