@@ -23,10 +23,22 @@ def code_lines(file: Path) -> int:
     return len({line for each in lines for line in each} - docs)
 
 
+LIMITS = json.loads((ROOT / ".ci/limits.json").read_text())
+"""Numbers that are only lowered; those beside ``code_lines`` are read by tests."""
+
+_OUTER = ("extensions", "functional", "strategies", "tools", "__init__.py", "__main__.py", "testing.py")
+
+
+def files_of(name: str) -> list[Path]:
+    """Returns the files of a folder, or of the package's core."""
+    files = (ROOT / ("lightning_gnn" if name == "core" else name)).rglob("*.py")
+    return [file for file in files if name != "core" or file.relative_to(ROOT).parts[1] not in _OUTER]
+
+
 def main() -> None:
     failed = False
-    for name, limit in json.loads((ROOT / ".ci/limits.json").read_text()).items():
-        count = sum(map(code_lines, (ROOT / name).rglob("*.py")))
+    for name, limit in LIMITS["code_lines"].items():
+        count = sum(map(code_lines, files_of(name)))
         print(f"{name}: {count:,} code lines of at most {limit:,}")
         failed |= count > limit
     sys.exit(failed)

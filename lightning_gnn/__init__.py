@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning_gnn.strategies  # noqa: F401  registers their names
 from lightning_gnn.foreign import leave_out
 from lightning_gnn.launching.script import join_parent
+from lightning_gnn.registry import home_of
 
 if TYPE_CHECKING:
     from lightning_gnn.callbacks.communication import CommunicationMonitor
@@ -57,20 +58,6 @@ leave_out()
 
 __version__ = "0.2.0"
 
-_MODULES = {
-    "lightning_gnn.tools.advising.advice": ["advise"],
-    "lightning_gnn.tools.advising.auto": ["AutoStrategy"],
-    "lightning_gnn.strategies.vertex_cut.thresholds": ["AdaptiveThreshold", "LargestChanges"],
-    "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
-    "lightning_gnn.tools.comparing": ["compare"],
-    "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
-    "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
-    "lightning_gnn.tools.parity": ["check_parity"],
-    "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
-}
-"""Where names are that a rank may do without; each module is imported with the first of its names."""
-
-
 _REMOVED = {
     "CommunicationTrace": "Trainer(profiler=PyTorchProfiler(...)) writes a trace with the same spans (docs/logging.md)",
     "StagedStrategy": "Fit under the first strategy, and continue under the second with another Trainer, "
@@ -85,9 +72,7 @@ def __getattr__(name: str) -> Any:
     if name in _REMOVED:
         raise ImportError(f"lightning_gnn.{name} was removed. {_REMOVED[name]}.")
     if name in __all__:
-        home = "lightning_gnn.strategies" if name.endswith("Strategy") else "lightning_gnn.nn"
-        home = next((module for module, names in _MODULES.items() if name in names), home)
-        return getattr(import_module(home), name)
+        return getattr(import_module(home_of(name)), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,8 +25,23 @@ STRATEGIES = {
 }
 """The module and the class of each strategy, by the name that ``Trainer(strategy=...)`` takes."""
 
+_OF_STRATEGIES = {"GNNStrategy": "lightning_gnn.strategy.base", "Scheme": "lightning_gnn.strategy.scheme"}
+
 _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover", "spmm", "vertex_cut")]
 """Modules that register what an exchange of their schemes costs."""
+_NAMES = {
+    "lightning_gnn.tools.advising.advice": ["advise"],
+    "lightning_gnn.tools.advising.auto": ["AutoStrategy"],
+    "lightning_gnn.strategies.vertex_cut.thresholds": ["AdaptiveThreshold", "LargestChanges"],
+    "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
+    "lightning_gnn.tools.comparing": ["compare"],
+    "lightning_gnn.datamodules": ["GraphDataModule", "planted_partition", "split_edges"],
+    "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
+    "lightning_gnn.tools.parity": ["check_parity"],
+    "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
+}
+"""The public names of the package, by modules that are imported with the first of them; others are strategies, and of layers."""
+
 PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner", "Streaming")}
 """The module and the class of each partitioner of nodes that is an extension, by its name as a ``partition``."""
 
@@ -42,6 +57,23 @@ _FEATURES = {
     "node_types.small_graph": ["typed_small_graph"],
 }
 """What the core takes from extensions, by their modules; each is imported when one of its names is asked for."""
+
+
+def home_of(name: str) -> str:
+    """Returns the module that a public name of the package is in."""
+    home = "lightning_gnn.strategies" if name.endswith("Strategy") else "lightning_gnn.nn"
+    return next((module for module, names in _NAMES.items() if name in names), home)
+
+
+def class_of_strategies(name: str) -> Any:
+    """Returns one of :data:`STRATEGIES`, or what they have in common, by the name of its class; None for another name."""
+    homes = {kind: module for module, kind in STRATEGIES.values()} | _OF_STRATEGIES
+    return getattr(import_module(homes[name]), name) if name in homes else None
+
+
+def triton_loops() -> ModuleType:
+    """Returns the loops of GPUs, whose import takes a while."""
+    return import_module("lightning_gnn.kernels.triton_loops")
 
 
 def feature(name: str) -> Any:

@@ -1,10 +1,18 @@
 """What importing the package loads, and what a fit does."""
 
+import ast
+import json
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+from processes import REPOSITORY
 from warm import cold
+
+_SIZE = spec_from_file_location("size", REPOSITORY / ".ci" / "size.py")
+size = module_from_spec(_SIZE)
+_SIZE.loader.exec_module(size)
 
 NOT_IN_A_RANK = ("jsonargparse", "lightning.pytorch.cli", "lightning_gnn.tools")
 FIT = """
@@ -52,6 +60,33 @@ def test_a_fit_loads_no_command_line_no_reports_and_no_other_scheme():
     unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others))
     assert "lightning_gnn.strategies.dgcl.strategy" in modules
     assert not [name for name in modules if name.startswith(unused)]
+
+
+LIMITS = json.loads((REPOSITORY / ".ci" / "limits.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("what", "script"),
+    [("GraphDataModule and DGCLStrategy", "lightning_gnn.GraphDataModule, lightning_gnn.DGCLStrategy"), ("a dgcl fit", FIT)],
+)
+def test_little_of_the_package_is_loaded(what, script):
+    """Limits are only lowered."""
+    modules, _ = loaded(script)
+    ours = [name for name in modules if name.partition(".")[0] == "lightning_gnn"]
+    files = [REPOSITORY.joinpath(*name.split(".")) for name in ours]
+    lines = sum(size.code_lines(each / "__init__.py" if each.is_dir() else each.with_suffix(".py")) for each in files)
+    most = LIMITS["loaded"][what]
+    assert len(ours) <= most["modules"] and lines <= most["code_lines"], (len(ours), lines)
+
+
+def test_only_the_registry_names_modules_by_strings():
+    """Elsewhere import contracts see what is imported; two packages take names from the registry when asked for them."""
+    package = REPOSITORY / "lightning_gnn"
+    may = {package / "registry.py", package / "__init__.py", package / "strategies" / "__init__.py"}
+    for file in set(package.rglob("*.py")) - may:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+                assert not ast.unparse(node.args[0]).startswith(("'lightning_gnn.", "f'lightning_gnn.")), file
 
 
 @pytest.mark.parametrize(

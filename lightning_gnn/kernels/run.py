@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing_extensions import override
 from lightning_gnn.console import is_live, progress_bar, shows_bars
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.loops import LOOPS
+from lightning_gnn.registry import triton_loops
 
 _SMALL = 1 << 17
 """Below so many multiplications another thread costs more than it saves."""
@@ -40,7 +40,7 @@ Backend = Callable[[str, tuple[Any, ...]], None]
 
 def _on_gpu(name: str, arguments: tuple[Any, ...]) -> None:
     # Imported at first use: it takes a while, and is of no use on the CPU.
-    loops = import_module("lightning_gnn.kernels.triton_loops")
+    loops = triton_loops()
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
     # Triton launches on the current device, which need not be that of the tensors.

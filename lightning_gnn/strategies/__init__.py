@@ -14,7 +14,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_gnn.registry import STRATEGIES
+from lightning_gnn.registry import STRATEGIES, class_of_strategies
 
 if TYPE_CHECKING:
     from lightning_gnn.strategies.cover.strategy import CoverStrategy
@@ -35,17 +35,12 @@ if TYPE_CHECKING:
 PLUGINS = "lightning_gnn.strategies"
 """The group of entry points by which a package brings strategies: ``name = "package.module:Class"``."""
 
-_MODULES = {
-    **{name: module for module, name in STRATEGIES.values()},
-    "GNNStrategy": "lightning_gnn.strategy.base",
-    "Scheme": "lightning_gnn.strategy.scheme",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    found = class_of_strategies(name)
+    if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return found
 
 
 class _Lazy:
