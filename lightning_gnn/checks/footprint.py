@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,7 +33,6 @@ from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
-from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.rows.graph import GraphRows
@@ -257,15 +257,53 @@ def memory_of(*objects: Any) -> dict[int, int]:
     return found
 
 
-def footprint_of(
-    counted: Counted, binding: Binding, shard: Shard, module: torch.nn.Module, world: InProcessWorld
-) -> Footprint:
-    """Returns what was counted in a step, once its backward is done."""
-    weights = [*module.parameters()]
-    held = memory_of(binding.context, shard.batch, weights, [*module.buffers()])
-    of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
-    edges = shard.batch.edge_index.size(1)
-    return Footprint(sum(held.values()) + of_optimizer + world.transport.most_bytes, edges, counted.take(held))
+class RankStep:
+    """The training step of one rank of several that are threads, its forward and backward; what it keeps is counted.
+
+    Args:
+        module: of this rank, on the CPU; bound from now on.
+        shard: what the rank holds, on the CPU.
+        bind: how the scheme binds a module to a rank's shard.
+    """
+
+    def __init__(self, module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind) -> None:
+        self.module, self.shard, self.world = module, shard, world
+        self.binding = bind(module, shard, world)
+        self._counted = Counted(module)
+        self._rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+        self._rows.place_state(module, world)
+        if not module.automatic_optimization:
+            without_optimizers(module, self._backward)
+
+    def bound(self) -> AbstractContextManager[Any]:
+        """While open, steps of this thread run on the rank's graph."""
+        return graph_in_use(self.binding.context, this_thread_only=True)
+
+    def run(self, counts: bool = False) -> None:
+        """Runs the step; `counts`: what its forward keeps is counted."""
+        with self._counted if counts else nullcontext(), self._rows.mode:
+            output = run_step(self.module, "training_step", self._rows.place(copy.copy(self.shard.batch)))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.module.automatic_optimization and isinstance(loss, Tensor):
+            self._backward(loss)
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._rows.mode.opened(in_backward=True):
+            (loss / self.world.size).backward(*args, **kwargs)
+
+    def footprint(self) -> Footprint:
+        """Returns what was counted, once the backward is done."""
+        weights = [*self.module.parameters()]
+        held = memory_of(self.binding.context, self.shard.batch, weights, [*self.module.buffers()])
+        of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
+        edges, messages = self.shard.batch.edge_index.size(1), self.world.transport.most_bytes
+        return Footprint(sum(held.values()) + of_optimizer + messages, edges, self._counted.take(held))
+
+    def release(self) -> None:
+        """Leaves the module as it was."""
+        self._rows.release(self.module)
+        self._counted.release()
+        self.binding.release()
 
 
 class Predicted:
@@ -329,30 +367,12 @@ def _steps(
     shards = split_graph(small.graph, small.part, layout, holders)
 
     def on_rank(rank: int) -> Footprint:
-        model = models[rank]
-        world = InProcessWorld(rank, meeting)
-        binding = bind(model, shards[rank], world)
-        counted = Counted(model)
-        rows = GraphRows(shards[rank], world, expand=expand, reduce=reduce)
-        rows.place_state(model, world)
-
-        def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            with rows.mode.opened(in_backward=True):
-                (loss / world.size).backward(*args, **kwargs)
-
-        with graph_in_use(binding.context, this_thread_only=True):
-            if not model.automatic_optimization:
-                without_optimizers(model, run_backward)
-            with counted, rows.mode:
-                output = run_step(model, "training_step", rows.place(copy.copy(shards[rank].batch)))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if model.automatic_optimization and isinstance(loss, Tensor):
-                run_backward(loss)
-        found = footprint_of(counted, binding, shards[rank], model, world)
-        model.zero_grad()
-        rows.release(model)
-        counted.release()
-        binding.release()
+        step = RankStep(models[rank], shards[rank], InProcessWorld(rank, meeting), bind)
+        with step.bound():
+            step.run(counts=True)
+        found = step.footprint()
+        models[rank].zero_grad()
+        step.release()
         return found
 
     return list(zip(shards, of_ranks(meeting.run(on_rank))))

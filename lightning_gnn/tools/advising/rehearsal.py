@@ -6,7 +6,6 @@ memory of all ranks together.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,17 +18,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.checks.footprint import Counted, Footprint, footprint_of
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet, run_step, without_optimizers
+from lightning_gnn.checks.footprint import Footprint, RankStep
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet
+from lightning_gnn.checks.trial import Bind
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
-from lightning_gnn.rows.graph import GraphRows
-
-Bind = Callable[[torch.nn.Module, Shard, World], Binding]
 
 STEPS = 4
 """Rehearsed; the first makes what all others keep, and the median of the others counts, stretch by stretch."""
@@ -146,37 +141,24 @@ def rehearse(
     recorder = _Recorder(len(shards), time.thread_time if threads == 1 else time.perf_counter)
 
     def on_rank(rank: int) -> Footprint:
-        world, shard = InProcessWorld(rank, recorder), shards[rank]
+        world = InProcessWorld(rank, recorder)
         prepared = nullcontext() if prepare is None else prepare(world)
         model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
-        binding = bind(model, shard, world)
-        counted = Counted(model)
-        rows = GraphRows(shard, world, expand=expand, reduce=reduce)
-        rows.place_state(model, world)
-
-        def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            with rows.mode.opened(in_backward=True):
-                (loss / world.size).backward(*args, **kwargs)
-
-        if not model.automatic_optimization:
-            without_optimizers(model, run_backward)
+        step = RankStep(model, shards[rank], world, bind)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
-        with graph_in_use(binding.context, this_thread_only=True), prepared:
-            for step in range(STEPS):
+        with step.bound(), prepared:
+            for number in range(STEPS):
                 recorder.begin(rank)
-                binding.context.begin_step()
-                with counted if step == 0 else nullcontext(), rows.mode:
-                    output = run_step(model, "training_step", rows.place(copy.copy(shard.batch)))
-                if model.automatic_optimization:
-                    run_backward(output["loss"] if isinstance(output, dict) else output)
+                step.binding.context.begin_step()
+                step.run(counts=number == 0)
                 _sum_gradients(parameters, world)
                 optimizer.step()
-                if step == 0:
-                    footprint = footprint_of(counted, binding, shard, model, world)
+                if number == 0:
+                    footprint = step.footprint()
                 optimizer.zero_grad()
                 recorder.note(rank)
-        rows.release(model)
+        step.release()
         return footprint
 
     with aside(), keeping_freed_memory(), ExitStack() as stack:
