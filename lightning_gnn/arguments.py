@@ -105,9 +105,7 @@ def checked_batches(fanouts: Any, batch_size: int | None) -> Fanouts | None:
 def checked_fanouts(fanouts: Any) -> Fanouts:
     """Returns fan-outs; edge types may be written as ``"author__writes__paper"``."""
     if not isinstance(fanouts, (Mapping, Sequence)) or isinstance(fanouts, str):
-        raise ValueError(
-            f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)})."
-        )
+        raise ValueError(f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)}).")
     typed, found = isinstance(fanouts, Mapping), dict[Any, list[int]]()
     for kind, each in fanouts.items() if isinstance(fanouts, Mapping) else [(None, fanouts)]:
         key = tuple(kind.split("__")) if isinstance(kind, str) else kind

@@ -135,12 +135,8 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
         return args
     other = newest_whole(file)
     if other is None:
-        raise DamagedCheckpointError(
-            f'ckpt_path="last" is {file}, which is damaged: {damage}. No other one there is whole.'
-        )
-    rank_zero_warn(
-        f'ckpt_path="last" is {file}, which is damaged: {damage}. Taken instead, the newest whole one: {other}'
-    )
+        raise DamagedCheckpointError(f'ckpt_path="last" is {file}, which is damaged: {damage}. No other one there is whole.')
+    rank_zero_warn(f'ckpt_path="last" is {file}, which is damaged: {damage}. Taken instead, the newest whole one: {other}')
     return tuple(str(other) if index in places else each for index, each in enumerate(args))
 
 

@@ -50,9 +50,7 @@ def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
         TimeoutError: it is not there in so many seconds.
     """
     functions = functions_of(tensor.device)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin(tensor.device)).copy_(
-        tensor, non_blocking=True
-    )
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin(tensor.device)).copy_(tensor, non_blocking=True)
     copied = functions.Event()
     copied.record(functions.current_stream(tensor.device))
     began = time.monotonic()

@@ -242,8 +242,7 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
         else "Balance the parts: another `partition` of GraphDataModule, or the strategy vertex_cut for graphs with hubs."
     )
     return (
-        f"{found}: rank {slowest} keeps the others waiting; it waited {waited[slowest] / seconds:.0%}. Its part: {size}. "
-        f"{advice}"
+        f"{found}: rank {slowest} keeps the others waiting; it waited {waited[slowest] / seconds:.0%}. Its part: {size}. {advice}"
     )
 
 

@@ -100,8 +100,6 @@ def draw_parts(counts: Mapping[str, Sequence[int]], title: str) -> Figure:
     axes.set_xlabel("part")
     axes.set_ylabel("of the average")
     axes.set_xticks(range(0, num_parts, max(1, num_parts // 16)))
-    figure.legend(
-        fontsize=8, frameon=False, ncols=len(counts), loc="outside lower center", title="average", title_fontsize=8
-    )
+    figure.legend(fontsize=8, frameon=False, ncols=len(counts), loc="outside lower center", title="average", title_fontsize=8)
     axes.set_title(title, fontsize=12, color=INK)
     return figure

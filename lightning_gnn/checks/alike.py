@@ -68,9 +68,7 @@ def _differs(first: str | None, other: str | None, what: str) -> bool:
 
 def _text(first: Description, other: Description, rank: int, differing: list[str]) -> str:
     what, more = differing[0], differing[1:]
-    others = (
-        f"; {len(more)} more differ, {', '.join(more[:_SHOWN])}{', ...' if len(more) > _SHOWN else ''}" if more else ""
-    )
+    others = f"; {len(more)} more differ, {', '.join(more[:_SHOWN])}{', ...' if len(more) > _SHOWN else ''}" if more else ""
     found = _cut(first.get(what, "missing")), _cut(other.get(what, "missing"))
     return (
         f"Ranks were not given the same run: {what} is {found[0]} on rank 0 and {found[1]} on rank {rank}{others}. Each rank "
@@ -109,9 +107,7 @@ def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer) -> Descr
     return found
 
 
-def optimizers_and_schedulers(
-    module: torch.nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]
-) -> Description:
+def optimizers_and_schedulers(module: torch.nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> Description:
     """Returns what ``configure_optimizers`` has made: classes, options by parameter group, and whose parameters they are."""
     found, names = {}, {id(parameter): name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):

@@ -95,8 +95,7 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
         found = [
-            {**each._asdict(), "messages": self.messages[each], "bytes_sent": self.bytes_sent[each]}
-            for each in self.bytes_sent
+            {**each._asdict(), "messages": self.messages[each], "bytes_sent": self.bytes_sent[each]} for each in self.bytes_sent
         ]
         return {"step": self.step, "operations": found}
 

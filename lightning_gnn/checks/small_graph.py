@@ -68,9 +68,7 @@ class SmallGraph:
         return replace(self, part=np.zeros_like(self.part), holders=np.zeros_like(self.holders))
 
 
-def small_graph(
-    batch: Data, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0
-) -> SmallGraph:
+def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0) -> SmallGraph:
     """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
 
     Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
@@ -166,9 +164,7 @@ def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
-def random_edges(
-    sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator
-) -> Tensor:
+def random_edges(sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator) -> Tensor:
     """Returns the edges of both parts, ``[2, E]``, between so many nodes of the `same` type or of two; of each, the nodes of the
     first part come first."""
     busy, own = torch.cat(_busy(sources)), _busy(targets)

@@ -110,9 +110,7 @@ class QuietTrainer:
     reads_epoch = False
     _logged: LoggedValues | None = None
 
-    def __init__(
-        self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None) -> None:
         self._trainer = trainer
         self.state: TrainerState = copy.copy(trainer.state)
         if stage is not None:
@@ -334,9 +332,7 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
     def one_or_all(found: list[_Idle]) -> Any:
         return found[0] if len(found) == 1 else found
 
-    _replace(
-        model, optimizers=lambda *_, **__: one_or_all(idle()[0]), lr_schedulers=lambda: one_or_all(idle()[1]) or None
-    )
+    _replace(model, optimizers=lambda *_, **__: one_or_all(idle()[0]), lr_schedulers=lambda: one_or_all(idle()[1]) or None)
     _replace(model, **dict.fromkeys(("log", "log_dict", "print"), ignore))
     return model
 

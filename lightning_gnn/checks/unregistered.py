@@ -14,9 +14,7 @@ _DEEPEST = 4
 """Containers in containers in which a parameter is looked for, to name it."""
 
 
-def unregistered(
-    module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()
-) -> ValueError | None:
+def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()) -> ValueError | None:
     """Returns an error that names the first parameter of an optimizer that learns and is none of the module's; None without.
 
     Args:

@@ -62,9 +62,7 @@ def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], 
         _broadcast(world, lacking, folder, lock)
 
 
-def _broadcast(
-    world: World, lacking: Sequence[int], folder: Path, lock: Callable[[str], AbstractContextManager[None]]
-) -> None:
+def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callable[[str], AbstractContextManager[None]]) -> None:
     """Sends the entry of rank 0 to those that lack it; the other ranks only wait with them, piece by piece.
 
     Before each piece all ranks tell each other whether they can go on, so none waits for one that has failed, nor longer than a

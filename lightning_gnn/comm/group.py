@@ -125,9 +125,7 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
             if name == "come" or rank == 0:
                 store.wait([f"all {name}"], timeout)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {rank} waited for the other ranks of the last run, which did not all come: {error}"
-        ) from error
+        raise RuntimeError(f"Rank {rank} waited for the other ranks of the last run, which did not all come: {error}") from error
 
 
 class CommunicationError(RuntimeError):
@@ -172,9 +170,7 @@ class World:
     """Makes memory, on a device, for what an exchange receives."""
     _watchdog = Watchdog
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.step, self.calls = Step(), Counter[str]()
         self.watch = self._watchdog(rank, size, timeout.total_seconds())
@@ -421,9 +417,7 @@ class World:
                     dist.broadcast(piece.view(-1).view(torch.uint8), source, group=self._group_of(piece))
         return out
 
-    def scatter_rows(
-        self, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0
-    ) -> Tensor:
+    def scatter_rows(self, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
         """Returns this rank's piece, on its device; one rank has those of all ranks, the others pass None.
 
         Args:

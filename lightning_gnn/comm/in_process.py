@@ -138,9 +138,7 @@ class InProcessTransport(Transport):
         return torch.empty(*shape, dtype=dtype, device=device)
 
     @override
-    def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
-    ) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         coming = sum(rows.most_bytes if isinstance(rows, UpTo) else rows.nbytes for _, rows in receives)
         self.most_bytes = max(self.most_bytes, coming + sum(rows_of(rows).nbytes for _, rows in sends))
         waits = [self._expect(peer, into) for peer, into in receives]
@@ -154,9 +152,7 @@ class InProcessTransport(Transport):
         return wait
 
     @override
-    def start_varied(
-        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], dict[int, Tensor]]:
+    def start_varied(self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
         waits = {peer: self._expect(peer) for peer in senders}
         self.start_each(sends, [])
         return lambda: {peer: wait() for peer, wait in waits.items()}
@@ -213,9 +209,7 @@ def _check_varied(found: Any, into: UpTo, peer: int) -> None:
     """Raises PeerError unless `found` are bytes, and not too many."""
     if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.numel() > into.most_bytes:
         what = f"{found.nbytes} bytes of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-        raise PeerError(
-            peer, f"rank {peer} sent {what} where {into.most_bytes} bytes at most were expected, and is elsewhere"
-        )
+        raise PeerError(peer, f"rank {peer} sent {what} where {into.most_bytes} bytes at most were expected, and is elsewhere")
 
 
 class InProcessWorld(World):

@@ -60,9 +60,7 @@ class JoinedExchange:
         return waited
 
 
-def _side_by_side(
-    first: Sequence[int], second: Sequence[int], device: torch.device
-) -> tuple[list[int], Sequence[Tensor]]:
+def _side_by_side(first: Sequence[int], second: Sequence[int], device: torch.device) -> tuple[list[int], Sequence[Tensor]]:
     """Returns how many rows both have for each rank, ``[P]``, and the places of the rows of either in messages that hold those of
     the first and then those of the second."""
     peer = torch.cat([torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)) for counts in (first, second)])

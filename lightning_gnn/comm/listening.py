@@ -65,9 +65,7 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = _take(port) or _listener(address, port, size)
         if listener is not None:
-            return dist.TCPStore(
-                address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
-            )
+            return dist.TCPStore(address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
     if rank > 0:
         _wait_for_listener(address, port)
     return next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
@@ -89,9 +87,7 @@ def end_for_lost_agents(agents: Collection[int]) -> None:
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection((address, port), _AGENT_S).close()  # torch would try again, at length
-        store = dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S)
-        )
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S))
         of_agents = dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
         for _ in agents:
             barriers._barrier_nonblocking(of_agents, int(os.environ["GROUP_WORLD_SIZE"]), api._TERMINAL_STATE_SYNC_ID)

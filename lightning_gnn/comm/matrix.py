@@ -151,9 +151,7 @@ class SparseMatrix(Matrix):
     @cached_property
     def _parts(self) -> dict[tuple[bool, bool], _Part]:
         """By where rows and columns lie, so that what needs no waiting is multiplied while rows travel."""
-        return {
-            (own_row, own_col): self._part(own_row, own_col) for own_row in (True, False) for own_col in (True, False)
-        }
+        return {(own_row, own_col): self._part(own_row, own_col) for own_row in (True, False) for own_col in (True, False)}
 
     def _part(self, own_row: bool, own_col: bool) -> _Part:
         """Returns the entries between own or others' rows and own or others' columns."""

@@ -45,9 +45,7 @@ def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     for size, each in zip(data[:begin].view(torch.int64).tolist(), like):
         num_bytes = size * each.element_size() * each.shape[1:].numel()
         shape = size, *each.shape[1:]
-        found.append(
-            data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape)
-        )
+        found.append(data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape))
         begin += num_bytes + -num_bytes % 8
     return found
 
@@ -98,9 +96,7 @@ class TransportChannel:
         traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
         with during_exchange(self._world, layer, "question"):
             self._world.watch.begins(joint=False)
-            found = self._world.transport.start_varied(
-                [(peer, each.view(torch.uint8)) for peer, each in sends], peers
-            )()
+            found = self._world.transport.start_varied([(peer, each.view(torch.uint8)) for peer, each in sends], peers)()
         traffic.seconds = self._meter.since(began, self._world.device, layer, "forward")
         self._meter.record(layer, "forward", traffic)
         found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}

@@ -130,9 +130,7 @@ class SharedMemory:
             self._control = Segment.create(1 << 16)
             size = self._control.size
         everyone = exchange_objects((key, os.getpid(), self._control.fd if self._control else -1))
-        self._pids = {
-            r: pid for r, (other, pid, _) in enumerate(everyone) if key is not None and other == key and r != rank
-        }
+        self._pids = {r: pid for r, (other, pid, _) in enumerate(everyone) if key is not None and other == key and r != rank}
         self._tables: dict[int, np.ndarray] = {}
         width = _CLOSED + 1
         if len(everyone) * width * 8 > size:

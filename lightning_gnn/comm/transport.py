@@ -124,9 +124,7 @@ class Transport(ABC):
         """Returns memory for rows that the next :meth:`start_each` sends."""
 
     @abstractmethod
-    def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
-    ) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         """Starts to send rows to peers and to receive rows from them; returns the function that waits.
 
         Args:
@@ -153,9 +151,7 @@ class Transport(ABC):
         return sends, by_peer(into, into_counts), self.traffic(sends), None
 
     @abstractmethod
-    def start_varied(
-        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], dict[int, Tensor]]:
+    def start_varied(self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
         """Starts to send bytes to peers and to receive, from each of `senders`, as many as it sends.
 
         Args:
@@ -278,9 +274,7 @@ class ProcessTransport(Transport):
         return Scratch(self._free_scratch(count).view(dtype).view(*shape))
 
     @override
-    def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
-    ) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         into: list[tuple[int, Tensor]] = []  # what gloo or NCCL fill
         accepts: list[tuple[int, Accept]] = []  # by peers whose memory is mapped
         varied: list[tuple[UpTo, Tensor]] = []
@@ -338,9 +332,7 @@ class ProcessTransport(Transport):
         return works
 
     @override
-    def start_varied(
-        self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], dict[int, Tensor]]:
+    def start_varied(self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
         local = [(peer, data) for peer, data in sends if peer in self._local]
         remote = [(peer, data) for peer, data in sends if peer not in self._local]
         from_afar = [peer for peer in senders if peer not in self._local]

@@ -314,9 +314,7 @@ class Watchdog:
     def _longest_wait(self) -> tuple[str, float]:
         """Returns the operation that lasts longest, and for how many seconds it has."""
         now = time.monotonic()
-        return max(
-            ((name, now - began) for name, began in list(self._running.values())), key=itemgetter(1), default=("", 0.0)
-        )
+        return max(((name, now - began) for name, began in list(self._running.values())), key=itemgetter(1), default=("", 0.0))
 
     def _difference(self) -> str:
         """Compares, on rank 0, what ranks have said: each with rank 0, and with the rank that it waits for."""

@@ -46,9 +46,7 @@ class GraphData(Data):
         **values: the attributes.
     """
 
-    def __init__(
-        self, kinds: Mapping[str, Kind] | None = None, left_out: Mapping[str, str] | None = None, **values: Any
-    ) -> None:
+    def __init__(self, kinds: Mapping[str, Kind] | None = None, left_out: Mapping[str, str] | None = None, **values: Any) -> None:
         super().__init__()
         # Beside the attributes, whose names are the user's.
         self.__dict__.update(_kinds=dict(kinds or {}), _left_out=dict(left_out or {}))
@@ -83,9 +81,7 @@ def of_full_graph(left_out: Mapping[str, str]) -> dict[str, str]:
 
 def kinds_of(data: Data) -> dict[str, Kind]:
     """Returns what each tensor of a graph with features belongs to, beside its edges."""
-    tensors = {
-        name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != "edge_index"
-    }
+    tensors = {name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != "edge_index"}
     known = data.__dict__.get("_kinds", {})
     num_nodes, num_edges = data.x.size(0), data.edge_index.size(1)
     return {name: known.get(name) or kind_by_rows(name, value, num_nodes, num_edges) for name, value in tensors.items()}
@@ -207,9 +203,7 @@ def kept_attributes(
     warnings, ambiguous = [], []
     for name, value in given.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
-            warnings.append(
-                f"{name} is what a batch calls ids of its own, in the graph that it is part of: rename it to keep it"
-            )
+            warnings.append(f"{name} is what a batch calls ids of its own, in the graph that it is part of: rename it to keep it")
             continue
         if name == "edge_index":
             kept[name] = value

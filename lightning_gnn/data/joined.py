@@ -77,12 +77,8 @@ class JoinedGraph:
             return cls(data.edge_index.numpy(), data.x.size(0))
         nodes = {name: data[name].num_nodes for name in data.node_types}
         edges = {kind: data[kind].edge_index.size(1) for kind in data.edge_types}
-        node_firsts, edge_firsts = (
-            dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges)
-        )
-        ends = [
-            data[kind].edge_index + torch.tensor([[node_firsts[kind[0]]], [node_firsts[kind[2]]]]) for kind in edges
-        ]
+        node_firsts, edge_firsts = (dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges))
+        ends = [data[kind].edge_index + torch.tensor([[node_firsts[kind[0]]], [node_firsts[kind[2]]]]) for kind in edges]
         node_type, edge_type = (
             np.repeat(np.arange(len(sizes), dtype=np.int16), list(sizes.values())) for sizes in (nodes, edges)
         )

@@ -66,9 +66,7 @@ def split_edges(
     sizes = [round(share * len(splittable)) for share in (val, test)]
     for name, share, size in zip(("val", "test"), (val, test), sizes):
         if share > 0 and size == 0:
-            raise ValueError(
-                f"{name}={share} of {len(splittable)} different edges is none. Give a larger fraction, or 0."
-            )
+            raise ValueError(f"{name}={share} of {len(splittable)} different edges is none. Give a larger fraction, or 0.")
     drawn = splittable[torch.from_numpy(np.random.default_rng(seed).permutation(len(splittable)))]
     parts = drawn[: sum(sizes)].split(sizes)
     held = [torch.isin(group, part) for part in parts]
@@ -88,9 +86,7 @@ def _edges_of(data: Any, edge_type: EdgeType | None, rev_edge_type: EdgeType | N
     """Returns where the edges are that are split, and how many nodes may be their sources and targets."""
     if isinstance(data, HeteroData):
         if edge_type not in data.edge_types:
-            raise ValueError(
-                f"edge_type says which edges of a HeteroData are split, one of {data.edge_types} (got {edge_type})."
-            )
+            raise ValueError(f"edge_type says which edges of a HeteroData are split, one of {data.edge_types} (got {edge_type}).")
         assert edge_type is not None
         source, _, target = edge_type
         if rev_edge_type is not None:

@@ -32,9 +32,7 @@ Source: TypeAlias = str | Dataset | Graph | tuple[FeatureStore, GraphStore] | Ca
 what the registry knows more of: :func:`~lightning_gnn.registry.source_of`."""
 
 
-def load_source(
-    source: Source, args: Mapping[str, Any] | None = None
-) -> tuple[Graph, Mapping[str, Any] | None]:
+def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[Graph, Mapping[str, Any] | None]:
     """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
 
     Raises:
@@ -84,8 +82,7 @@ def load_source(
         )
     if len(graphs) and not isinstance(first, Graph):
         raise ValueError(
-            f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or "
-            "HeteroData."
+            f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or HeteroData."
         )
     if len(graphs) != 1:
         raise ValueError(

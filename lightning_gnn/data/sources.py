@@ -103,9 +103,7 @@ def check_tensor(name: str, value: Any) -> None:
             f"{name} must be a tensor (got {type(value).__name__}). Convert it: data.{name} = torch.as_tensor(data.{name})."
         )
     if value is not None and value.layout != torch.strided:
-        raise ValueError(
-            f"{name} must be dense (got {value.layout}). Convert it: data.{name} = data.{name}.to_dense()."
-        )
+        raise ValueError(f"{name} must be dense (got {value.layout}). Convert it: data.{name} = data.{name}.to_dense().")
 
 
 def features(x: Tensor) -> Tensor:
@@ -160,9 +158,7 @@ def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -
         )
     if name == "edge_weight" and values.dim() != 1:
         hint = f"data.{name}.view(-1)" if values.numel() == num_edges else f"data.{name}[:, 0], or call it edge_attr"
-        raise ValueError(
-            f"{name} must have shape [E], one weight per edge (got {list(values.shape)}). Try data.{name} = {hint}."
-        )
+        raise ValueError(f"{name} must have shape [E], one weight per edge (got {list(values.shape)}). Try data.{name} = {hint}.")
     if values.is_complex():
         raise ValueError(f"{name} is {_dtype(values)}; it must be real. Split it with torch.view_as_real.")
     if values.is_floating_point():
@@ -286,14 +282,10 @@ def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
         raise ValueError(f"{name} must have shape [N] or [N, splits] (got {list(mask.shape)}).")
     if mask.size(0) != num_nodes:
         hint = "" if mask.dtype == torch.bool else f" If it lists node ids, make a mask of them: {from_ids}."
-        raise ValueError(
-            f"{name} has {mask.size(0)} entries, but x has {num_nodes} rows: one entry per node is needed.{hint}"
-        )
+        raise ValueError(f"{name} has {mask.size(0)} entries, but x has {num_nodes} rows: one entry per node is needed.{hint}")
     if mask.dim() == 2:
         if not 0 <= column < mask.size(1):
-            raise ValueError(
-                f"split_column={column}, but {name} has {mask.size(1)} columns: choose 0 to {mask.size(1) - 1}."
-            )
+            raise ValueError(f"split_column={column}, but {name} has {mask.size(1)} columns: choose 0 to {mask.size(1) - 1}.")
         mask = mask[:, column]
     if mask.dtype != torch.bool:
         if not _is_whole(mask):
@@ -352,9 +344,7 @@ def checked_fractions(fractions: Any) -> tuple[float, float, float]:
     given = tuple(fractions) if isinstance(fractions, Sequence) else (fractions,)
     numbers = [float(value) for value in given if isinstance(value, Real) and not isinstance(value, bool)]
     if len(given) != 3 or len(numbers) != 3 or not min(numbers) >= 0 or not 0 < sum(numbers) <= 1 + 1e-9:
-        raise ValueError(
-            f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {shown(fractions)})."
-        )
+        raise ValueError(f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {shown(fractions)}).")
     return numbers[0], numbers[1], numbers[2]
 
 

@@ -302,9 +302,7 @@ class Written:
     locality: Locality | None
 
 
-def _write_edges(
-    data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, save: Save, _: SavePieces
-) -> Written:
+def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, save: Save, _: SavePieces) -> Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
@@ -394,9 +392,7 @@ def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | 
     if manifest.get("format") != FORMAT:
         raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
     if manifest.get("name") != folder.name:
-        raise StoreError(
-            f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}"
-        )
+        raise StoreError(f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}")
     try:
         found = LayoutSpec.from_dict(manifest["layout"])
         if layout is not None and found != layout.stored:
@@ -495,9 +491,7 @@ def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = Fal
         halos=tuple(load(f"part{part}.halo") for part in range(manifest["layout"]["parts"])),
         n_id=tensor("n_id"),
         e_id=tensor("e_id"),
-        attributes={
-            kind: {name: tensor(f"{kind}.{name}") for name in names} for kind, names in manifest["attributes"].items()
-        },
+        attributes={kind: {name: tensor(f"{kind}.{name}") for name in names} for kind, names in manifest["attributes"].items()},
         scalars=manifest["scalars"],
         left_out=manifest["left_out"],
         mask_counts={name: tuple(counts) for name, counts in manifest["mask_counts"].items()},

@@ -77,9 +77,7 @@ def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
     size = begin + dtype.itemsize * math.prod(shape)
     # Numpy multiplies the sizes beside a 0, too.
     if size != file.stat().st_size or math.prod(max(each, 1) for each in shape) >= 2**48:
-        raise ValueError(
-            f"{file}: by its header, {list(shape)} of {dtype}, it has {size} bytes, not {file.stat().st_size}"
-        )
+        raise ValueError(f"{file}: by its header, {list(shape)} of {dtype}, it has {size} bytes, not {file.stat().st_size}")
     array = np.memmap(file, dtype, "c", begin, shape, "F" if found[2] == "True" else "C")
     if by_rows and array.nbytes and hasattr(mmap, "MADV_RANDOM"):
         array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
@@ -118,9 +116,7 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
             yield "holders", read("holders"), sum(counts), len(parts)
         for kind in (*types.nodes, *types.edges):
             key = types.key(kind)
-            yield from (
-                (f"{key}.{n}", read(f"{key}.{n}"), types.total(kind), None) for n in manifest["attributes"][key]
-            )
+            yield from ((f"{key}.{n}", read(f"{key}.{n}"), types.total(kind), None) for n in manifest["attributes"][key])
 
     def read(name: str) -> np.ndarray:
         return read_array(folder / f"{name}.npy")
@@ -129,6 +125,4 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
         if array.shape[:1] != (length,):
             raise ValueError(f"{folder / name}.npy must have {length} rows (its shape is {list(array.shape)})")
         if end is not None and array.size and not (array.min() >= 0 and array.max() < end):
-            raise ValueError(
-                f"{folder / name}.npy holds ids from {array.min()} to {array.max()}, not from 0 to {end - 1}"
-            )
+            raise ValueError(f"{folder / name}.npy holds ids from {array.min()} to {array.max()}, not from 0 to {end - 1}")

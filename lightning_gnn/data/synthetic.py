@@ -37,9 +37,7 @@ def planted_partition(
         ``x`` float32 ``[N, F]``, ``edge_index`` int64 ``[2, E]``, ``y`` int64 ``[N]``, boolean masks ``[N]``.
     """
     if num_nodes < 2 or num_classes < 1 or num_features < 1:
-        raise ValueError(
-            f"Needs at least 2 nodes, 1 class and 1 feature (got {num_nodes}, {num_classes} and {num_features})."
-        )
+        raise ValueError(f"Needs at least 2 nodes, 1 class and 1 feature (got {num_nodes}, {num_classes} and {num_features}).")
     if not 0 <= homophily <= 1:
         raise ValueError(f"homophily is a share from 0 to 1 (got {homophily}).")
     if not 0 < average_degree < num_nodes:

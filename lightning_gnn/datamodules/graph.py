@@ -148,9 +148,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         self.source, self.source_args = source, source_args
         self.split = None if split is None else checked_fractions(split)
         self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
-        self.partition_memory = (
-            None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
-        )
+        self.partition_memory = None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
         self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
         self.store = Path(store) if store is not None else default_root()
@@ -170,9 +168,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
         if not isinstance(data, Data):
             return feature("prepare_hetero")(data, self.input_type, *options)
         if self.input_type is not None:
-            raise ValueError(
-                f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out."
-            )
+            raise ValueError(f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out.")
         return prepare_graph(data, index_split, *options, short_ids)
 
     @override
@@ -278,9 +274,7 @@ class GraphDataModule(StoredGraph, L.LightningDataModule):
                 "data.edge_test_mask (bool, one entry per edge)."
             )
         if sum(self._shard.mask_counts[mask]) == 0:
-            raise ValueError(
-                f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}."
-            )
+            raise ValueError(f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}.")
 
     def _check_sampled(self, layout: LayoutSpec) -> None:
         """Refuses fan-outs and batch sizes that a strategy would ignore, and to look for one where a batch is the graph."""
@@ -383,9 +377,7 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
-            raise ValueError(
-                f"{name}(edge_type={edge_type}) is for a HeteroData, but the graph has no types. Leave it out."
-            )
+            raise ValueError(f"{name}(edge_type={edge_type}) is for a HeteroData, but the graph has no types. Leave it out.")
         return
     if not samples:
         raise ValueError(
@@ -413,9 +405,7 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     ready = hasattr(module, "is_ready_made")  # a module of this package
     if not types.is_hetero:
         if ready and node_type is not None:
-            raise ValueError(
-                f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out."
-            )
+            raise ValueError(f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out.")
     elif ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(

@@ -88,9 +88,7 @@ class StoredGraph:
     def agree(self, world: World, layout: LayoutSpec, leads: bool) -> str:
         """Takes the entry and the seed of rank 0 on all ranks, has one that `leads` its machine fetch the entry where it is not,
         and returns the entry's folder."""
-        self._folder, self._digests, self._draw_seed = world.broadcast_object(
-            (self._folder, self._digests, self._draw_seed)
-        )
+        self._folder, self._digests, self._draw_seed = world.broadcast_object((self._folder, self._digests, self._draw_seed))
         assert self._folder is not None
         spread_entry(world, leads, self.store / self._folder, self._lock)
         self._entries[self._entry_key(layout)] = self._folder

@@ -157,9 +157,7 @@ class CommInfo:
                 f"{list(x.shape)}). dispatch_features(x) has these rows of a tensor over all nodes."
             )
         if x.device != self.exchange.world.device:
-            raise ValueError(
-                f"{function} takes rows on {self.exchange.world.device}, the device of init() (got {x.device})."
-            )
+            raise ValueError(f"{function} takes rows on {self.exchange.world.device}, the device of init() (got {x.device}).")
 
 
 @dataclass(eq=False)
@@ -217,9 +215,7 @@ def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, s
     """
     global _session
     if _session is not None:
-        raise RuntimeError(
-            "init() was called before in this process. Call shutdown() first, or leave the `with` block."
-        )
+        raise RuntimeError("init() was called before in this process. Call shutdown() first, or leave the `with` block.")
     missing = [name for name in _VARIABLES if name not in os.environ]
     # MASTER_ADDR and MASTER_PORT are set in some shells for good; without a rank they say nothing.
     if "RANK" in missing and "WORLD_SIZE" in missing:
@@ -382,9 +378,7 @@ def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]
     """Returns the first rank that has something, and its description; all that have one must have the same."""
     found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
     if not found:
-        raise ValueError(
-            f"{function} got no {what} on any rank. At least one rank must pass it; the others may pass None."
-        )
+        raise ValueError(f"{function} got no {what} on any rank. At least one rank must pass it; the others may pass None.")
     for (rank, each), (other, another) in pairwise(found):
         if each != another:
             raise ValueError(

@@ -109,9 +109,7 @@ def checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor, 
     """Returns ``edge_index`` int64 ``[2, E]`` on the CPU, and N."""
     edge_index = graph if isinstance(graph, Tensor) else getattr(graph, "edge_index", None)
     if not isinstance(edge_index, Tensor):
-        raise ValueError(
-            f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__})."
-        )
+        raise ValueError(f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__}).")
     if num_nodes is None:
         if isinstance(graph, Tensor):
             raise ValueError(

@@ -97,11 +97,7 @@ def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
     if device in _warned:
         return
     _warned.add(device)
-    more = (
-        "Triton brings them: pip install lightning-gnn[cuda]."
-        if device == "cuda"
-        else "There are some for CPU and CUDA."
-    )
+    more = "Triton brings them: pip install lightning-gnn[cuda]." if device == "cuda" else "There are some for CPU and CUDA."
     rank_zero_warn(
         f"There are no kernels on {device} here for attention, maxima and variances: such layers make rows of edges times "
         f"columns, each of {num_bytes / 1e6:,.1f} MB in the first one, and keep several. {more}"
@@ -129,9 +125,7 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
 
 
-def over_ranges(
-    loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int
-) -> None:
+def over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
     """Runs ``loop(*arguments, low, high)`` over all of 0 to `size`, in `ranges` of about so many where threads pay."""
     # Of bfloat16 there are no arrays: it is refused here, not read as something else.
     arrays = [value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -375,9 +375,7 @@ def quantise(
             wrong += tl.where(both, error * error, 0.0)
             total += tl.where(both, value * value, 0.0)
             codes = codes | (tl.where(both, code, 0.0).to(tl.int32) << (part * BITS))
-        tl.store(
-            packed + (row * num_bytes)[:, None] + byte[None, :], codes, mask=here[:, None] & (byte < num_bytes)[None, :]
-        )
+        tl.store(packed + (row * num_bytes)[:, None] + byte[None, :], codes, mask=here[:, None] & (byte < num_bytes)[None, :])
     tl.store(ends + 2 * row, tl.where(odd, float("nan"), low), mask=here)
     tl.store(ends + 2 * row + 1, tl.where(odd, float("nan"), high), mask=here)
     tl.store(squares + 2 * row, tl.where(odd, float("nan"), tl.sum(wrong, 1)), mask=here)

@@ -134,9 +134,7 @@ def _launch(
     kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=fused, **constants)
 
 
-def _over_rows(
-    kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any
-) -> None:
+def _over_rows(kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any) -> None:
     """Launches a kernel of codes over ``rows [n, F]``."""
     num_rows, columns = rows.shape
     if rows.numel() == 0:

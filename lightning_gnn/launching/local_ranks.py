@@ -19,9 +19,7 @@ LAUNCHER_VARIABLES = (
 """What launchers set for a rank."""
 
 
-def run_ranks(
-    arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False
-) -> str:
+def run_ranks(arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False) -> str:
     """Runs ``python *arguments`` once per rank, with the variables of a launcher, and returns what rank 0 printed.
 
     Args:
@@ -34,9 +32,7 @@ def run_ranks(
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)  # rank 0's: no other process can take the port
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    env.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), WORLD_SIZE=str(num_ranks), NODE_RANK="0"
-    )
+    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), WORLD_SIZE=str(num_ranks), NODE_RANK="0")
     env.update(LOCAL_WORLD_SIZE=str(num_ranks), PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
     end = float("inf") if deadline is None else time.monotonic() + deadline
     ranks: list[subprocess.Popen[bytes]] = []

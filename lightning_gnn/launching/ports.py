@@ -17,9 +17,7 @@ def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | N
     """
     if environment.node_rank() > 0:
         return None
-    is_given = (
-        not isinstance(environment, LightningEnvironment) or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
-    )
+    is_given = not isinstance(environment, LightningEnvironment) or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
     listener = listen_for_ranks(environment.main_address, environment.main_port if is_given else 0, size)
     if listener is not None and not is_given:
         environment._main_port = listener.getsockname()[1]  # type: ignore[attr-defined]

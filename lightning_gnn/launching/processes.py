@@ -179,9 +179,7 @@ class ProcessLauncher(_Launcher):
                 torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, results), file)
             reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL
-            )  # Lightning's would raise while the process says why, and exits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process says why, and exits
             reporter.failed(error)
             sys.exit(1)
 

@@ -158,17 +158,13 @@ class LinkPredictor(GraphModule):
         if num_relations is not None:
             width = getattr(model, "out_channels", None)
             if not isinstance(width, int):
-                raise ValueError(
-                    f"decoder='distmult' needs {type(model).__name__} to tell its out_channels (got {width!r})."
-                )
+                raise ValueError(f"decoder='distmult' needs {type(model).__name__} to tell its out_channels (got {width!r}).")
             self.relations = torch.nn.Embedding(num_relations, width)
             torch.nn.init.xavier_uniform_(self.relations.weight)
         self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self.hits = sorted(set(hits))
         names = ["mrr", *(f"hits@{k}" for k in self.hits)]
-        self.metrics = torch.nn.ModuleDict(
-            {f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names}
-        )
+        self.metrics = torch.nn.ModuleDict({f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names})
         self.edge_type = None if edge_type is None else (edge_type[0], edge_type[1], edge_type[2])
         self._takes = (edge_inputs if edge_type is None else dict_inputs)(model)
 
@@ -264,9 +260,7 @@ class LinkPredictor(GraphModule):
             return *self._sampled_scores(batch), None
         z = self(batch)
         with local_rows():
-            chosen = batch[mask] & (
-                stored_ids(batch.edge_index)[1] < batch.num_owned
-            )  # replicas of edges count elsewhere
+            chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
             source, target = stored_ids(batch.edge_index)[:, chosen].long()
             types = None if self.relations is None else batch.edge_type[chosen]
             sources, targets = self._related(expand(z)[source], types), z[target]

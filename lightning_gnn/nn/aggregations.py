@@ -66,9 +66,7 @@ def has_sums(conv: Any) -> bool:
     return pyg.reductions(conv.aggr_module.aggr) is not None and all(len(net) == 1 for net in conv.pre_nns)
 
 
-def pna(
-    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None
-) -> Tensor:
+def pna(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
     """The forward of a PNAConv whose messages are A x_i + B x_j + b.
 
     What is taken over j shifts with the first and last term, and is taken of B x_j alone.

@@ -102,9 +102,7 @@ def transformer(
     if not plain or not _by_kernels(self, context, layer, source, edge_index):
         return type(self).forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
-    query, *own = (
-        of_rows.view(shape) for of_rows in (self.lin_query(target), self.lin_key(source), self.lin_value(source))
-    )
+    query, *own = (of_rows.view(shape) for of_rows in (self.lin_query(target), self.lin_key(source), self.lin_value(source)))
     edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool), own, query)
     csr, [keys, values] = edges.csr, edges.sources
     products = pair_products(csr, keys, edges.targets)

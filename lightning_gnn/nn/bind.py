@@ -124,9 +124,7 @@ class Binding:
     def check_unbound(conv: MessagePassing, layer: str) -> None:
         """Raises RuntimeError if a conv is bound."""
         if STATE in conv.__dict__:
-            raise RuntimeError(
-                f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?"
-            )
+            raise RuntimeError(f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?")
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         self.check_unbound(conv, layer)

@@ -57,9 +57,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 class GraphContext(RankGraph):
     """One rank's graph as bound convs see it; for its arguments see :class:`~lightning_gnn.nn.rank_graph.RankGraph`."""
 
-    def attended(
-        self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor
-    ) -> Attended:
+    def attended(self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor) -> Attended:
         """Returns the edges as attention takes them, and brings rows to their ends.
 
         Args:

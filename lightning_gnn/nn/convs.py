@@ -56,9 +56,7 @@ _NORMALISED = ConvRule(adapters.gcn)
 _WEIGHTED = ConvRule(adapters.gcn, sends_rows=True, weight="edge_weight")
 _HOPS = replace(_WEIGHTED, several_hops=True)
 _ROWS = ConvRule(sends_rows=True, halo_columns=lambda conv: conv.out_channels)
-_ATTENTION = ConvRule(
-    fits=attention.sums, kernels=("attention",), halo_columns=lambda conv: conv.heads * conv.out_channels
-)
+_ATTENTION = ConvRule(fits=attention.sums, kernels=("attention",), halo_columns=lambda conv: conv.heads * conv.out_channels)
 
 # Exact as they are: their forward hands `edge_index` to `propagate` untouched, with self-loops added by
 # `add_self_loops(num_nodes=rows of x)`, which are those of the owned rows, or looks at in-degrees, which are all here.
@@ -88,9 +86,7 @@ CONVS: dict[str | type, ConvRule] = {
     "APPNP": _HOPS,
     "ARMAConv": replace(_NORMALISED, several_hops=True),
     "ChebConv": ConvRule(adapters.cheb, sends_rows=True, weight="norm", several_hops=True),
-    CommNetConv: ConvRule(
-        adapters.commnet, sends_rows=True, forward=reorder.commnet, maps=lambda conv: [conv.lin_heard]
-    ),
+    CommNetConv: ConvRule(adapters.commnet, sends_rows=True, forward=reorder.commnet, maps=lambda conv: [conv.lin_heard]),
     "DNAConv": _NORMALISED,
     "EGConv": _NORMALISED,
     "FAConv": _NORMALISED,

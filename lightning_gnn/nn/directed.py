@@ -26,9 +26,7 @@ from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import owners_of
 
 
-def context_of(
-    module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]
-) -> GraphContext:
+def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> GraphContext:
     """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
     reads_out_edges = any(isinstance(part, DirGNNConv) for part in module.modules())
     reverse = make(reversed_shard(shard, world)) if reads_out_edges else None

@@ -89,9 +89,7 @@ class Kept:
         _, version = self._made_of_x.get(id(x), (x, None))
         return x is self.x if version is None else x._version == version
 
-    def of_x(
-        self, name: Hashable, x: Tensor, count: int, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...] | None:
+    def of_x(self, name: Hashable, x: Tensor, count: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
         """Returns ``make()``, `count` tensors as wide as x that are made of x and edges; None unless x is constant.
 
         They are kept where there is room.

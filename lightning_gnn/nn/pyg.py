@@ -80,9 +80,7 @@ def is_plain_map(lin: Any) -> bool:
 
 def is_watched(module: torch.nn.Module) -> bool:
     """Returns whether a module has hooks, which must see what they see on one device."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def read_by_update(conv: MessagePassing) -> set[str]:

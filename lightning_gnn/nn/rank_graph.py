@@ -219,9 +219,7 @@ class RankGraph:
 
     # What is made once ########################################################
 
-    def once(
-        self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]
-    ) -> T:
+    def once(self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]) -> T:
         """Returns ``compute()``, a tuple of tensors made of edges and weights alone; kept if both are the batch's own.
 
         Args:

@@ -35,16 +35,12 @@ def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Ag
     return out if lin.bias is None else out + lin.bias
 
 
-def gcn(
-    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
-) -> Tensor:
+def gcn(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
     out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
     return out if self.bias is None else out + self.bias
 
 
-def _hop(
-    conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
-) -> Aggregate:
+def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> Aggregate:
     """Returns one propagation of rows over normalised edges, as the conv is set."""
     context.check_edges(edge_index, layer, edge_weight)
     if getattr(conv, "normalize", True):
@@ -83,9 +79,7 @@ def graph_conv(
     return out if target is None else out + self.lin_root(target)
 
 
-def sg(
-    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
-) -> Tensor:
+def sg(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
 
     def hops(rows: Tensor) -> Tensor:
@@ -96,9 +90,7 @@ def sg(
     return _aggregate_and_map(context, x, self.lin, hops)
 
 
-def tag(
-    context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
-) -> Tensor:
+def tag(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
     first, *others = self.lins
     if _map_first(context, x, first):

@@ -194,9 +194,7 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
     return held + own + max(file, small, large)
 
 
-def most_seconds(
-    method: str, num_nodes: int, num_edges: int, num_parts: int, other: Partitioner | None = None
-) -> float | None:
+def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int, other: Partitioner | None = None) -> float | None:
     """Returns the CPU seconds that a method, or an `other` partitioner, takes at most, as predicted without a look at the edges;
     None if it takes few."""
     method = method.removesuffix("_masks").removesuffix("_cover")
@@ -248,11 +246,7 @@ def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -
     others = ", ".join(f'"{each.method}" ({each.bytes / 1e9:.1f} GB)' for each in found[1:] if each.fits(free))
     raise MemoryError(
         f"METIS needs about {needed.bytes / 1e9:.1f} GB for {num_edges:,} edges, and {free / 1e9:.1f} GB are free. "
-        + (
-            f'Use partition="auto"; these fit: {others}. '
-            if others
-            else 'None of the others fits. Use partition="random". '
-        )
+        + (f'Use partition="auto"; these fit: {others}. ' if others else 'None of the others fits. Use partition="random". ')
         + "Or partition elsewhere and pass the rank of every node, partition=array."
         + ("" if kaminpar.is_installed() else f" More may fit with KaMinPar ({kaminpar.INSTALL}).")
     )

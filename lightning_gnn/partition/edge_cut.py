@@ -280,9 +280,7 @@ def metis_candidates(
     in_degree = np.bincount(edge_index[1], minlength=num_nodes)
     weights = np.stack([np.ones_like(in_degree), in_degree, *(shares or [])], 1)
     total = np.maximum(1, weights.sum(0))
-    share_bounds = np.maximum(
-        SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:]
-    )  # of few, one is much
+    share_bounds = np.maximum(SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:])  # of few, one is much
     summed = weights @ np.maximum(1, np.round(in_degree.sum() / total)).astype(np.int64)
     what = "nodes and edges" if shares is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
@@ -309,25 +307,19 @@ def cut_within(
         # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
         left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
         allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
-        return part_graph_constrained(
-            inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS
-        )
+        return part_graph_constrained(inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS)
 
     return assign_hierarchically(graph, groups, cut)
 
 
-def kaminpar_candidates(
-    edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str
-) -> Candidates:
+def kaminpar_candidates(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str) -> Candidates:
     """Yields KaMinPar's assignments, the cheapest first: with nodes balanced, and with one sum of nodes and edges."""
     kaminpar.check_installed()
     graph, in_degree = Adjacency.of(edge_index, num_nodes), np.bincount(edge_index[1], minlength=num_nodes)
     summed = in_degree + max(1, round(in_degree.sum() / max(1, num_nodes)))
     for balance, weights in (("nodes", None), ("nodes and edges, summed", summed)):
 
-        def cut(
-            inside: Adjacency, nodes: NDArray[np.int64], group: Groups, weights: Any = weights
-        ) -> NDArray[np.int32]:
+        def cut(inside: Adjacency, nodes: NDArray[np.int64], group: Groups, weights: Any = weights) -> NDArray[np.int32]:
             return kaminpar.part_graph(
                 inside, len(group), seed, None if weights is None else weights[nodes], method == "kaminpar_compressed"
             )
@@ -358,9 +350,7 @@ def spread_masks(part: NDArray[np.int32], num_parts: int, masks: Mapping[str, ND
     return part
 
 
-def _spare(
-    part: NDArray[np.int32], mask: NDArray[np.bool_], donor: int, masks: Mapping[str, NDArray[np.bool_]]
-) -> int | None:
+def _spare(part: NDArray[np.int32], mask: NDArray[np.bool_], donor: int, masks: Mapping[str, NDArray[np.bool_]]) -> int | None:
     """Returns a node of `mask` on `donor` whose move leaves no other mask empty there."""
     there = part == donor
     blocked = np.zeros_like(mask)

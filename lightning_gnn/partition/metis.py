@@ -27,9 +27,7 @@ class MetisUnavailable(RuntimeError):
     """The library cannot be called with several constraints; says why."""
 
 
-def part_graph(
-    graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer] | None = None
-) -> NDArray[np.int32]:
+def part_graph(graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer] | None = None) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``."""
     if weights is not None and len(weights) != graph.num_nodes:
         raise ValueError(f"{len(weights)} weights for {graph.num_nodes} nodes.")  # METIS would misread them silently

@@ -205,9 +205,7 @@ def first_rows(own_dims: Callable[[Tensor, Any, Any], Iterable[int]] = lambda x,
         name = name_of(func)
 
         def change(value: Any) -> Any:
-            return (
-                mode.enter(value, placement_of(value), name) if isinstance(value, Tensor) and value is not x else value
-            )
+            return mode.enter(value, placement_of(value), name) if isinstance(value, Tensor) and value is not x else value
 
         out = func(*(change(each) for each in args), **{key: change(each) for key, each in kwargs.items()})
         return mode.tagged(out, placement.rows.at(placement.dim))
@@ -334,9 +332,7 @@ RULES[torch.where] = _where
 def _embedding(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """F.embedding: rows of places in a table."""
     if kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None:
-        return (
-            mode.on_all_rows(func, args, kwargs) if mode.row_tensors(args, kwargs) else mode.plain(func, args, kwargs)
-        )
+        return mode.on_all_rows(func, args, kwargs) if mode.row_tensors(args, kwargs) else mode.plain(func, args, kwargs)
     return first_alone(mode, func, args, kwargs)
 
 

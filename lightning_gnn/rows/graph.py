@@ -230,9 +230,7 @@ def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns arguments with this rank's edges in place of those of the whole graph, which were made of ``edge_index``: they end
     at its own rows."""
     given = [*args, *kwargs.values()]
-    whole = next(
-        (x for x in given if isinstance(x, Tensor) and x.dtype == torch.int64 and x.dim() == 2 and len(x) == 2), None
-    )
+    whole = next((x for x in given if isinstance(x, Tensor) and x.dtype == torch.int64 and x.dim() == 2 and len(x) == 2), None)
     nodes, halo = mode.nodes, mode.halo_rows
     if whole is None or placement_of(whole) is None or nodes is None or halo is None:
         return args, kwargs

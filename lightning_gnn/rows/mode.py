@@ -153,9 +153,7 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
         _row_wise.add(function)
         return
     for each in _called(function):
-        RULES[each] = (
-            RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
-        )
+        RULES[each] = RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
         _backwards.add(f"{_GENERATED}{each}".replace(".", "_"))
 
 
@@ -631,9 +629,7 @@ class RowsMode(TorchFunctionMode):
         if placement is not None and placement.rows is not None:
             assert isinstance(into, Tensor)
             if args[0].dim() != into.dim() or args[0].size(placement.dim) != placement.rows.total:
-                raise self.refuse(
-                    f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result."
-                )
+                raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
             into.copy_(self.take(args[0], placement.dim, placement.rows, name))
             return None if out is None else into
         self.tagged(out, FROM_ROWS)

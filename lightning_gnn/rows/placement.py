@@ -265,11 +265,7 @@ class Placement:
 
     def with_view(self, view: View | None) -> Placement:
         """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
-        return (
-            self
-            if view is self.view
-            else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
-        )
+        return self if view is self.view else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self.with_view(None)

@@ -147,9 +147,7 @@ class Ranks:
             "the same order: make conditions and loops depend on values that are the same on all ranks."
         )
 
-    def gather_rows(
-        self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation
-    ) -> tuple[Tensor, list[int]]:
+    def gather_rows(self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation) -> tuple[Tensor, list[int]]:
         """Returns the rows of all ranks in rank order, and how many each has; with None for `counts`, ranks tell each other."""
         if self.size == 1:
             return own, [len(own)]

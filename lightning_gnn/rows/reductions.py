@@ -34,9 +34,7 @@ class _Call:
         self.x: Tensor = args[0] if args else next(each for each in kwargs.values() if isinstance(each, Tensor))
         given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
         self.dims = _dims(self.x, given)
-        self.keepdim = bool(
-            kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False))
-        )
+        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False)))
 
     def over(self, placement: Placement) -> bool:
         return self.dims is None or placement.dim in self.dims
@@ -85,14 +83,10 @@ def _mean(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
     x, dtype = call.x, call.kwargs.get("dtype")
     if not (x.is_floating_point() or x.is_complex()) and dtype is None:
         return func(*call.args, **call.kwargs)  # which raises
-    return mode.tagged(
-        mean(mode, x.to(dtype) if dtype else x, placement, call.dims, call.keepdim, name_of(func)), FROM_ROWS
-    )
+    return mode.tagged(mean(mode, x.to(dtype) if dtype else x, placement, call.dims, call.keepdim, name_of(func)), FROM_ROWS)
 
 
-def mean(
-    mode: RowsMode, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool, name: str
-) -> Tensor:
+def mean(mode: RowsMode, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool, name: str) -> Tensor:
     """Returns the mean over rows of all ranks, and other dimensions."""
     dims = range(x.dim()) if dims is None else dims
     own = mode.own(x, placement)
@@ -165,9 +159,7 @@ def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
     return mode.tagged(torch.linalg.vector_norm(mode.parts(part, name_of(func)), order, 0), FROM_ROWS)
 
 
-def extreme(
-    mode: RowsMode, func: Any, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool
-) -> Tensor:
+def extreme(mode: RowsMode, func: Any, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool) -> Tensor:
     """Returns the largest, or smallest, entries over rows of all ranks; ties share the gradient evenly, as on one device."""
     assert placement.rows is not None
     name = name_of(func)
@@ -179,9 +171,7 @@ def extreme(
         if own.size(placement.dim):
             part = whole(own, dims, keepdim=True)
         else:
-            part = own.new_full(
-                [1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest)
-            )
+            part = own.new_full([1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest))
         found = whole(mode.parts(part, name), 0)
     if x.requires_grad and torch.is_grad_enabled():
         ties = own.detach() == found

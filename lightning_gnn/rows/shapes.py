@@ -118,9 +118,7 @@ def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:
         return same(mode, func, args, kwargs)
     if x.is_leaf:
-        raise mode.refuse(
-            "x.grad of a tensor that all ranks share is this rank's part. Take torch.autograd.grad(loss, x)"
-        )
+        raise mode.refuse("x.grad of a tensor that all ranks share is this rank's part. Take torch.autograd.grad(loss, x)")
     return mode.tagged(mode.sum(out.detach(), "grad"), FROM_ROWS)
 
 
@@ -301,9 +299,7 @@ def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         return mode.plain(func, args, kwargs)
     if placement.view is None and name not in ("resize_", "resize_as_", "set_", "as_strided_"):
-        of = placement_of(
-            _view(mode, getattr(Tensor, name[:-1]), (mode.tagged(x.detach(), placement), *args[1:]), kwargs)
-        )
+        of = placement_of(_view(mode, getattr(Tensor, name[:-1]), (mode.tagged(x.detach(), placement), *args[1:]), kwargs))
         if of is not None and of.rows is placement.rows:
             if name == "squeeze_":
                 given = _frozen(args[1:]) or range(x.dim())
@@ -342,9 +338,7 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         given = [converted(mode, each, rows, right, "cat") for each in given]
         return placed(torch.cat(given, dim), rows, right, mode)
     placements = [_placement(each) for each in given]
-    if any(
-        each is None or most - given[place].dim() or each.dim != most - right for place, each in enumerate(placements)
-    ):
+    if any(each is None or most - given[place].dim() or each.dim != most - right for place, each in enumerate(placements)):
         return mode.on_all_rows(func, args, kwargs)
     first, *others = [each.rows for each in placements if each is not None]
     assert first is not None
@@ -426,9 +420,7 @@ def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     assert rows is not None
     if letter in output:
         return mode.tagged(func(equation, *operands), rows.at(output.index(letter)))
-    own = [
-        x.narrow(names.index(letter), 0, rows.owned) if letter in names else x for names, x in zip(letters, operands)
-    ]
+    own = [x.narrow(names.index(letter), 0, rows.owned) if letter in names else x for names, x in zip(letters, operands)]
     return mode.tagged(mode.sum(func(equation, *own), "einsum"), FROM_ROWS)
 
 
@@ -446,9 +438,7 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         args = (*args[:place], *map(_int, args[place:]))
         kwargs = {key: _int(value) if key == "fill_value" else value for key, value in kwargs.items()}
     counts = [each for each in _flat((*args, *kwargs.values())) if isinstance(each, RowCount)]
-    known = all(
-        placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0]
-    )
+    known = all(placement_of(x) is not None for x in tensors_in(args) if not isinstance(args[0], Tensor) or x is not args[0])
     if not counts or (func in RANDOM and mode.draws_for_all(kwargs)):
         with mode.common_draws() if func in RANDOM else _nothing:
             out = func(*mapped(args, _int), **mapped(kwargs, _int))
@@ -579,9 +569,7 @@ def _iterate(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 RULES[Tensor.__iter__] = _iterate
-register(
-    _number, "item __bool__ __int__ __float__ __index__ __complex__ __long__ is_nonzero equal allclose_", (Tensor,)
-)
+register(_number, "item __bool__ __int__ __float__ __index__ __complex__ __long__ is_nonzero equal allclose_", (Tensor,))
 
 
 def _equal(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -632,8 +620,7 @@ def _items(x: Tensor, index: Any) -> list[Any] | None:
     if any(isinstance(each, (list, bool)) for each in items):
         return None
     items = [
-        torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each
-        for each in items
+        torch.as_tensor(each) if type(each).__module__ == "numpy" and bool(getattr(each, "ndim", 0)) else each for each in items
     ]
     taken = sum(
         each.dim() if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) else 1
@@ -700,9 +687,7 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
     assert rows is not None
     # The item of the dimension of the rows.
     widths = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]
-    place = next(
-        number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1])
-    )
+    place = next(number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1]))
     item = items[place]
     tensors = [number for number, each in enumerate(items) if isinstance(each, Tensor)]
     others = [number for number in tensors if number != place]
@@ -754,12 +739,7 @@ def _of_rows(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: 
         edges = of.rows
         assert edges is not None
         expanded = rows is mode.halo_rows
-        if (
-            of.local_ids not in ("source", "target")
-            or dim
-            or mode.expand is None
-            or not (expanded or edges.targets is rows)
-        ):
+        if of.local_ids not in ("source", "target") or dim or mode.expand is None or not (expanded or edges.targets is rows):
             raise mode.refuse(LOCAL_IDS)
         with mode.pause():
             out = (mode.expand(x) if of.local_ids == "source" and not expanded else x)[item]
@@ -790,9 +770,7 @@ def _one(position: int, rows: RowSet) -> Tensor:
     return found
 
 
-def _at_other_dims(
-    mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], place: int, args: Any
-) -> Any:
+def _at_other_dims(mode: RowsMode, func: Any, x: Tensor, placement: Placement, items: list[Any], place: int, args: Any) -> Any:
     """All rows, and some entries of each."""
     rows = placement.rows
     assert rows is not None
@@ -808,12 +786,7 @@ def _at_other_dims(
     new = rows.at(before)
     if placement.local_ids and tensors:
         raise mode.refuse(LOCAL_IDS)
-    if (
-        placement.local_ids == "both"
-        and placement.dim == 1
-        and isinstance(items[0], int)
-        and items[0] in (0, 1, -1, -2)
-    ):
+    if placement.local_ids == "both" and placement.dim == 1 and isinstance(items[0], int) and items[0] in (0, 1, -1, -2):
         return mode.tagged(out, Placement(rows, 0, local_ids=("source", "target")[items[0]]))
     return mode.tagged(out, _kept(new, placement))
 
@@ -880,21 +853,12 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         mode.tagged(x, FROM_ROWS)
         return None
     rows, dim, items = placement.rows, placement.dim, _items(x, index)
-    if (
-        items is None
-        or (placement.local_ids and not _keeps_ends(placement, items, value))
-        or any(each is None for each in items)
-    ):
+    if items is None or (placement.local_ids and not _keeps_ends(placement, items, value)) or any(each is None for each in items):
         return mode.on_all_rows(func, args, kwargs)
     place = dim
     if isinstance(items[0], Tensor) and items[0].dtype == torch.bool and items[0].dim() > 1:
         of = _placement(items[0])
-        if (
-            of is None
-            or of.rows is not rows
-            or _placement(value) is not None
-            or (isinstance(value, Tensor) and value.dim())
-        ):
+        if of is None or of.rows is not rows or _placement(value) is not None or (isinstance(value, Tensor) and value.dim()):
             return mode.on_all_rows(func, args, kwargs)
         func(x, index, value)
         return None
@@ -969,11 +933,7 @@ def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return (
-        _index(mode, args[0], args[1])
-        if len(args) == 2 and args[0].shape == args[1].shape
-        else mode.other(func, args, kwargs)
-    )
+    return _index(mode, args[0], args[1]) if len(args) == 2 and args[0].shape == args[1].shape else mode.other(func, args, kwargs)
 
 
 def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1072,9 +1032,7 @@ def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         )
         given = dict(zip(names, args)) | kwargs
         starts = given.get("gradient", given.get("grad_tensors"))
-        _run_backward(
-            mode, _as_tuple(first), _as_tuple(starts), _as_tuple(given.get("inputs")), given, accumulate_grad=True
-        )
+        _run_backward(mode, _as_tuple(first), _as_tuple(starts), _as_tuple(given.get("inputs")), given, accumulate_grad=True)
         return None
     raise mode.refuse(
         "loss.backward() leaves gradients of this rank alone. Call self.manual_backward(loss), which sums them over ranks"
@@ -1121,9 +1079,7 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
             raise mode.refuse("torch.autograd.grad of a tensor of unknown origin")
         if of.rows is not None:
             start = None if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad")
-            scaled.append(
-                start if not of.rows.replicas else _of_owned(torch.ones_like(out) if start is None else start, of)
-            )
+            scaled.append(start if not of.rows.replicas else _of_owned(torch.ones_like(out) if start is None else start, of))
         else:
             scaled.append((torch.ones_like(out) if start is None else start) / mode.ranks.size)
     found = _run_backward(mode, tuple(outputs), tuple(scaled), tuple(inputs), given, accumulate_grad=False)
@@ -1158,9 +1114,7 @@ def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement) -> Tensor:
     if not rows.replicas:
         return grad
     shape = [*grad.shape[:dim], rows.total, *grad.shape[dim + 1 :]]
-    return mode.take(
-        mode.sum(grad.new_zeros(shape).index_add(dim, rows.positions, grad), "gradient"), dim, rows, "gradient"
-    )
+    return mode.take(mode.sum(grad.new_zeros(shape).index_add(dim, rows.positions, grad), "gradient"), dim, rows, "gradient")
 
 
 def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

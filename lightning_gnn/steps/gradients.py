@@ -132,8 +132,7 @@ class GradientSum:
         """Takes hooks off parameters that are not ours: they would see what this rank has added."""
         for parameter in self._learning:
             on_grad, on_parameter = (
-                {key: hooks.pop(key) for key in [*hooks] if key not in self._own_hooks}
-                for hooks in _hooks_of(parameter)
+                {key: hooks.pop(key) for key in [*hooks] if key not in self._own_hooks} for hooks in _hooks_of(parameter)
             )
             if on_grad or on_parameter:
                 self._held.append((parameter, on_grad, on_parameter))

@@ -120,9 +120,7 @@ class GlobalLogs:
         def gather(own: Tensor) -> Tensor:
             return world.all_gather(own, "Weights of losses")
 
-        scale, said = loss_scale(
-            output, weights.counts, world.rank, loss_reduction, gather, weights.stand_ins, weights.sizes
-        )
+        scale, said = loss_scale(output, weights.counts, world.rank, loss_reduction, gather, weights.stand_ins, weights.sizes)
         if said is not None:
             weights.say(said)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -179,11 +177,7 @@ class GlobalLogs:
             self._prepare_whole(call)
         elif isinstance(call.value, Metric):
             on_step = options.get("on_step")
-            if (
-                not self._is_whole
-                and self.weights.in_step
-                and (call.hook == "training_step" if on_step is None else on_step)
-            ):
+            if not self._is_whole and self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
                 self.metrics.forward_of_all_ranks(call.value)
             call.forward = call.value._forward_cache
         elif not options.get("rank_zero_only"):
@@ -210,9 +204,7 @@ class GlobalLogs:
     def _compare(self, calls: Sequence[_Call]) -> list[float]:
         """Compares values of the whole graph between ranks; numbers that are not, such as seconds, become their mean."""
         device = self._world.device
-        own = torch.stack(
-            [torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls]
-        )
+        own = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
         names = [call.name for call in calls]
         values = self._gather(torch.cat([own.view(1, -1), own.new_zeros(3, len(calls))]), names)[:, 0]
         differ = ~((values == values[0]) | (values.isnan() & values[0].isnan())).all(0)
@@ -220,9 +212,7 @@ class GlobalLogs:
             if not differs:
                 continue
             if call.is_tracked:
-                raise NotExactError(
-                    f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}."
-                )
+                raise NotExactError(f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}.")
             if call.name not in self._warned:
                 self._warned.add(call.name)
                 rank_zero_warn(

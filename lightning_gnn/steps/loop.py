@@ -24,9 +24,7 @@ SKIPPED = object()
 class _Result(ClosureResult):
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        return super().from_training_step_output(
-            None if training_step_output is SKIPPED else training_step_output, normalize
-        )
+        return super().from_training_step_output(None if training_step_output is SKIPPED else training_step_output, normalize)
 
 
 @contextmanager

@@ -370,9 +370,7 @@ class StandInMetrics:
         with nullcontext() if is_open else rows.mode.opened():
             return compute(*args, **options)
 
-    def _sync(
-        self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
-    ) -> None:
+    def _sync(self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
         """As torchmetrics' own, but in one message, and of ranks that have seen something."""
         if not self.acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
             Metric._sync_dist(metric, dist_sync_fn, process_group)

@@ -43,9 +43,7 @@ class StepValues:
         self.logs = self._wrapped()
         self.scale = 1.0
         given = shard.predicted(shard.batch)
-        self._versions = {
-            name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None
-        }
+        self._versions = {name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None}
 
     def _wrapped(self) -> GlobalLogs:
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
@@ -132,8 +130,7 @@ class StepValues:
         labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
         # The user may have replaced or changed them.
         if all(
-            batch[name] is given[name] and self._versions.get(name) in (None, given[name]._version)
-            for name in (mask, *labels)
+            batch[name] is given[name] and self._versions.get(name) in (None, given[name]._version) for name in (mask, *labels)
         ):
             return self._shard.mask_counts[mask]
         own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])

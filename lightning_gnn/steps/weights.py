@@ -137,9 +137,7 @@ def loss_scale(
     return scale_by(said, counts, rank, reduction, stand_ins), said
 
 
-def scale_by(
-    weights: Sequence[float] | None, counts: Sequence[float], rank: int, reduction: str, stand_ins: int = 0
-) -> float:
+def scale_by(weights: Sequence[float] | None, counts: Sequence[float], rank: int, reduction: str, stand_ins: int = 0) -> float:
     """Returns what to multiply a rank's loss with, by what the step says that ranks weigh, if it does; see :func:`loss_scale`."""
     if weights is not None:
         return weights[rank] / sum(weights) if any(weights) else 0.0

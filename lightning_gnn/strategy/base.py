@@ -279,9 +279,7 @@ class GNNStrategy(StepStrategy):
             self._rows.place_state(module, self.world)
         self._steps = 0
         values = self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
-        self._in_use.enter_context(
-            in_hooks(trainer, lambda: values.hook(not (self.trains_on_batches and trainer.training)))
-        )
+        self._in_use.enter_context(in_hooks(trainer, lambda: values.hook(not (self.trains_on_batches and trainer.training))))
         self._callbacks = [*self.stage_callbacks(shard), RunChecks()]
         trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
         self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))

@@ -27,6 +27,7 @@ from lightning_gnn.strategy.scheme import Scheme, bind_module, twin_of
 if TYPE_CHECKING:
     from lightning_gnn.strategy.steps import StepStrategy
 
+
 @dataclass(frozen=True)
 class MemoryAdvice:
     """What is known of the memory that ranks need under a scheme.

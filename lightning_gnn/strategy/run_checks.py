@@ -29,9 +29,7 @@ class RunChecks(pl.Callback):
         self._before = list(pl_module.parameters())
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
             self._sizes = sizes

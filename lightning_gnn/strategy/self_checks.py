@@ -132,9 +132,7 @@ class SelfChecks(pl.Callback):
                     f"numbers on {self._strategy.world_size} ranks. Compare a few epochs with devices=1."
                 )
         if same:
-            what = (
-                f"{', '.join(same)} of {type(module).__name__} {'gives' if len(same) == 1 else 'give'} the same numbers"
-            )
+            what = f"{', '.join(same)} of {type(module).__name__} {'gives' if len(same) == 1 else 'give'} the same numbers"
             rank_zero_info(f"Self-check: {what} on parts of small graphs as on the whole ({seconds:.2f} s)")
 
     def _text(self, step: str, outcome: SelfCheck) -> str | None:

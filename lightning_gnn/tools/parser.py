@@ -121,9 +121,7 @@ def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
     given = {name: each for name, each in value.items() if name not in ("class_path", "init_args", "dict_kwargs")}
     given |= value.get("init_args") or {}
     try:
-        known = [
-            name.removeprefix("x.") for name in ArgumentParser().add_class_arguments(kind, "x", fail_untyped=False)
-        ]
+        known = [name.removeprefix("x.") for name in ArgumentParser().add_class_arguments(kind, "x", fail_untyped=False)]
     except Exception:  # jsonargparse does not understand the class, and will say so itself
         return None
     for name, each in given.items():
@@ -144,9 +142,7 @@ def _class_of(path: str) -> Any:
     try:
         there = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise LookupError(
-            f"{path}: there is no module {error.name!r}{did_you_mean(error.name or '', sys.modules)}"
-        ) from error
+        raise LookupError(f"{path}: there is no module {error.name!r}{did_you_mean(error.name or '', sys.modules)}") from error
     try:
         return getattr(there, name)
     except AttributeError as error:

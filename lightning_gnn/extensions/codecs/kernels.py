@@ -70,9 +70,7 @@ def shorten(rows: Tensor, short: Tensor, noise: int | None = None) -> Tensor:
     if has_loops(rows.device, rows.dtype):
         squares = rows.new_empty((len(rows), 2), dtype=torch.float64)
         key, stochastic = np.uint64(noise or 0), noise is not None
-        over_range(
-            loops.shorten, len(rows), rows, short.view(torch.uint16), squares, key, stochastic, work=rows.numel()
-        )
+        over_range(loops.shorten, len(rows), rows, short.view(torch.uint16), squares, key, stochastic, work=rows.numel())
         return squares.sum(0)
     short.copy_(rows)
     if noise is not None:
@@ -93,9 +91,7 @@ def _steps(ends: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = ends.double().split(1, dim=1)
     extent = high - low
     one = torch.ones_like(extent)
-    lift = torch.where(
-        extent > 1e300, 2.0**-2 * one, torch.where((extent > 0) & (extent < 1e-250), 2.0**128 * one, one)
-    )
+    lift = torch.where(extent > 1e300, 2.0**-2 * one, torch.where((extent > 0) & (extent < 1e-250), 2.0**128 * one, one))
     extent = high * lift - low * lift
     return lift, extent, extent / (2**bits - 1) * (1 / lift)
 

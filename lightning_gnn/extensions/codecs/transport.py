@@ -73,9 +73,7 @@ class EncodingTransport(TransportWrapper):
             return torch.empty(*shape, dtype=dtype, device=device)
 
     @override
-    def start_each(
-        self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]
-    ) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         arriving: list[tuple[int, Receive]] = []
         decodes: list[tuple[Tensor, Tensor]] = []
         for peer, into in receives:

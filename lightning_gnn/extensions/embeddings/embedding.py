@@ -166,9 +166,7 @@ class DistributedEmbedding(LearnedRows):
 
     def extra_repr(self) -> str:
         of = "" if self.node_type is None else f", node_type={self.node_type!r}"
-        return (
-            f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}{of}"
-        )
+        return f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}{of}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies and pickles take: rows, but nothing that is under way; in the self-check no rows either."""

@@ -207,14 +207,10 @@ class PairCounts:
         """Returns the size of the table, a power of two, of which at most three quarters are in use."""
         return 1 << (cls.ROOM * kept * 4 // 3 - 1).bit_length()
 
-    def add(
-        self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]
-    ) -> None:
+    def add(self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]) -> None:
         row = 0
         while row < len(indptr) - 1:
-            row, self.used = _count_pairs(
-                first, row, indptr, indices, cluster, self.keys, self.counts, self.used, self.capacity
-            )
+            row, self.used = _count_pairs(first, row, indptr, indices, cluster, self.keys, self.counts, self.used, self.capacity)
             if self.used > self.capacity:
                 self._drop()
 

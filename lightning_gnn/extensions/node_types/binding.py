@@ -86,9 +86,7 @@ class TypedGraph(GraphContext):
             "batch.edge_index_dict, as they are. Choose or add edges in the data."
         )
 
-    def with_halo(
-        self, kind: EdgeType, x: Tensor, layer: str, columns: int | None
-    ) -> tuple[GraphContext, Tensor] | None:
+    def with_halo(self, kind: EdgeType, x: Tensor, layer: str, columns: int | None) -> tuple[GraphContext, Tensor] | None:
         """Returns S x, made once for all edge types that read x, and the edges of a type over its rows; None where that does
         not apply, on all ranks alike.
 

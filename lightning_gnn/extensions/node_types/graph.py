@@ -40,9 +40,7 @@ def about_types(error: str, step: str) -> str | None:
         )
     if found is not None and found[2].endswith("_dict"):
         name = found[2].removesuffix("_dict")
-        return (
-            f"{step} reads batch.{name}_dict, which a HeteroData has, and this graph has no types: read batch.{name}."
-        )
+        return f"{step} reads batch.{name}_dict, which a HeteroData has, and this graph has no types: read batch.{name}."
     return None
 
 
@@ -105,9 +103,7 @@ def _num_nodes(name: NodeType, store: BaseStorage) -> int:
     rows = [store[attribute].size(0) for attribute in ("x", "y") if store.get(attribute) is not None]
     size = store["num_nodes"] if "num_nodes" in store else rows[0] if rows else None
     if size is None:
-        raise ValueError(
-            f"it has neither x nor num_nodes. Say how many nodes there are: data['{name}'].num_nodes = 1000."
-        )
+        raise ValueError(f"it has neither x nor num_nodes. Say how many nodes there are: data['{name}'].num_nodes = 1000.")
     check_whole(num_nodes=size)
     if any(each != size for each in rows):
         raise ValueError(f"num_nodes is {size}, but x and y have {rows} rows: one row per node is needed.")
@@ -153,8 +149,6 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
     for attribute in ("edge_weight", "edge_attr"):
         check_tensor(attribute, store.get(attribute))
         if store.get(attribute) is not None:
-            into[attribute] = edge_values(
-                attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype()
-            )
+            into[attribute] = edge_values(attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype())
     attributes = {name: value for name, value in store.items() if name not in into}
     into.update(rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}"))

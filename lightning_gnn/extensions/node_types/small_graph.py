@@ -52,15 +52,11 @@ def typed_small_graph(
         shuffled = torch.randperm(sum(edges), generator=g)
         rows = random_edges(nodes[source], nodes[target], edges, source == target, g)[:, shuffled]
         small[kind].edge_index = torch.stack([orders[source][rows[0]], orders[target][rows[1]]])
-        values = {
-            name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"
-        }
+        values = {name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
         none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)
         chosen = chosen_rows(values, none, edges, (0, 0), g)[shuffled] if len(none) else torch.empty(0)
         for name, value in values.items():
-            small[kind][name] = (
-                values_of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
-            )
+            small[kind][name] = values_of_rows(value, chosen) if len(none) else value.new_zeros((sum(edges), *value.shape[1:]))
     holders = (torch.rand(small.num_edges, generator=g) < 0.3).long().numpy()
     return SmallGraph(small, torch.cat(parts).numpy(), holders, {"input_type": input_type})
 

@@ -93,9 +93,7 @@ def full_disk(error: OSError) -> Exception:
     """Returns what to raise where a file of host_memory could not be written."""
     if error.errno != errno.ENOSPC:
         return error
-    return RuntimeError(
-        "The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory."
-    )
+    return RuntimeError("The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory.")
 
 
 @contextmanager

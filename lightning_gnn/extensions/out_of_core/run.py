@@ -185,9 +185,7 @@ class OutOfCore:
             raise ValueError("host_memory_dir is where ranks have what host_memory has no room for: set that, too.")
         self.most_bytes, self._folder = checked_bytes("host_memory", host_memory), folder
         if not shared_memory:
-            raise ValueError(
-                "host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out."
-            )
+            raise ValueError("host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out.")
         self._world: OutOfCoreWorld | None = None
 
     def check(self, devices: Sequence[torch.device], machines: int) -> None:

@@ -78,9 +78,7 @@ def _machine(
             assumed.append(f"GPUs joined alike, by {SHARED_MEMORY} GB/s, since {error}")
     found = _ports(world.device.type == "cuda", sysfs) if several else []
     if several and not found:
-        assumed.append(
-            f"one network port, of {ETHERNET} GB/s, since Linux does not tell which one ranks use and how fast it is"
-        )
+        assumed.append(f"one network port, of {ETHERNET} GB/s, since Linux does not tell which one ranks use and how fast it is")
     # Of ports of several kinds, as for storage and messages, NCCL prefers the fastest.
     most = max((port.gb_per_s for port in found), default=0.0)
     found = [port for port in found if port.gb_per_s >= most]
@@ -114,9 +112,7 @@ def device_uuid(device: torch.device) -> str | None:
     return None if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
 
 
-def local_gpus(
-    uuids: Sequence[str | None], sysfs: Path = SYSFS
-) -> tuple[LocalGPUs, list[PCIeDevice | None], list[str]]:
+def local_gpus(uuids: Sequence[str | None], sysfs: Path = SYSFS) -> tuple[LocalGPUs, list[PCIeDevice | None], list[str]]:
     """Returns how the GPUs of this machine with these UUIDs are joined, where they are on PCIe, and what is assumed of them.
 
     Raises:
@@ -160,14 +156,10 @@ def _read(uuids: Sequence[str], nvml: ModuleType, sysfs: Path) -> tuple[LocalGPU
             other = position.get(_bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
             if other is not None:  # else a GPU that no rank uses
                 nvlinks[index][other] += 1
-    ancestors = [
-        [0 if a is b else int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)) for b in handles] for a in handles
-    ]
+    ancestors = [[0 if a is b else int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)) for b in handles] for a in handles]
     assumed = []
     nvlink_rates = [_nvlink_rate(handle, nvml) for handle in handles]
-    if any(
-        (rate is None) for rate, own, switched in zip(nvlink_rates, nvlinks, switch_nvlinks) if any(own) or switched
-    ):
+    if any((rate is None) for rate, own, switched in zip(nvlink_rates, nvlinks, switch_nvlinks) if any(own) or switched):
         assumed.append(f"NVLinks of {NVLINK} GB/s, a V100's, since NVML does not tell their speed")
     devices = [pcie_device(address, sysfs) for address in addresses]
     pcie_rates = [device.gb_per_s if device else None for device in devices]

@@ -135,9 +135,7 @@ def _(scheme: EdgeCutScheme, work: Workload, topology: Topology | None) -> Seque
     return [edge_exchange("", work, topology, followed=True)]
 
 
-def sent_directly(
-    scheme: str, traffic: NDArray[Any], work: Workload, topology: Topology | None, **more: Any
-) -> ExchangeCost:
+def sent_directly(scheme: str, traffic: NDArray[Any], work: Workload, topology: Topology | None, **more: Any) -> ExchangeCost:
     """Returns an exchange that sends each row from its owner to where it is needed, in the stages of `traffic`."""
     more.setdefault("rows", int(traffic.sum()))
     if topology is None:
@@ -150,9 +148,7 @@ def sent_directly(
     return ExchangeCost(scheme, seconds=cost.seconds(work.row_bytes), cost=cost, **more)
 
 
-def edge_exchange(
-    scheme: str, work: Workload, topology: Topology | None, holder: Ids | None = None, **more: Any
-) -> ExchangeCost:
+def edge_exchange(scheme: str, work: Workload, topology: Topology | None, holder: Ids | None = None, **more: Any) -> ExchangeCost:
     """Returns the exchange of any scheme that sends only the rows that an edge needs, and partial sums that it adds to.
 
     `holder` is the rank that computes each edge, ``[E]``, by default as `work` has it; `more` are of :class:`ExchangeCost`.
@@ -163,9 +159,7 @@ def edge_exchange(
     traffic = edge_traffic(holder, relation.offsets, work.edge_index)
     more.setdefault("edges", np.bincount(holder, minlength=relation.num_devices))
     nodes = int(relation.offsets[-1])
-    return sent_directly(
-        scheme, traffic, work, topology, replication=float((nodes + traffic[0].sum()) / max(1, nodes)), **more
-    )
+    return sent_directly(scheme, traffic, work, topology, replication=float((nodes + traffic[0].sum()) / max(1, nodes)), **more)
 
 
 def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, holder: Ids, **more: Any) -> ExchangeCost:

@@ -108,9 +108,7 @@ def qpi_gb_per_s(rate: float) -> float:
     return round(rate * QPI / PCIE3_X16, 2)
 
 
-def detected(
-    machines: Sequence[Machine], alike_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET
-) -> Topology:
+def detected(machines: Sequence[Machine], alike_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET) -> Topology:
     """Returns the topology of machines: their GPUs as reported, other ranks with a link for each two, and their network ports.
 
     Two GPUs use their NVLinks, direct or over NVSwitches, if they have any, else PCIe: the switch above each group of GPUs, and
@@ -130,9 +128,7 @@ def detected(
     hosts = []
     to_port: dict[int, list[str]] = {}
     for number, machine in enumerate(machines):
-        ports = (
-            _nearest(machine.ports or (Port("", between_gb_per_s),), len(machine.ranks)) if len(machines) > 1 else []
-        )
+        ports = _nearest(machine.ports or (Port("", between_gb_per_s),), len(machine.ranks)) if len(machines) > 1 else []
         if machine.gpus is None:
             links += [{"a": a, "b": b, "gb_per_s": alike_gb_per_s} for a, b in combinations(machine.ranks, 2)]
             hosts.append({"devices": list(machine.ranks)})
@@ -220,8 +216,7 @@ def _add_gpus(
     ]
     slots = any(places[i].switch == places[j].switch for i, j in bare)
     slot = [
-        [_add(hops, f"slot{rank}", "pcie", pcie_gb_per_s(rate))] if slots else []
-        for rank, rate in zip(ranks, gpus.pcie_rates)
+        [_add(hops, f"slot{rank}", "pcie", pcie_gb_per_s(rate))] if slots else [] for rank, rate in zip(ranks, gpus.pcie_rates)
     ]
     switch = [
         _add(hops, f"pcie{number}.{at}", "pcie", pcie_gb_per_s(max(gpus.pcie_rates[i] for i in group)))
@@ -253,9 +248,7 @@ def _add_gpus(
         elif (i, j) not in bare:
             # Any GPU reaches any other at its full width, but all its traffic shares that.
             ends = [
-                _add(
-                    hops, f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k])
-                )
+                _add(hops, f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
                 for k in (i, j)
             ]
             link.update(via=[ends[0], f"-{ends[1]}"])

@@ -124,9 +124,7 @@ def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offs
     if staged[0] >= direct[0] and staged[1] >= direct[1]:
         rank_zero_info(f"Rows travel directly: between {hosts.name}, no relay would be faster")
         return [Way(direct)]
-    rank_zero_info(
-        f"Between {hosts.name}, an exchange moves {through:,} rows, each once to a machine ({across:,} directly)"
-    )
+    rank_zero_info(f"Between {hosts.name}, an exchange moves {through:,} rows, each once to a machine ({across:,} directly)")
     ways = [Way(direct), Way(staged, tables)]
     return ways[1:] if staged[0] <= direct[0] and staged[1] <= direct[1] else ways
 
@@ -158,6 +156,4 @@ def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:
     rows = relayed[0].relation.pair_rows.sum()
     plans = " or ".join(f"{plan.traffic.sum():,} rows in {plan.num_stages} stages" for plan in relayed)
     narrow = "; narrow rows travel directly" if len(relayed) < len(found) else ""
-    return (
-        f"SPST over {topology.name}: an exchange moves {plans} ({rows:,} directly){narrow}; planned in {seconds:.1f} s"
-    )
+    return f"SPST over {topology.name}: an exchange moves {plans} ({rows:,} directly){narrow}; planned in {seconds:.1f} s"

@@ -103,9 +103,7 @@ Arrow: TypeAlias = tuple[float, Point, Point, tuple[float, float]]
 """Seconds, where it begins and ends, and the radii of what is there."""
 
 
-def _arrows(
-    loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, alone: NDArray[np.bool_]
-) -> list[Arrow]:
+def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, alone: NDArray[np.bool_]) -> list[Arrow]:
     """Returns an arrow for each link inside a host; links between hosts are gathered at the hosts' gates.
 
     There are too many of these to distinguish, and they share hops: from a device to its gate and back there is an arrow for
@@ -206,9 +204,7 @@ def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, lon
     axes.set_yticks(range(len(shown)), [f"{name} ({kind[name]})" for name, _ in shown], fontsize=8, color=INK)
     axes.set(ylim=(HOPS - 0.4, -0.6), xlim=(0, longest * factor * 1.02))
     more = len(seconds) - len(shown)
-    axes.set_title(
-        "Busiest hops of the links" + f",\n{len(shown)} of {len(seconds)}" * (more > 0), fontsize=10, color=INK
-    )
+    axes.set_title("Busiest hops of the links" + f",\n{len(shown)} of {len(seconds)}" * (more > 0), fontsize=10, color=INK)
     axes.set_xlabel(f"busy in one exchange, {unit}", fontsize=9)
     _plain(axes)
 
@@ -230,9 +226,7 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
             panels.append((f"{name}, enlarged", short, _chosen_hops([short], topology), short.seconds(row_bytes)))
     heights = [1.1 + 0.19 * len(hops) if isinstance(cost, PlanCost) else 1.2 for _, cost, hops, _ in panels]
     figure = new_figure(11, sum(heights) + 1.1)
-    figure.suptitle(
-        f"One exchange over {topology.name}, rows of {row_bytes:,} bytes: when hops are busy", fontsize=13, color=INK
-    )
+    figure.suptitle(f"One exchange over {topology.name}, rows of {row_bytes:,} bytes: when hops are busy", fontsize=13, color=INK)
     kinds = list(dict.fromkeys(hop.kind for hop in topology.hops))
     colour = {kind: KINDS[number % len(KINDS)] for number, kind in enumerate(kinds)}
     rows = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]

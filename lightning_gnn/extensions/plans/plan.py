@@ -123,6 +123,5 @@ def check_links(rows: NDArray[Any], topology: Topology, advice: str) -> None:
     for sender, receiver in np.argwhere(rows).tolist():
         if (sender, receiver) not in topology.links:
             raise ValueError(
-                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between "
-                f"them{advice}"
+                f"Device {sender} has rows for device {receiver}, but topology {topology.name!r} has no link between them{advice}"
             )

@@ -75,9 +75,7 @@ class PlanCost:
     def kind_seconds(self, row_bytes: float = 1) -> dict[str, float]:
         """Returns the time if all other kinds of hops took none (DGCL Table 7): alike, if the plan balances them."""
         kinds = np.array([hop.kind for hop in self.topology.hops])
-        return {
-            str(kind): float(self.hop_seconds[:, kinds == kind].max(1).sum() * row_bytes) for kind in np.unique(kinds)
-        }
+        return {str(kind): float(self.hop_seconds[:, kinds == kind].max(1).sum() * row_bytes) for kind in np.unique(kinds)}
 
 
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:

@@ -75,9 +75,7 @@ class _Stage:
     adds: list[_Run]
 
 
-def _stages(
-    stages: Sequence[Stage], position: Ids, num_owned: int, device: torch.device, adds: bool
-) -> tuple[list[_Stage], int]:
+def _stages(stages: Sequence[Stage], position: Ids, num_owned: int, device: torch.device, adds: bool) -> tuple[list[_Stage], int]:
     """Returns the stages that are not idle, sent rows renumbered by `position`, and how many rows arrive in all of them."""
     found, arrived = [], 0
     for stage in stages:

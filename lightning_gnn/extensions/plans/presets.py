@@ -91,8 +91,7 @@ def pcie8() -> Topology:
     memory = [{"device": device, "via": [slot[device], switch[device // 2]]} for device in range(8)]
     hosts = [{"devices": [*range(8)], "sockets": [[0, 1, 2, 3], [4, 5, 6, 7]]}]
     return topology_from_dict(
-        {"name": "pcie8", "devices": 8, "hosts": hosts, "hops": hops, "links": links, "memory": memory}
-        | nccl_latency(1)
+        {"name": "pcie8", "devices": 8, "hosts": hosts, "hops": hops, "links": links, "memory": memory} | nccl_latency(1)
     )
 
 
@@ -126,9 +125,7 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
             hops.append({"name": f"xbus{number}", "kind": "xbus", "gb_per_s": SUMMIT_XBUS})
     hops += [{"name": f"cpu{device}", "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK} for device in range(num_devices)]
     if len(hosts) > 1:
-        hops += [
-            {"name": f"port{i}", "kind": "ib", "gb_per_s": SUMMIT_SOCKET_PORT} for i in sorted(set(socket.values()))
-        ]
+        hops += [{"name": f"port{i}", "kind": "ib", "gb_per_s": SUMMIT_SOCKET_PORT} for i in sorted(set(socket.values()))]
     for a, b in combinations(range(num_devices), 2):
         if socket[a] == socket[b]:
             links.append({"a": a, "b": b, "kind": "nvlink", "gb_per_s": SUMMIT_NVLINK})
@@ -166,9 +163,7 @@ def machines(
     counts = list(ranks_per_host)
     inside = [inside_gb_per_s] * len(counts) if isinstance(inside_gb_per_s, (int, float)) else list(inside_gb_per_s)
     if not counts or min(counts) < 1 or len(inside) != len(counts):
-        raise ValueError(
-            f"Each machine needs one or more ranks, and a bandwidth inside (got {counts} ranks and {inside} GB/s)."
-        )
+        raise ValueError(f"Each machine needs one or more ranks, and a bandwidth inside (got {counts} ranks and {inside} GB/s).")
     if len(counts) == 1:
         return uniform(counts[0], inside[0])
     hosts = [list(range(end - count, end)) for count, end in zip(counts, accumulate(counts))]

@@ -197,9 +197,7 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
         return 0.0
     hop = load.hop.sum(0).argmax()
     one = np.uint64(1)
-    without = one << np.arange(num_devices).astype(
-        np.uint64
-    )  # who is reached from each device over other hops, as bits
+    without = one << np.arange(num_devices).astype(np.uint64)  # who is reached from each device over other hops, as bits
     for a in range(num_devices):
         for b in range(num_devices):
             if links.num_hops[a, b] and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any():

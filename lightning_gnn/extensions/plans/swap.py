@@ -45,9 +45,7 @@ class SwapExchange(HaloExchange):
             )
         super().__init__(plan, world, meter)
         bounds = np.searchsorted(halo, offsets)
-        self._reads = [
-            torch.from_numpy(halo[low:high] - first) for low, high, first in zip(bounds, bounds[1:], offsets)
-        ]
+        self._reads = [torch.from_numpy(halo[low:high] - first) for low, high, first in zip(bounds, bounds[1:], offsets)]
         self._readers = [peer for peer, count in enumerate(self.send_counts) if count]
 
     @override

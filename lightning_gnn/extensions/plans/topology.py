@@ -86,16 +86,12 @@ class Topology:
                 raise ValueError(f"{name} must be from 0 to 1e9 seconds (got {getattr(self, name)}).")
         for (a, b), via in self.links.items():
             if a not in devices or b not in devices or a == b:
-                raise ValueError(
-                    f"Link {shown(a)}-{shown(b)} must join two of the devices 0 to {self.num_devices - 1}."
-                )
+                raise ValueError(f"Link {shown(a)}-{shown(b)} must join two of the devices 0 to {self.num_devices - 1}.")
             if not via:
                 raise ValueError(f"Link {a}-{b} passes no hop; give it gb_per_s or via.")
         for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
             if sorted(device for group in groups for device in group) != list(devices):
-                raise ValueError(
-                    f"{title} must name each device 0 to {self.num_devices - 1} once (got {shown(groups)})."
-                )
+                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {shown(groups)}).")
         for socket in self.sockets:
             if not any(set(socket) <= set(host) for host in self.hosts):
                 raise ValueError(f"The devices {shown(socket)} of a socket belong to several hosts.")

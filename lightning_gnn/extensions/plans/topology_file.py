@@ -155,9 +155,7 @@ def _entries(description: Any, key: str, where: str, default: Any) -> list[tuple
     return [(f"{key}[{index}]", entry) for index, entry in enumerate(_get(description, key, list, where, default))]
 
 
-def _get(
-    entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None
-) -> Any:
+def _get(entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None) -> Any:
     """Returns a field, under the name `instead` if it is there under that name only; without a `default` it must be there."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be a JSON object (got {shown(entry)}).")
@@ -168,7 +166,5 @@ def _get(
     value = entry.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(
-            f"{where}: {key!r} must be {wanted} ({f'got {shown(value)}' if key in entry else 'it is missing'})."
-        )
+        raise ValueError(f"{where}: {key!r} must be {wanted} ({f'got {shown(value)}' if key in entry else 'it is missing'}).")
     return value

@@ -31,9 +31,7 @@ def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
     return kept.tolist()
 
 
-def pack_rows(
-    rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor
-) -> list[int]:
+def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor) -> list[int]:
     """Writes each part to its place in memory; returns how many rows of each are not zero.
 
     Args:

@@ -81,9 +81,7 @@ class ZeroRows:
         self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
-    def messages(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call
-    ) -> Messages:
+    def messages(self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
         """See :meth:`~lightning_gnn.comm.transport.Transport.messages`."""
         self._begin_step()
         sends, num_rows = self._pack(out, out_counts, call)

@@ -19,9 +19,7 @@ from lightning_gnn.partition.shard import Ids
 ORIGIN, FLOW, AFTER = REACHED, FIRST, BACK = 0, 1, 2
 
 
-def cover_edges(
-    edge_index: Ids, part: NDArray[np.integer], num_parts: int, copy_cost: int = 1, result_cost: int = 1
-) -> Ids:
+def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int, copy_cost: int = 1, result_cost: int = 1) -> Ids:
     """Returns the part that computes each edge, ``[E]``, so that the least is sent: its target's or its source's.
 
     Of several minimum covers it is the one with the fewest partial results, so that most edges stay with their targets: a node

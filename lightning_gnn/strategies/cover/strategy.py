@@ -68,9 +68,7 @@ class CoverScheme(PlannedScheme):
         @cache
         def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
             # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
-            holders = cover_edges(
-                plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost
-            )
+            holders = cover_edges(plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost)
             return spread_edges(shard, holders, world, meter, make)
 
         def spread(copy_bytes: int, result_bytes: int) -> Callable[[Triples], SparseMatrix]:

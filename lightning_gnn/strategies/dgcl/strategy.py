@@ -58,9 +58,7 @@ class DGCLScheme(PlannedScheme):
                 f"model, such as hops=2 for a GCN of two layers (got {hops})."
             )
         if hops is not None and not replicates:
-            raise ValueError(
-                f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.'
-            )
+            raise ValueError(f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.')
         self.hops = hops
 
     def over(self, topology: str | Path | Topology) -> DGCLScheme:

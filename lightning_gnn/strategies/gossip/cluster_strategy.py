@@ -171,9 +171,7 @@ class ClusterStrategy(GNNStrategy):
         """Refuses what cannot be trained on clusters."""
         name = type(self).__name__
         if counted_mask("train_mask", module) in EDGE_MASKS:
-            raise ValueError(
-                f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".'
-            )
+            raise ValueError(f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".')
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"{name} averages every averaging_interval batches and steps after each: accumulate_grad_batches must be 1 "
@@ -185,9 +183,7 @@ class ClusterStrategy(GNNStrategy):
                 'Use "sampling" or "dgcl".'
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32."
-            )
+            raise ValueError("precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32.")
 
     @property
     @override
@@ -366,9 +362,7 @@ class ClusterStrategy(GNNStrategy):
         store = StoreAddress.of(place, EXCHANGE_S)
         keys = SharedKeys(store)
         life = keys.add(f"lives/{self.global_rank}", 1) - 1
-        return Peers(
-            store, keys, Heartbeat(store, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life
-        )
+        return Peers(store, keys, Heartbeat(store, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -377,9 +371,7 @@ class ClusterStrategy(GNNStrategy):
             return dataloader
         # On the CPU, a thread would take the time that it saves from training.
         ahead = self.root_device.type != "cpu" and not self.hooks_move_batches(self._trainer.datamodule)
-        batches = self._fit.batches(
-            dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None
-        )
+        batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None)
         return dataloader if batches is None else batches
 
     @override

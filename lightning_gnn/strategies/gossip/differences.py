@@ -50,9 +50,7 @@ class Differences:
         begin = 0
         for size in sizes:
             rows, rest = divmod(size, _WIDTH)
-            self._rows += [
-                piece for piece in ((begin, rows, _WIDTH), (begin + rows * _WIDTH, 1, rest)) if piece[1] and piece[2]
-            ]
+            self._rows += [piece for piece in ((begin, rows, _WIDTH), (begin + rows * _WIDTH, 1, rest)) if piece[1] and piece[2]]
             begin += size
         self.met: dict[int, tuple[int, Tensor]] = {}
 

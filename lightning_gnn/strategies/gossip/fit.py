@@ -64,9 +64,7 @@ class WorkerFit(pl.Callback):
             pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
         if self.worker.life:
             self.worker.give_back_all()
-        self._pooled = PooledBatches(
-            self.worker, self._clusters, lambda: (epoch(), epoch() + 1 == trainer.max_epochs), device
-        )
+        self._pooled = PooledBatches(self.worker, self._clusters, lambda: (epoch(), epoch() + 1 == trainer.max_epochs), device)
         return self._pooled
 
     def position(self) -> dict[str, Any]:

@@ -28,9 +28,7 @@ class Lockstep(Worker):
 
     through_host = False
 
-    def __init__(
-        self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None
-    ) -> None:
+    def __init__(self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None) -> None:
         super().__init__(pool, Pairing(me, size), interval, peers, 0.0, 0)
         self._group = group
         self._share = math.ceil(pool.size / size)

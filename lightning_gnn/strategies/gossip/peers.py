@@ -256,9 +256,7 @@ class WorkerGroup:
             make: Any = dist.distributed_c10d._new_process_group_helper
             store, name, backend = self._address.connect(), f"workers of {self._address.prefix}", backend_of(device)
             with no_process_group():
-                self._devices, _ = make(
-                    self._size, self._me, [], dist.Backend(backend), store, name, timeout=self._limit
-                )
+                self._devices, _ = make(self._size, self._me, [], dist.Backend(backend), store, name, timeout=self._limit)
         return self._devices
 
     @contextmanager

@@ -84,9 +84,7 @@ class GossipStrategy(ClusterStrategy):
         if restarts < 0:
             raise ValueError(f"restarts must be at least 0 (got {restarts}).")
         if restarts and options.get("halo") is not None:
-            raise ValueError(
-                "A worker that is started again cannot open the others' history: use restarts=0 or halo=None."
-            )
+            raise ValueError("A worker that is started again cannot open the others' history: use restarts=0 or halo=None.")
         Pairing(0, 1, pairing)
         if average == "push_sum" and pairing != "prompt":
             raise ValueError(

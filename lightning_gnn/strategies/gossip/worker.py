@@ -102,9 +102,7 @@ class Worker:
     through_host = True
     """Whether what workers average passes through the memory of their hosts."""
 
-    def __init__(
-        self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int
-    ) -> None:
+    def __init__(self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int) -> None:
         self.pool, self.pairing, self.interval = pool, pairing, interval
         self.peers = peers
         self.me, self.size = pairing.me, pairing.size

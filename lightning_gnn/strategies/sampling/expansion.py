@@ -81,9 +81,7 @@ class Expander:
         names: of what nodes and edges of each type have that the batch will, too.
     """
 
-    def __init__(
-        self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool, names: Names
-    ) -> None:
+    def __init__(self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool, names: Names) -> None:
         self._store, self._fanouts, self._replace, self._names = store, fanouts, replace, names
         self._hops = max(map(len, fanouts.values()))
         self._draws = [(kind, depth) for depth in range(self._hops) for kind, of in fanouts.items() if of[depth]]
@@ -225,10 +223,7 @@ class Neighbourhood:
         assert asked[0] == kind
         drawn = self.drawn.pop(asked, [])
         known, counts, sources, edges = (
-            (
-                torch.cat([_IDS, *each])
-                for each in zip(*((ids, found.counts, found.sources, found.edges) for ids, found in drawn))
-            )
+            (torch.cat([_IDS, *each]) for each in zip(*((ids, found.counts, found.sources, found.edges) for ids, found in drawn)))
             if drawn
             else [_IDS] * 4
         )

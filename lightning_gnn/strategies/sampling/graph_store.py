@@ -114,9 +114,7 @@ class _Part:
         made: what the store does not have as it is needed, see :func:`_made_of`.
     """
 
-    def __init__(
-        self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]) -> None:
         types, (source_type, _, target_type) = cut.types, kind
         self._first, self._first_source, self._first_edge = (
             int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
@@ -143,9 +141,7 @@ class _Part:
         rows = targets % self._num_targets - self._first
         choice = self._choice | ({"until": until} if "time" in self._choice else {})
         scored = self._score is not None and fanout >= 0
-        found = sample_neighbors(
-            self._csr, rows, -1 if scored else fanout, seed, replace=replace, keys=targets, **choice
-        )
+        found = sample_neighbors(self._csr, rows, -1 if scored else fanout, seed, replace=replace, keys=targets, **choice)
         uniform = random_numbers(self._csr, rows, targets, seed, found) if scored else None
         sources = found.sources
         far = sources >= self._owned
@@ -167,9 +163,7 @@ class _Part:
 
 def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
     if name not in attributes:
-        raise ValueError(
-            f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}."
-        )
+        raise ValueError(f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}.")
     return attributes[name].index_select(0, ids)
 
 
@@ -183,9 +177,7 @@ def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str,
     return {"source": source, "target": target, **chosen}
 
 
-def _made_of(
-    cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice
-) -> dict[str, Tensor]:
+def _made_of(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> dict[str, Tensor]:
     """Returns what is made of that: where each target's edges begin; of edges in a mask, which these are and what they have;
     of times of nodes, those of all rows."""
     types, (source_type, _, target_type) = cut.types, kind
@@ -268,8 +260,7 @@ class GraphStore:
         self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
         halos = {
-            rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank])
-            for rank in near
+            rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank]) for rank in near
         }
         own = {kind: _made_of(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
         made = one_copy(world, near, [values for of_kind in own.values() for values in of_kind.values()])
@@ -381,9 +372,7 @@ class GraphStore:
         rank, found = self._world.rank, dict[NodeType, Rows]()
         halo, owned = torch.from_numpy(self.types.ids(self._cut.halos[rank])), int(np.diff(self._cut.offsets)[rank])
         for name in self._with_features():
-            reads = sum(
-                (self._parts[kind][rank].reads() for kind in self.types.edges if kind[0] == name), halo.new_zeros(1)
-            )
+            reads = sum((self._parts[kind][rank].reads() for kind in self.types.edges if kind[0] == name), halo.new_zeros(1))
             rows = reads.nonzero().view(-1)
             own, of_halo = rows[rows < owned], rows[rows >= owned] - owned
             first = int(self._offsets[name][rank] - self.types.begins(name)[rank])
@@ -506,9 +495,7 @@ class GraphStore:
             What `meanwhile` returned, and the answers by machine.
         """
         assert self.channel is not None
-        asked = self.channel.start(
-            {self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers
-        )
+        asked = self.channel.start({self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers)
         replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
         replied = self.channel.start(replies, list(self.servers.values()))
         own, found = meanwhile(), replied()

@@ -94,6 +94,4 @@ def induced_subgraph(
 
 
 def _joined(pieces: Mapping[EdgeType, list[Tensor]]) -> dict[EdgeType, Tensor]:
-    return {
-        kind: parts[0] if len(parts) == 1 else torch.cat(parts) if parts else _NONE for kind, parts in pieces.items()
-    }
+    return {kind: parts[0] if len(parts) == 1 else torch.cat(parts) if parts else _NONE for kind, parts in pieces.items()}

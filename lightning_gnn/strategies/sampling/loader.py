@@ -59,9 +59,7 @@ class BatchMaker:
         if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
             self._expander = Expander(store, fanouts, replace, self._names)
 
-    def make(
-        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
-    ) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
 
         Args:
@@ -166,9 +164,7 @@ class TemporalBatchMaker(BatchMaker):
     """
 
     @override
-    def make(
-        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
-    ) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it with ``time_attr``: ``batch [n]`` has each node's tree, and
         ``seed_time`` is that of each seed."""
         store, seeded = self.store, self.store.types.input_type
@@ -234,9 +230,7 @@ class EdgeBatchMaker(BatchMaker):
                 self._telling[each] = forth, back
 
     @override
-    def make(
-        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
-    ) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
 
         ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
@@ -320,9 +314,7 @@ class TemporalEdgeBatchMaker(EdgeBatchMaker):
     """
 
     @override
-    def make(
-        self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
-    ) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it with ``time_attr``.
 
         As :meth:`EdgeBatchMaker.make`; ``batch [N]`` has the seed in whose trees a node is, ``edge_label_time [n + n K]`` the

@@ -28,9 +28,7 @@ PLACE_BYTES = 4
 """Of each of a machine's nodes, whether and where its features are kept."""
 
 
-def most_worth(
-    worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, int], room: int
-) -> dict[NodeType, Tensor]:
+def most_worth(worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, int], room: int) -> dict[NodeType, Tensor]:
     """Returns which rows are kept in so many bytes, by type, bool ``[n]``: those that are worth most, and of equal ones the
     first, as long as they fit.
 

@@ -88,9 +88,7 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     """
     if not isinstance(scores, Tensor) or scores.shape != found.sources.shape or scores.isnan().any():
         what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(
-            f"score must return a number for each of {len(found.sources)} edges, and not nan (got {what})."
-        )
+        raise ValueError(f"score must return a number for each of {len(found.sources)} edges, and not nan (got {what}).")
     target = found.targets()
     order = scores.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
@@ -168,9 +166,7 @@ def sample_neighbors(
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
-    key, times, limits, by_source = (
-        _NONE if value is None else value.contiguous() for value in (keys, time, until, source_keys)
-    )
+    key, times, limits, by_source = (_NONE if value is None else value.contiguous() for value in (keys, time, until, source_keys))
     weights = torch.empty(0) if weight is None else weight.contiguous()
     free, again = weight is None and time is None, replace and fanout >= 0
     if free:

@@ -77,9 +77,7 @@ class NeighborSampler(BaseSampler):
         self.disjoint = disjoint or bool(self.time)
         check_choices(replace, bool(self.weight), bool(self.time), strategy, labor)
         if labor and disjoint:
-            raise ValueError(
-                "disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one."
-            )
+            raise ValueError("disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one.")
         self._ids = {name: torch.arange(size) for name, size in self.num_nodes.items()} if labor else {}
         for name, values in (("weight", self.weight), ("time", self.time)):
             for kind, value in values.items():
@@ -179,9 +177,7 @@ class NeighborSampler(BaseSampler):
         out = induced_subgraph(by_type, list(self.csr), self._hop, self._numberings_for(0))
         return out if self.is_hetero else output_of_one_type(out)
 
-    def _hop(
-        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int = 0, limit: Tensor | None = None
-    ) -> Neighbors:
+    def _hop(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int = 0, limit: Tensor | None = None) -> Neighbors:
         source, _, target = kind
         choices: dict[str, Any] = {"seed": seed_of_type(seed, list(self.csr).index(kind)), "keys": targets}
         if fanout != -1:

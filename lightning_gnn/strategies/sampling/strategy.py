@@ -79,9 +79,7 @@ class SamplingScheme(EdgeCutScheme):
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         groups, layout = by_machine(world_size, num_hosts), super().layout(world_size, num_hosts)
-        return replace(
-            layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches
-        )
+        return replace(layout, groups=groups, method="metis_masks", takes_types=True, samples=True, in_batches=self._in_batches)
 
 
 class SamplingStrategy(GNNStrategy):
@@ -286,9 +284,7 @@ class SamplingStrategy(GNNStrategy):
             if not training and self.choice.temporal_strategy != "last":
                 how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
         else:
-            draw, count, per_step = node_draw(
-                cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed
-            )
+            draw, count, per_step = node_draw(cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed)
             own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
             training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
             training_nodes[seeds_in(cut, kind, name)] = True
@@ -340,15 +336,11 @@ class SamplingStrategy(GNNStrategy):
     def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
         """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""
         types, choice = cut.types, self.choice
-        of_nodes, of_edges = (
-            {kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges)
-        )
+        of_nodes, of_edges = ({kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges))
 
         def check(name: str, values: Tensor, what: str, wanted: bool) -> None:
             if values.dim() != 1 or not wanted:
-                raise ValueError(
-                    f"{name!r} of {what} must be one number each (got {values.dtype} {list(values.shape)})."
-                )
+                raise ValueError(f"{name!r} of {what} must be one number each (got {values.dtype} {list(values.shape)}).")
 
         if choice.weight_attr:
             found = {kind: of[choice.weight_attr] for kind, of in of_edges.items() if choice.weight_attr in of}
@@ -368,9 +360,7 @@ class SamplingStrategy(GNNStrategy):
                 for name in {choice.time_attr, *(names if kind == seeded else ())} & of.keys():
                     check(name, of[name], f"{kind}", of[name].dtype == torch.long)
             if choice.time_attr not in {name for of in every.values() for name in of}:
-                raise ValueError(
-                    f"time_attr={choice.time_attr!r}: neither nodes nor edges have an attribute of that name."
-                )
+                raise ValueError(f"time_attr={choice.time_attr!r}: neither nodes nor edges have an attribute of that name.")
             if not every[seeded].keys() & {*names}:
                 of_what = f"nodes of type {seeded!r}" if seeded in of_nodes else "edges"
                 raise ValueError(
@@ -419,9 +409,7 @@ class SamplingStrategy(GNNStrategy):
                 "which are taken in batches. Leave it out."
             )
         if self.method not in _NEIGHBOURHOODS and types.is_hetero:
-            raise ValueError(
-                f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.'
-            )
+            raise ValueError(f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.')
         if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
@@ -589,7 +577,5 @@ def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
     if own is None:
         return default if of_data is None else of_data
     if of_data is not None and own != of_data:
-        raise ValueError(
-            f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them."
-        )
+        raise ValueError(f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them.")
     return own

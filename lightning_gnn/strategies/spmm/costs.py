@@ -108,9 +108,7 @@ def product_exchanges(work: Workload, topology: Topology | None) -> list[Exchang
     return found
 
 
-def cube_exchange(
-    work: Workload, topology: Topology | None, dimensions: int, keep_blocks: bool = True
-) -> ExchangeCost | None:
+def cube_exchange(work: Workload, topology: Topology | None, dimensions: int, keep_blocks: bool = True) -> ExchangeCost | None:
     """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube.
 
     With `keep_blocks`, the matrix has travelled before.

@@ -216,9 +216,7 @@ class ProcessCube:
         """
         nodes, q = int(offsets[-1]), self.side
         widths = self.widths(columns)
-        turned = sum(
-            int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks)
-        )
+        turned = sum(int(offsets[r + 1] - offsets[r]) * (columns - widths[self.place(r)[1]]) for r in range(self.num_ranks))
         return nodes * columns * (q - 1) + nodes * columns * (self.layers - 1) + 2 * turned
 
 

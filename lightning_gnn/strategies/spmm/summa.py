@@ -115,9 +115,7 @@ class SummaMatrix(Matrix):
         filled, num_entries = world.all_gather(counts, "Distributing a matrix").T.tolist()
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
         widths = self._sizes[self.layer * cube.side :]
-        forms = [
-            _Form((total, width), filled[peer], num_entries[peer], self._dtype) for peer, width in zip(in_row, widths)
-        ]
+        forms = [_Form((total, width), filled[peer], num_entries[peer], self._dtype) for peer, width in zip(in_row, widths)]
         if not self.keep_blocks:
             return [(form, own if peer == world.rank else None) for peer, form in zip(in_row, forms)]
         blocks = [own if peer == world.rank else own.new_empty(sum(form.sizes)) for peer, form in zip(in_row, forms)]

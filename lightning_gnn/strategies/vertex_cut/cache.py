@@ -101,9 +101,7 @@ class MessageCache:
         taken, self.loss = self.loss, None
         return math.nan if taken is None else float(taken)
 
-    def make_exchange(
-        self, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter
-    ) -> CachedExchange:
+    def make_exchange(self, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter) -> CachedExchange:
         """Returns an exchange whose messages are cached; see :data:`~lightning_gnn.comm.matrix.MakeExchange`."""
         return CachedExchange(rows, world, meter, self)
 
@@ -154,18 +152,14 @@ class CachedExchange(HaloExchange):
             return super().send(out, out_counts, into, into_counts, call, began)
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         whole = [(peer, part) for peer, part in sends if peer in near]
-        far_out, far_into = (
-            [0 if peer in near else n for peer, n in enumerate(each)] for each in (out_counts, into_counts)
-        )
+        far_out, far_into = ([0 if peer in near else n for peer, n in enumerate(each)] for each in (out_counts, into_counts))
         # Of a call, that of the last step.
         key = (call, into.shape[1:], into.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
                 self._channels[key] = _Channel(into, far_out, far_into)
         channel, codec = self._channels[key], transport.codec if isinstance(transport, EncodingTransport) else None
-        rows = torch.cat(
-            [into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)]
-        )
+        rows = torch.cat([into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)])
         try:
             messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec, call)
         except NotFiniteError as error:

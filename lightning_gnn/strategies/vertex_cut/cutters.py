@@ -222,9 +222,7 @@ def cut_edges(
     elif method == "random":
         part[:] = np.random.default_rng(seed).integers(0, num_parts, len(source), part.dtype)
     else:
-        home = (
-            np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)
-        )  # what nodes are hashed to
+        home = np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)  # what nodes are hashed to
         if method == "dbh":
             degree = _degrees(source, target, num_nodes)
             part[:] = np.where(degree[source] <= degree[target], home[source], home[target])
@@ -371,9 +369,7 @@ def _stream(
     loops.ebv(pairs, order, *penalties, load, *steps, lanes.rank, held, part)
 
 
-def _expansion(
-    source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts, told: Callable[[int], None]
-) -> None:
+def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts, told: Callable[[int], None]) -> None:
     num_edges = len(source)
     degree = _degrees(source, target, num_nodes)
     indptr, neighbour, edge_of = _incidence(source, target, degree)

@@ -98,13 +98,9 @@ class AdaptiveThreshold:
         if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
             raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
         given = {name: value for name, value in asdict(self).items() if name not in ("rule", "factors")}
-        check_numbers(
-            **{name: value for name, value in given.items() if name not in ("mean", "first") or value is not None}
-        )
+        check_numbers(**{name: value for name, value in given.items() if name not in ("mean", "first") or value is not None})
         if not isinstance(self.factors, dict) or not all(isinstance(name, str) for name in self.factors):
-            raise ValueError(
-                f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)})."
-            )
+            raise ValueError(f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)}).")
         check_numbers(**{f"factors[{name!r}]": factor for name, factor in self.factors.items()})
         if min(self.factors.values(), default=0) < 0:
             raise ValueError(f"factors are at least 0 (got {shown(self.factors)}).")
@@ -113,9 +109,7 @@ class AdaptiveThreshold:
                 f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
             )
         if not (self.lambda2 <= 1 <= self.lambda1) or self.lambda2 <= 0:
-            raise ValueError(
-                f"lambda1 is at least 1, lambda2 in (0, 1] (got lambda1={self.lambda1}, lambda2={self.lambda2})."
-            )
+            raise ValueError(f"lambda1 is at least 1, lambda2 in (0, 1] (got lambda1={self.lambda1}, lambda2={self.lambda2}).")
 
     def check_names(self, layers: Collection[str]) -> None:
         """Raises ValueError for a factor that names neither one of the layers nor a direction."""

@@ -252,9 +252,7 @@ def _in_batches(candidate: Candidate, job: _Job) -> Advice:
 def quiet_trainer(**options: Any) -> pl.Trainer:
     """Returns a Trainer of one CPU device that shows, keeps and validates nothing."""
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(
-        accelerator="cpu", devices=1, limit_val_batches=0, num_sanity_val_steps=0, **{**silent, **options}
-    )
+    return pl.Trainer(accelerator="cpu", devices=1, limit_val_batches=0, num_sanity_val_steps=0, **{**silent, **options})
 
 
 @contextmanager
@@ -297,9 +295,7 @@ def _why(advice: Advice, usual: Advice | None) -> str:
         return f"an epoch is {advice.steps} steps of each rank, {_time(advice.seconds / advice.steps)} each"
     reasons = []
     if usual is advice:
-        reasons.append(
-            f"each layer receives {100 * (advice.replication - 1):.0f} % of the graph's rows from other ranks"
-        )
+        reasons.append(f"each layer receives {100 * (advice.replication - 1):.0f} % of the graph's rows from other ranks")
     elif usual is not None and usual.bytes_sent and advice.bytes_sent is not None:
         reasons.append(f"sends {advice.bytes_sent / usual.bytes_sent:.2g} times the bytes of dgcl")
     if "codec" in advice.candidate.arguments:
@@ -307,9 +303,7 @@ def _why(advice: Advice, usual: Advice | None) -> str:
     if advice.balance > UNEVEN:
         reasons.append(f"its slowest rank computes {advice.balance:.2f} times the mean")
     share = advice.exchange_seconds / advice.seconds
-    reasons.append(
-        f"messages are {100 * share:.0f} % of the time" if share > 0.005 else "messages are hidden by computing"
-    )
+    reasons.append(f"messages are {100 * share:.0f} % of the time" if share > 0.005 else "messages are hidden by computing")
     return "; ".join(reasons)
 
 

@@ -74,7 +74,5 @@ class AutoStrategy(GNNStrategy):
         if not first.applies:
             return f"auto_gnn could not rehearse the model under any scheme. {first.candidate}: {first.reason}"
         rest = ", ".join(f"{each.candidate} {1e3 * each.seconds:.3g}" for each in others if each.applies)
-        rank_zero_info(
-            f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({rest})"
-        )
+        rank_zero_info(f"auto_gnn chose {first.candidate}: {1e3 * first.seconds:.3g} ms an epoch predicted; {first.why} ({rest})")
         return first.candidate

@@ -70,9 +70,7 @@ def extrapolate(
             slope, begin = np.polyfit(sizes, np.log(values), 1)
             return float(np.exp(begin + slope * np.log(ranks)))
 
-        values: dict[str, Any] = {
-            name: at(attrgetter(name)) for name in ("compute_seconds", "exchange_seconds", "replication")
-        }
+        values: dict[str, Any] = {name: at(attrgetter(name)) for name in ("compute_seconds", "exchange_seconds", "replication")}
         values |= {name: round(at(attrgetter(name))) for name in ("steps", "bytes_sent", "messages")}
         values["seconds"] = values["compute_seconds"] + values["exchange_seconds"]
         values["steps"] = max(1, values["steps"])

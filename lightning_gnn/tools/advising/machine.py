@@ -129,9 +129,7 @@ class Machine:
         if ranks % hosts:
             raise ValueError(f"{ranks} ranks are not equally many on {hosts} machines.")
         on_each = ranks // hosts
-        return cls(
-            machines([on_each] * hosts), cores or available_cores(), speed, contention=measured_contention(on_each)
-        )
+        return cls(machines([on_each] * hosts), cores or available_cores(), speed, contention=measured_contention(on_each))
 
 
 _ROUNDS, _ROWS, _EDGES, _WIDTH = 7, 8_000, 60_000, 64
@@ -270,9 +268,7 @@ def _arrival(machine: Machine, hop_free: list[float], now: float, rank: int, eve
         return now + latency
     via = topology.links.get((rank, event.to))
     if via is None:
-        raise ValueError(
-            f"Ranks {rank} and {event.to} exchange rows, and topology {topology.name!r} has no link between them."
-        )
+        raise ValueError(f"Ranks {rank} and {event.to} exchange rows, and topology {topology.name!r} has no link between them.")
     begin = max(now, *(hop_free[hop] for hop in via))
     for hop in via:
         hop_free[hop] = begin + event.num_bytes / (topology.hops[hop].gb_per_s * 1e9)

@@ -20,8 +20,7 @@ class CheckCLI(GraphCLI):
 
     name = "check"
     usage = (
-        "lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--explain] [--json FILE] "
-        "[--KEY VALUE ...]"
+        "lightning-gnn check --config FILE [--parts N] [--nodes N] [--schemes NAMES] [--explain] [--json FILE] [--KEY VALUE ...]"
     )
     description = (
         "Run each step of the model once under every scheme and once on one device, compare outputs, loss, gradients and "
@@ -32,9 +31,7 @@ class CheckCLI(GraphCLI):
         "nodes": Option(int, "Of a sample of the graph. (default: the whole graph, if it is not too large)"),
         "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
-        "explain": Option(
-            bool, "Compare nothing: list what ranks send under trainer.strategy. (default: false)", False
-        ),
+        "explain": Option(bool, "Compare nothing: list what ranks send under trainer.strategy. (default: false)", False),
         "json": JSON,
     }
     width = 130

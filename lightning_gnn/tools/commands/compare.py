@@ -48,12 +48,8 @@ def compare_parser() -> Parser:
     parser = Parser(prog="lightning-gnn compare", usage=USAGE, description=DESCRIPTION)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these keys.")
     add_task(parser)
-    parser.add_argument(
-        "--cells", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md."
-    )
-    parser.add_argument(
-        "--devices", type=int | list[int], default=2, help="Ranks of cells that do not say; each of a list."
-    )
+    parser.add_argument("--cells", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md.")
+    parser.add_argument("--devices", type=int | list[int], default=2, help="Ranks of cells that do not say; each of a list.")
     parser.add_argument("--output", type=str, default="comparison", help="Folder for results; those there are used.")
     own: set[str | int] = {"model", "data", "cells", "devices", "output", "trainer"}
     parser.add_function_arguments(comparing.compare, as_group=False, skip=own)

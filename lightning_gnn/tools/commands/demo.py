@@ -17,9 +17,7 @@ FEATURES, CLASSES = 32, 8
 
 def demo(arguments: Sequence[str]) -> None:
     parser = Parser(prog="lightning-gnn demo", description=DESCRIPTION)
-    parser.add_argument(
-        "--nodes", type=int, default=20_000, help="Of the graph, whose nodes have 20 edges in the mean."
-    )
+    parser.add_argument("--nodes", type=int, default=20_000, help="Of the graph, whose nodes have 20 edges in the mean.")
     parser.add_argument("--epochs", type=int, default=10, help="Of each strategy.")
     parser.add_argument("--output", type=str, default="demo", help="Folder for the page, and for results.")
     asked = parser.parse_args(list(arguments))

@@ -71,9 +71,7 @@ def _predicted(found: Sequence[Prediction], method: str | np.ndarray) -> Iterato
         except MemoryError as error:
             why = f"would fail: {error}"
     else:
-        row = next(
-            (each for each in found if each.method == method.removesuffix("_masks").removesuffix("_cover")), None
-        )
+        row = next((each for each in found if each.method == method.removesuffix("_masks").removesuffix("_cover")), None)
         if row is not None:
             taken = row.method
             why = "is asked for" if row.fits(free) else 'is asked for and does not fit: use "auto"'

@@ -46,9 +46,7 @@ class PlanCLI(GraphCLI):
             f"{', '.join(PRESETS)}, or a JSON file (docs/planning.md). (default: the strategy's; strategies that follow no plan: "
             "none, and no times)",
         ),
-        "columns": Option(
-            int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"
-        ),
+        "columns": Option(int, "Width of the rows that layers exchange. (default: the model's hidden_channels, or features)"),
         "layers": Option(int, f"Propagations of the model. (default: the model's num_layers, or {PAPER_LAYERS})"),
         "output": Option(str, "Folder for pictures, PNG and SVG. (default: none are drawn)"),
         "json": JSON,
@@ -77,9 +75,7 @@ class PlanCLI(GraphCLI):
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
             if not isinstance(scheme, DGCLScheme):
-                raise ValueError(
-                    f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out."
-                )
+                raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out.")
             check_folder("--output", self.output)
 
     def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
@@ -125,9 +121,7 @@ def plan(arguments: Sequence[str]) -> None:
         data.prepare_for(cli.layout)
         cut = data.stored_cut()
         if cut.types.is_hetero:
-            raise ValueError(
-                "plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md)."
-            )
+            raise ValueError("plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md).")
         x, weight = cut.attributes["node"]["x"], cut.attributes["edge"].get("edge_weight")
         work = Workload(
             Relation.from_halos(cut.halos, cut.offsets),

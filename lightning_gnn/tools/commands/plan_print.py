@@ -92,9 +92,7 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     table.add_row("bytes", "", *map(_bytes, together(by_stage)), _bytes(by_stage.sum()), "", "", "")
     seconds = cost.stage_seconds(row_bytes)
     table.add_row("time", "", *map(_seconds, together(seconds)), _seconds(seconds.sum()), "", "", "")
-    table.caption = (
-        f"{len(links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it"
-    )
+    table.caption = f"{len(links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it"
     return table
 
 

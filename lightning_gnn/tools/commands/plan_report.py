@@ -107,9 +107,7 @@ class PlanReport:
         }
 
 
-def _others(
-    own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None
-) -> list[ExchangeCost]:
+def _others(own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None) -> list[ExchangeCost]:
     found, seen = {each.scheme: each for each in own}, {type(scheme)}
     kind = scheme.layout(work.relation.num_devices).kind
     for candidate in candidates(work.relation.num_devices):

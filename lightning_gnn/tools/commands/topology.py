@@ -62,9 +62,7 @@ def measure_command(arguments: Sequence[str]) -> None:
         description="Time messages between each two ranks, and write the topology of their links. Run it under the launcher "
         "that training will use, on machines that do nothing else; without one, --ranks starts processes on this machine.",
     )
-    parser.add_argument(
-        "--output", type=str, required=True, help="JSON file to write, for topology=FILE in a strategy."
-    )
+    parser.add_argument("--output", type=str, required=True, help="JSON file to write, for topology=FILE in a strategy.")
     parser.add_argument("--ranks", type=int, help="Number of ranks to start on this machine.")
     parser.add_argument("--seconds", type=float, default=0.1, help="Time of a message: longer is more exact.")
     parser.add_argument("--megabytes", type=float, default=64.0, help="Most that a message may have.")
@@ -184,9 +182,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
 
 def show_command(arguments: Sequence[str]) -> None:
     parser = Parser(prog="lightning-gnn topology show", description="Show hosts, hops and links of a topology.")
-    parser.add_argument(
-        "topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, summit, uniform."
-    )
+    parser.add_argument("topology", type=str, help="A JSON file, or the name of a preset: dgx1, dgx1x2, pcie8, summit, uniform.")
     parser.add_argument("--ranks", type=int, help="Number of ranks. (default: the topology's devices)")
     options = parser.parse_args(list(arguments))
     try:

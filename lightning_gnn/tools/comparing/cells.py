@@ -100,9 +100,7 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
         _check_plain(options, f"arguments of {strategy!r}")
         for count in counts if isinstance(counts, (list, tuple)) else [counts]:
             if not isinstance(count, int) or count < 1:
-                raise ValueError(
-                    f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r})."
-                )
+                raise ValueError(f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r}).")
             numbered = label and isinstance(counts, (list, tuple))
             made.append(Cell(strategy, count, options, f"{label} x {count}" if numbered else label))
     names = [cell.name for cell in made]

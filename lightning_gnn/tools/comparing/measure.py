@@ -73,9 +73,7 @@ class EpochTimes(pl.Callback):
         self._ended += gone
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._batches += time.perf_counter() - self._ended
         self._before = dict(_meter(trainer).by_layer)
         self._count(trainer, -1)

@@ -33,8 +33,7 @@ def summarise(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]
         "metrics": {**first["epochs"][epochs - 1]["logged"], **first["test"]},
         "test": dict(first["test"]),
         "curves": {
-            name: [epoch[0]["logged"].get(name, math.nan) for epoch in by_epoch]
-            for name in first["epochs"][epochs - 1]["logged"]
+            name: [epoch[0]["logged"].get(name, math.nan) for epoch in by_epoch] for name in first["epochs"][epochs - 1]["logged"]
         },
         "epoch_seconds": fmean(seconds[epoch] for epoch in measured),
         "epoch_seconds_by_epoch": seconds,

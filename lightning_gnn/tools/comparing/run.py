@@ -106,9 +106,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
     try:
         lock = FileLock(output / ".lock", timeout=0).acquire()
     except Timeout as error:
-        raise BlockingIOError(
-            f"Another comparison is writing to {output}. Wait for it, or name another output."
-        ) from error
+        raise BlockingIOError(f"Another comparison is writing to {output}. Wait for it, or name another output.") from error
     with lock:
         folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
         states = [_status(folder).get("status", "has to run") for folder in folders]

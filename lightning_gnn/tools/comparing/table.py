@@ -85,9 +85,7 @@ class ComparisonTable:
     title: str
 
     def __post_init__(self) -> None:
-        self._of_width: dict[
-            int, tuple[int, bool]
-        ] = {}  # since bars draw it again ten times a second, while cells are timed
+        self._of_width: dict[int, tuple[int, bool]] = {}  # since bars draw it again ten times a second, while cells are timed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width not in self._of_width:
@@ -118,9 +116,7 @@ class ComparisonTable:
             column.no_wrap = not folded
         for cell in self.cells:
             done = cell["status"] == "finished"
-            table.add_row(
-                *(escape(column.text(cell)) for column in (shown if done else shown[:1])), *[cell["status"]][done:]
-            )
+            table.add_row(*(escape(column.text(cell)) for column in (shown if done else shown[:1])), *[cell["status"]][done:])
         return table
 
 

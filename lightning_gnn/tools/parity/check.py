@@ -186,9 +186,7 @@ class _Check:
                 "and all edges between its nodes. nodes=N, or --nodes N, takes another number."
             )
         if draws_random_numbers(module):
-            self.notes.append(
-                "Dropout was off: each rank draws its own, so training is alike, but not to the same digits."
-            )
+            self.notes.append("Dropout was off: each rank draws its own, so training is alike, but not to the same digits.")
         self.dtype: torch.dtype | None = torch.float64
         self._references: list[_Reference] = []
 
@@ -240,8 +238,7 @@ class _Check:
                 "of the dtype of what they are combined with."
             )
         self.notes += [
-            f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}."
-            for stage, error in errors.items()
+            f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}." for stage, error in errors.items()
         ]
         self._references = found
 
@@ -257,9 +254,7 @@ class _Check:
         trial = self._trial(module, stage)
         whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
         kept = first_difference(whole, again, self.tolerance)
-        return _Reference(
-            trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}.")
-        )
+        return _Reference(trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}."))
 
     def explain(self, module: pl.LightningModule, stage: str, strategy: GNNStrategy) -> Explanation:
         """Returns what ranks send each other in a step under a scheme."""
@@ -290,9 +285,7 @@ class _Check:
         try:
             shards = self._shards(strategy)
         except ValueError as error:
-            return SchemeParity(
-                label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}"
-            )
+            return SchemeParity(label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}")
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
         run = partial(self._on_parts, strategy, shards)

@@ -115,9 +115,7 @@ class ParityReport:
             how = "" if kind == "not_compared" else "approximate by design, after a few training steps; "
             found += [f"{', '.join(schemes)}: {how}{text}." for text, schemes in by_text.items()]
         steps = dict.fromkeys(step for each in self.schemes for step in each.steps)
-        compared = (
-            f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
-        )
+        compared = f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
         return [*found, *self.notes, compared]
 
     def __str__(self) -> str:
