@@ -12,13 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
@@ -95,6 +96,22 @@ class Triples:
         return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
 
 
+@dataclass(frozen=True)
+class Products:
+    """How layers compute over edges that several ranks hold.
+
+    Attributes:
+        matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
+            communicates.
+        spread: for edges that are attended over, or whose extremes are taken, returns what makes the same of them. It is given
+            the bytes that a step sends for a copy of a source's row, and for a target's partial result, as a scheme may choose
+            by their ratio who computes which edge. None where a rank computes its own nodes' edges.
+    """
+
+    matrix: Callable[[Triples], Matrix]
+    spread: Callable[[int, int], Callable[[Triples], Matrix]] | None = None
+
+
 class Exchange(ABC):
     """S and its transpose for one rank: all rows that layers read of other ranks come by it, whatever layers compute.
 
@@ -111,11 +128,7 @@ class Exchange(ABC):
         own_lengths: where a rank holds rows of others too: by the length of a tensor with one entry per row or edge, how many
             are this rank's own. These come first, and they alone count in sums over ranks.
         most_propagations: how often rows may travel along edges in a step; None for any number.
-        make_matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
-            communicates. None where a rank adds up its own nodes' edges.
-        spread: for edges that are attended over, or whose extremes are taken, returns what makes the same of them. It is given
-            the bytes that a step sends for a copy of a source's row, and for a target's partial result, as a scheme may choose
-            by their ratio who computes which edge. None where a rank computes its own nodes' edges.
+        products: of edges that several ranks hold; None where a rank computes all edges of its own nodes.
         present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
             rows are 0, and multiply the sums of those that come by `scale`.
         in_stages: sends more while it is waited for, so that no other exchange of the same call may be started before.
@@ -133,8 +146,12 @@ class Exchange(ABC):
         self.world, self.meter, self.buffers = world, meter, world.buffers(world.device)
         self.own_lengths: dict[int, int] = {}
         self.most_propagations: int | None = None
-        self.make_matrix: Callable[[Triples], Matrix] | None = None
-        self.spread: Callable[[int, int], Callable[[Triples], Matrix]] | None = None
+        self.products: Products | None = None
+
+    def with_products(self, products: Products) -> Self:
+        """Returns this exchange for layers whose edges several ranks hold."""
+        self.products = products
+        return self
 
     # What a scheme is #########################################################
 

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from lightning_gnn.comm.sockets import LOCAL, MOST_WAITING
+LOCAL = "127.0.0.1"
+MOST_WAITING = 128
+"""Connections that wait to be accepted."""
+
 
 STORE_VARIABLE = "LIGHTNING_GNN_WORKER_STORE"
 """Environment of a started rank: where the store is, ``host:port``, if its parent has one."""

@@ -251,10 +251,10 @@ class GraphContext(RankGraph):
         """Returns a sum over edges of S x, ``[N, F]``; kept while x, ``[N, F]``, is constant."""
         self.propagated(layer)
         world, exchange = self.exchange.world, self.exchange
-        matrix, make, node_ids, target_ids = None, exchange.make_matrix, self._node_ids, self._target_ids
-        if make is not None and node_ids is not None and target_ids is not None:
+        matrix, products, node_ids, target_ids = None, exchange.products, self._node_ids, self._target_ids
+        if products is not None and node_ids is not None and target_ids is not None:
             entries = partial(what.entries, node_ids, target_ids, self.num_owned)
-            matrix = self.kept.of_edges(("product", id(what)), [], lambda: make(entries()))
+            matrix = self.kept.of_edges(("product", id(what)), [], lambda: products.matrix(entries()))
 
         def compute(rows: Tensor) -> Tensor:
             if matrix is not None:

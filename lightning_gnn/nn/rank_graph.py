@@ -282,9 +282,10 @@ class RankGraph:
                 the partial result of a target.
         """
         node_ids, target_ids = self._node_ids, self._target_ids
-        if self.exchange.spread is None or node_ids is None or target_ids is None:
+        products = self.exchange.products
+        if products is None or products.spread is None or node_ids is None or target_ids is None:
             return None
-        make = self.exchange.spread(copy_bytes, result_bytes)
+        make = products.spread(copy_bytes, result_bytes)
 
         def spread() -> SparseMatrix:
             source, target = stored_ids(edge_index)

@@ -85,7 +85,7 @@ def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, keep_cons
     """Returns what bound layers know of this rank; runs on every rank."""
     exchange, batch = scheme.exchange(shard, world, meter), shard.batch
     node_ids = target_ids = None
-    if exchange.make_matrix is not None:
+    if exchange.products is not None:
         node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
         target_ids = torch.from_numpy(shard.target_ids(world.rank)).to(world.device)
     return GraphContext(

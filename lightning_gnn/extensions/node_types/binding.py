@@ -62,7 +62,7 @@ class TypedGraph(GraphContext):
             readers.setdefault(source, []).append(relation)
         self._num_readers = {name: len(of) for name, of in readers.items()}
         # Of products that are spread over ranks, each has rows of its own to send.
-        shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.make_matrix is None}
+        shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.products is None}
         self._beside: dict[EdgeType, GraphContext] = {}
         for kind, relation in self.relations.items():
             if kind[0] in shared:

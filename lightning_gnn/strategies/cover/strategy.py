@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags
-from lightning_gnn.comm.exchange import Exchange, Triples
+from lightning_gnn.comm.exchange import Exchange, Products, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, SparseMatrix, spread_edges
 from lightning_gnn.comm.traffic import Meter
@@ -77,8 +77,7 @@ class CoverScheme(PlannedScheme):
 
         exchange = make(shard.plan, shard.halos, shard.offsets, world, meter)
         # Of a sum, a copy and a partial result are as wide, forward and backward.
-        exchange.make_matrix, exchange.spread = covered(1, 1), spread
-        return exchange
+        return exchange.with_products(Products(covered(1, 1), spread))
 
 
 @twin_of.register

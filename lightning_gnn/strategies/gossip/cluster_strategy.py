@@ -25,7 +25,6 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.comm.group import World, next_store
 from lightning_gnn.comm.listening import end_for_lost_agents
-from lightning_gnn.comm.sockets import own_address
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
@@ -44,6 +43,7 @@ from lightning_gnn.strategies.gossip.history import History, HistoryExchange
 from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
 from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess
 from lightning_gnn.strategies.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.sockets import own_address
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme

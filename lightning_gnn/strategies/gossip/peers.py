@@ -26,9 +26,10 @@ from torch import Tensor
 
 from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
-from lightning_gnn.comm.sockets import MOST_WAITING, connect, receive
 from lightning_gnn.devices import backend_of
+from lightning_gnn.launching.worker_store import MOST_WAITING
 from lightning_gnn.strategies.gossip import store_process
+from lightning_gnn.strategies.gossip.sockets import connect, receive
 
 BEAT_S = 0.5
 """Seconds between two heartbeats."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.comm.exchange import Exchange, HaloExchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange, Products
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
@@ -104,9 +104,8 @@ class SpMMScheme(ProductScheme):
         exchange = GridExchange(shard.plan, world, meter, grid)
         sparse = partial(SparseMatrix, holders=on_grid(grid, offsets), offsets=offsets, world=world, meter=meter)
         blocks = partial(BlockMatrix, grid=grid, offsets=offsets, world=world, meter=meter)
-        exchange.make_matrix = sparse if self.sparsity_aware else blocks
-        exchange.spread = (lambda copy_bytes, result_bytes: sparse) if grid.replication > 1 else None
-        return exchange
+        spread = (lambda copy_bytes, result_bytes: sparse) if grid.replication > 1 else None
+        return exchange.with_products(Products(sparse if self.sparsity_aware else blocks, spread))
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
         """Returns the grid that is asked for, or that with the replication factor that moves least."""
@@ -158,15 +157,12 @@ class CubeScheme(ProductScheme):
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        exchange, offsets = HaloExchange(shard.plan, world, meter), shard.offsets
         cube = self._cube(world.size)
-        exchange.make_matrix = partial(
-            SummaMatrix, cube=cube, offsets=offsets, world=world, meter=meter, keep_blocks=self.keep_blocks
-        )
+        of_ranks: dict[str, Any] = {"offsets": shard.offsets, "world": world, "meter": meter}
+        products = partial(SummaMatrix, cube=cube, keep_blocks=self.keep_blocks, **of_ranks)
         # Attention and extremes: over the edges that each rank holds of the cube.
-        dealt = partial(SparseMatrix, holders=on_grid(cube, offsets), offsets=offsets, world=world, meter=meter)
-        exchange.spread = lambda copy_bytes, result_bytes: dealt
-        return exchange
+        dealt = partial(SparseMatrix, holders=on_grid(cube, shard.offsets), **of_ranks)
+        return HaloExchange(shard.plan, world, meter).with_products(Products(products, lambda copy_bytes, result_bytes: dealt))
 
 
 class AnyProductScheme(ProductScheme):
@@ -178,9 +174,8 @@ class AnyProductScheme(ProductScheme):
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        exchange = HaloExchange(shard.plan, world, meter)
-        exchange.make_matrix = partial(MatrixByCall, plan=shard.plan, offsets=shard.offsets, world=world, meter=meter)
-        return exchange
+        products = partial(MatrixByCall, plan=shard.plan, offsets=shard.offsets, world=world, meter=meter)
+        return HaloExchange(shard.plan, world, meter).with_products(Products(products))
 
 
 @twin_of.register

@@ -21,7 +21,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, Products
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
 from lightning_gnn.comm.traffic import Meter
@@ -85,8 +85,7 @@ class VertexCutScheme(Scheme):
             make_exchange = self._messages.make_exchange
         make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
         exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
-        exchange.make_matrix, exchange.spread = make, lambda copy_bytes, result_bytes: make
-        return exchange
+        return exchange.with_products(Products(make, lambda copy_bytes, result_bytes: make))
 
     def _near(self, world: World) -> Sequence[int]:
         """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""

@@ -51,11 +51,10 @@ from lightning_gnn import (
     split_edges,
 )
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.sockets import LOCAL
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.extensions.codecs.codec import make_codec
-from lightning_gnn.launching.worker_store import StoreServer
+from lightning_gnn.launching.worker_store import LOCAL, StoreServer
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gossip.clusters import Clusters

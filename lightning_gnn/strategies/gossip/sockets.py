@@ -1,12 +1,10 @@
-"""Connections between processes of ranks, past torch.distributed."""
+"""Connections between workers."""
 
 from __future__ import annotations
 
 import socket
 
-LOCAL = "127.0.0.1"
-MOST_WAITING = 128
-"""Connections that wait to be accepted."""
+from lightning_gnn.launching.worker_store import LOCAL
 
 
 def own_address(main: str, num_machines: int) -> str:
