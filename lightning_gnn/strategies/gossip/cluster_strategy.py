@@ -41,9 +41,8 @@ from lightning_gnn.strategies.gossip.fit import WorkerFit
 from lightning_gnn.strategies.gossip.histories import HistoryBinding
 from lightning_gnn.strategies.gossip.history import History, HistoryExchange
 from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
-from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess
+from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess, own_address
 from lightning_gnn.strategies.gossip.pool import Pool
-from lightning_gnn.strategies.gossip.sockets import own_address
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme

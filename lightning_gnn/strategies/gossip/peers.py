@@ -27,9 +27,8 @@ from torch import Tensor
 from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
 from lightning_gnn.devices import backend_of
-from lightning_gnn.launching.worker_store import MOST_WAITING
+from lightning_gnn.launching.worker_store import LOCAL, MOST_WAITING
 from lightning_gnn.strategies.gossip import store_process
-from lightning_gnn.strategies.gossip.sockets import connect, receive
 
 BEAT_S = 0.5
 """Seconds between two heartbeats."""
@@ -447,3 +446,27 @@ class Mailbox:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.numpy().data.cast("B")
+
+
+def own_address(main: str, num_machines: int) -> str:
+    """Returns this machine's address, as others reach it that reach the machine `main`."""
+    if num_machines == 1:
+        return LOCAL
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((main, 9))  # sends nothing
+        return towards.getsockname()[0]
+
+
+def connect(address: str, timeout: float) -> socket.socket:
+    """Returns a connection to ``host:port``, each operation of which ends after `timeout` seconds."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout)
+
+
+def receive(connection: socket.socket, into: memoryview) -> None:
+    """Fills `into`; raises ConnectionError if the other side ends before."""
+    while len(into):
+        count = connection.recv_into(into)
+        if not count:
+            raise ConnectionError("the other side has hung up")
+        into = into[count:]
