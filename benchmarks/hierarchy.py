@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from common import report
 
-from lightning_gnn.extensions.plans.hierarchy import Hosts, loads, plan_through_hosts, prices
+from lightning_gnn.extensions.plans.hierarchy import loads, plan_through_hosts, prices
+from lightning_gnn.extensions.plans.topology import Hosts
 from lightning_gnn.partition.shard import HaloPlan
 
 PER_HOST, SHARE = 8, 0.25

@@ -29,9 +29,11 @@ from torch import Tensor
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import Rows
-from lightning_gnn.extensions.plans import plan_cost, rank_plan, spst
 from lightning_gnn.extensions.plans.measure import fixed_seconds
+from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
+from lightning_gnn.extensions.plans.spst import spst
+from lightning_gnn.extensions.plans.tables import rank_plan
 
 StartEach = Callable[[Sequence[tuple[int, Rows]], Sequence[tuple[int, Tensor]]], Callable[[], None]]
 

@@ -32,8 +32,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import rows_of
-from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.metis import part_graph

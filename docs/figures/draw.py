@@ -19,9 +19,11 @@ import networkx as nx
 import numpy as np
 from matplotlib import pyplot as plt
 
-from lightning_gnn.extensions.plans import Relation, find_topology, spst
 from lightning_gnn.extensions.plans.pictures import draw_links
 from lightning_gnn.extensions.plans.plan_cost import link_loads
+from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.vertex_cut.cutters import assign_edges

@@ -39,9 +39,10 @@ from torch_geometric.data import Data
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.extensions.plans import Topology, find_topology
 from lightning_gnn.extensions.plans.detect import detect
 from lightning_gnn.extensions.plans.make_exchange import PlanName
+from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.functional.cut import Header, Part, checked_graph, cut_graph
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.steps.gradients import GradientSum

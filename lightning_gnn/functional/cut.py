@@ -15,9 +15,13 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
-from lightning_gnn.extensions.plans import PricedPlan, Relation, Topology, p2p
-from lightning_gnn.extensions.plans.make_exchange import PlanName, Way, check_plan, follow, looks_at_links, planned
+from lightning_gnn.extensions.plans.choice import PricedPlan
+from lightning_gnn.extensions.plans.make_exchange import PlanName, check_plan, looks_at_links
+from lightning_gnn.extensions.plans.plan import p2p
+from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.swap import SwapExchange
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.ways import Way, follow, planned
 from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
 from lightning_gnn.partition.locality import local_relabelling

@@ -10,14 +10,9 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.plans.by_width import relayed_by, route_of
-from lightning_gnn.extensions.plans.hierarchy import Hosts
-from lightning_gnn.extensions.plans.plan import p2p
-from lightning_gnn.extensions.plans.plan_cost import link_loads
-from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.topology import Hosts, Topology
 
 
 def log_plan(
@@ -38,7 +33,11 @@ def log_plan(
     if not (trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer)):
         return
     if name is None and isinstance(between, Topology) and between.num_devices > 1:
+        from lightning_gnn.extensions.plans.by_width import route_of  # most runs draw nothing, and load no plans
         from lightning_gnn.extensions.plans.pictures import draw_links
+        from lightning_gnn.extensions.plans.plan import p2p
+        from lightning_gnn.extensions.plans.plan_cost import link_loads
+        from lightning_gnn.extensions.plans.relation import Relation
 
         route = route_of(exchange, row_bytes)
         if route is None:
@@ -49,8 +48,12 @@ def log_plan(
 
 
 def _followed(exchange: Exchange, between: Topology | Hosts | None, row_bytes: int) -> dict[str, Any]:
-    relayed = relayed_by(exchange, row_bytes)
     topology = {} if between is None else {"topology": between.name}
+    if isinstance(exchange, HaloExchange):
+        return {"name": "p2p", **topology}
+    from lightning_gnn.extensions.plans.by_width import relayed_by
+
+    relayed = relayed_by(exchange, row_bytes)
     if relayed is None:
         return {"name": "p2p", **topology}
     if relayed.route is None:  # of another rank, or of a plan that no rank knows whole

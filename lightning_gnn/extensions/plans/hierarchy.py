@@ -11,37 +11,14 @@ P ranks, N owned rows, H halo rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.extensions.plans.presets import ETHERNET, SHARED_MEMORY, SOCKET_LATENCY
 from lightning_gnn.extensions.plans.tables import RankPlan, Stage
+from lightning_gnn.extensions.plans.topology import Hosts
 from lightning_gnn.partition.shard import HaloPlan, Ids
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Machines of which no more is known than their ranks.
-
-    Attributes:
-        ranks: of each machine, ascending; each rank is on one.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    uniform = False
-
-    @property
-    def name(self) -> str:
-        return f"{len(self.ranks)} machines"
-
-    def host_of(self) -> Ids:
-        """Returns the machine of each rank, int64 ``[P]``."""
-        host_of = np.empty(sum(map(len, self.ranks)), np.int64)
-        for host, ranks in enumerate(self.ranks):
-            host_of[list(ranks)] = host
-        return host_of
 
 
 def gateways(readers: Sequence[Ids]) -> list[NDArray[np.bool_]]:

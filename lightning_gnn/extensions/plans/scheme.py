@@ -21,13 +21,10 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.plans import Topology, find_topology
 from lightning_gnn.extensions.plans.detect import detect, hosts_of
-from lightning_gnn.extensions.plans.hierarchy import Hosts
 from lightning_gnn.extensions.plans.make_exchange import NO_TOPOLOGY, make_exchange
-from lightning_gnn.extensions.plans.measure import measured
-from lightning_gnn.extensions.plans.presets import machines
-from lightning_gnn.extensions.plans.topology import MAX_DEVICES
+from lightning_gnn.extensions.plans.presets import find_topology, machines
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology
 from lightning_gnn.partition.edge_cut import several_alike
 from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
@@ -99,6 +96,8 @@ class PlannedScheme(EdgeCutScheme):
 
     def _search(self, world: World) -> Topology | Hosts | None:
         if self.topology == "measured":
+            from lightning_gnn.extensions.plans.measure import measured
+
             return measured(world) if world.size > 1 else self.topology_of(1)
         if world.size <= MAX_DEVICES:
             return detect(world)

@@ -164,3 +164,26 @@ class Topology:
             self.stage_seconds,
             self.message_seconds,
         )
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Machines of which no more is known than their ranks.
+
+    Attributes:
+        ranks: of each machine, ascending; each rank is on one.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    uniform = False
+
+    @property
+    def name(self) -> str:
+        return f"{len(self.ranks)} machines"
+
+    def host_of(self) -> NDArray[np.int64]:
+        """Returns the machine of each rank, int64 ``[P]``."""
+        host_of = np.empty(sum(map(len, self.ranks)), np.int64)
+        for host, ranks in enumerate(self.ranks):
+            host_of[list(ranks)] = host
+        return host_of

@@ -19,10 +19,9 @@ from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.plans import Topology
 from lightning_gnn.extensions.plans.followed import log_plan
-from lightning_gnn.extensions.plans.hierarchy import Hosts
 from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
+from lightning_gnn.extensions.plans.topology import Hosts, Topology
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.strategies.dgcl.replicated import ReplicatedExchange
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gnn.extensions.plans import Topology
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.tools.advising.advice import Advice, advise_on

@@ -32,8 +32,11 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.codecs.codec import Codec, make_codec
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
-from lightning_gnn.extensions.plans import Relation, Topology, rank_plan, spst
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.spst import spst
+from lightning_gnn.extensions.plans.tables import rank_plan
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.topology_file import topology_from_dict
 from lightning_gnn.partition.shard import halo_plan
 

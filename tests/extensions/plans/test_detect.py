@@ -19,8 +19,8 @@ from conftest import SHARED
 from test_sysfs import Tree
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.extensions.plans import Relation, fastest, fastest_plans, plan_cost
 from lightning_gnn.extensions.plans import detect as detect_module
+from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
 from lightning_gnn.extensions.plans.detect import UnknownGPUsError, detect, device_uuid, local_gpus
 from lightning_gnn.extensions.plans.machine_topology import (
     HOST_BRIDGE,
@@ -34,6 +34,7 @@ from lightning_gnn.extensions.plans.machine_topology import (
     Port,
     detected,
 )
+from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.presets import (
     _CUBE_MESH,
     NVLINK_PAIR,
@@ -44,6 +45,7 @@ from lightning_gnn.extensions.plans.presets import (
     pcie8,
     uniform,
 )
+from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.topology_file import topology_from_dict
 from lightning_gnn.partition.edge_cut import assign_nodes

@@ -18,11 +18,13 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans import detect
 from lightning_gnn.extensions.plans.by_width import ExchangeByWidth
-from lightning_gnn.extensions.plans.hierarchy import Hosts, loads, plan_through_hosts, prices
-from lightning_gnn.extensions.plans.make_exchange import Way, follow, make_exchange
+from lightning_gnn.extensions.plans.hierarchy import loads, plan_through_hosts, prices
+from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.extensions.plans.plan_cost import PlanCost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.presets import machines
+from lightning_gnn.extensions.plans.topology import Hosts
+from lightning_gnn.extensions.plans.ways import Way, follow
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 

@@ -19,7 +19,11 @@ from processes import REPOSITORY
 from test_planned import slow_pair
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.extensions.plans import Relation, find_topology, p2p, plan_cost, spst
+from lightning_gnn.extensions.plans.plan import p2p
+from lightning_gnn.extensions.plans.plan_cost import plan_cost
+from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.topology_file import load_topology
 
 
