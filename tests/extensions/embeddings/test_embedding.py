@@ -95,8 +95,8 @@ class Embedded(L.LightningModule):
         return self(batch)
 
     def on_train_end(self) -> None:
-        owners = getattr(getattr(self.trainer.strategy, "_shared", None), "owners", {})
-        self.received = sum(each.bytes_received for each in owners.values())
+        shared = getattr(self.trainer.strategy, "_shared", None)
+        self.received = sum(each._owners.bytes_received for each in shared.learned_rows) if shared else 0
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=0.01)
