@@ -91,3 +91,24 @@ def test_a_weight_that_may_count_a_row_that_stands_in_is_refused_with_what_to_re
     with pytest.raises(ValueError, match="Rank 1 .* loss_weight=2 .* Return loss_weight=0 where batch.seed_counts"):
         scale(2)
     assert scale(0) == (0.0, [3.0, 0.0])
+
+
+def with_default_device(rank: int, world_size: int, device: str) -> str:
+    """Returns what a fit is refused with."""
+    torch.set_default_device(device)
+    try:
+        trainer = quiet_trainer("dgcl", world_size, max_epochs=1)
+        trainer.fit(UserModule(build("gcn", 12, 5)).double(), datamodule=GraphDataModule(awkward_graph()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        torch.set_default_device(None)
+    return ""
+
+
+def test_a_default_device_with_a_number_is_refused(ranks):
+    """Metrics that are made in steps would not be seen."""
+    for text in ranks.run(2, with_default_device, "cpu:0"):
+        assert "torch.set_default_device('cpu:0') gives each rank the same device" in text
+        assert "torch.set_default_device('cpu')" in text
+    assert ranks.run(2, with_default_device, "cpu") == ["", ""]
