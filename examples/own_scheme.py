@@ -15,14 +15,14 @@ from lightning_gnn.strategies import Scheme, register
 class RingExchange(Exchange):
     """In P - 1 steps every rank sees the block of rows of every other, and keeps the rows that its edges read."""
 
+    in_stages = True  # blocks are passed on in the wait
+
     def __init__(self, shard, world, meter):
         halo = shard.halos[world.rank]  # ascending ids, so the rows of one owner lie together
         super().__init__(shard.plan.num_owned, len(halo), world, meter, idle=world.size == 1)
-        self.counts = shard.counts
-        by_owner = np.split(halo, np.searchsorted(halo, shard.offsets[1:-1]))
+        self.counts, by_owner = shard.counts, np.split(halo, np.searchsorted(halo, shard.offsets[1:-1]))
         self.rows = [torch.from_numpy(ids - first).to(world.device) for ids, first in zip(by_owner, shard.offsets)]
-        # Step by step, whose block this rank has: first its own, then that of the rank before it, ...
-        self.whose = [(world.rank - step) % world.size for step in range(world.size)]
+        self.whose = [(world.rank - step) % world.size for step in range(world.size)]  # whose block is here, by step
 
     def pass_on(self, block, whose, call):
         """Starts to send `block` to the next rank, and to receive that of rank `whose` from the one before."""

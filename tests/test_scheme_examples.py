@@ -22,6 +22,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.in_process import InProcessWorld
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.strategy.scheme import bind_module
+from lightning_gnn.testing import conformance
 
 
 def imported(name: str) -> ModuleType:
@@ -34,7 +35,7 @@ def imported(name: str) -> ModuleType:
     return module
 
 
-sampling, pipelining = imported("boundary_sampling"), imported("pipelined")
+sampling, pipelining, ring = map(imported, ("boundary_sampling", "pipelined", "own_scheme"))
 
 
 def trained(rank: int, world_size: int, strategy: type, options: dict[str, Any], model: str) -> dict[str, Any]:
@@ -198,3 +199,7 @@ def test_a_pipelined_run_goes_on_as_if_it_had_not_stopped(ranks, tmp_path: Path)
     for at_once, resumed, direct, first in ranks.run(2, pipelined, str(tmp_path), timeout=200):
         assert same_bits(at_once, resumed)
         assert same_bits(direct, first) and not same_bits(at_once, first)  # the first step has no other rows
+
+
+def test_the_ring_keeps_the_contract():
+    assert len(conformance(ring.RingStrategy(), (2, 3))) == 10

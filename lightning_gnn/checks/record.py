@@ -86,7 +86,7 @@ def _in_backward() -> bool:
 def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:
     """Yields what can be compared of the events of the whole run, in their order, and the largest difference on any rank."""
     found = [{event.key: event.value for event in events} for events in ranks]
-    floor = _FLOOR * max((largest(event.value) for event in whole), default=0.0)
+    floor = _floor([event.value for event in whole])
     for event in whole:
         values = [each[event.key] for each in found if event.key in each]
         size = max(largest(event.value), floor)
@@ -98,16 +98,19 @@ def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterat
 
 
 # Where values cancel out, as in the gradient of a bias before a norm, only rounding is left. What is smaller than this
-# part of the largest value is measured against that part.
-_FLOOR = 1e-6
+# part of the largest value is measured against that part: in float64, and in coarser dtypes.
+_FLOOR, _COARSE_FLOOR = 1e-6, 1e-2
+
+
+def _floor(values: Sequence[Tensor]) -> float:
+    """Returns what smaller values are measured against."""
+    is_coarse = any(value.is_floating_point() and value.dtype != torch.float64 for value in values)
+    return (_COARSE_FLOOR if is_coarse else _FLOOR) * max(map(largest, values), default=0.0)
 
 
 def largest(values: Tensor) -> float:
     """Returns the largest finite magnitude, 0 if there is none."""
-    found = float(values.double().abs().max()) if values.numel() else 0.0
-    if math.isfinite(found):
-        return found
-    finite = values[values.isfinite()]
+    finite = values[values.isfinite()].double()
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
@@ -127,8 +130,7 @@ def differing(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float, usual: float = 0.0
 ) -> Iterator[tuple[str, float]]:
     """Yields names and differences of floating tensors that differ; None counts as zeros, `usual` is a usual magnitude."""
-    floor = _FLOOR * max((largest(value) for value in expected.values() if value is not None), default=0.0)
-    floor = max(floor, _FLOOR * usual)
+    floor = max(_floor([value for value in expected.values() if value is not None]), _FLOOR * usual)
     for name, wanted in expected.items():
         value = found.get(name)
         if wanted is None and value is None:

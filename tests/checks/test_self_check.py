@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import CLASSES, FEATURES, OwnConv, UserModule, awkward_graph, build, campaign
-from torch_geometric.nn import GCNConv, JumpingKnowledge, MessagePassing, global_mean_pool
+from torch_geometric.nn import BatchNorm, GCNConv, JumpingKnowledge, MessagePassing, global_mean_pool
 from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative_sampling
 
 import lightning_gnn
@@ -482,3 +482,20 @@ def test_products_on_a_cube_are_those_that_training_uses(monkeypatch, dimensions
     multiply = SummaMatrix.multiply
     monkeypatch.setattr(SummaMatrix, "multiply", lambda *args: torch.zeros_like(multiply(*args)))
     assert self_check(module, shard().batch, bind, layout=layout).problem is not None
+
+
+class WeighedInFloat32(L.LightningModule):
+    """A bias in front of a batch norm, whose gradient is rounding, and a constant by which no float64 may be multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = GCNConv(FEATURES, 16), BatchNorm(16), torch.nn.Linear(16, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        out = self.head(self.norm(self.conv(batch.x, batch.edge_index)).relu())[batch.train_mask]
+        return F.cross_entropy(out, batch.y[batch.train_mask].clamp(min=0), weight=torch.ones(CLASSES, dtype=torch.float32))
+
+
+def test_rounding_in_float32_is_no_difference():
+    found = check(WeighedInFloat32())
+    assert verdict(found) == (None, None, None), found.finding
