@@ -29,6 +29,7 @@ _OF_STRATEGIES = {"GNNStrategy": "lightning_gnn.strategy.base", "Scheme": "light
 
 _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover", "spmm", "vertex_cut")]
 """Modules that register what an exchange of their schemes costs."""
+
 _NAMES = {
     "lightning_gnn.tools.advising.advice": ["advise"],
     "lightning_gnn.tools.advising.auto": ["AutoStrategy"],
@@ -40,7 +41,7 @@ _NAMES = {
     "lightning_gnn.tools.parity": ["check_parity"],
     "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
 }
-"""The public names of the package, by modules that are imported with the first of them; others are strategies, and of layers."""
+"""Public names by their modules; names that are missing here are strategies, or in :mod:`lightning_gnn.nn`."""
 
 PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner", "Streaming")}
 """The module and the class of each partitioner of nodes that is an extension, by its name as a ``partition``."""

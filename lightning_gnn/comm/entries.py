@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, starmap
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.store import StoreError, read_manifest, write_copy
-
-T = TypeVar("T")
 
 _CHUNK = 1 << 24
 _WHAT = "The partitioned graph could not be brought to all machines"
@@ -44,12 +41,10 @@ def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], 
         StoreError: it could not be read or written, or has arrived altered; RuntimeError on the other ranks. Nothing of it is
             kept. On all: a machine has another partition of the same graph, from an earlier run.
     """
-
-    def own() -> tuple[str, str | None]:
+    with world.together(_WHAT):
         has = leads and (folder / "manifest.json").exists()
-        return platform.node(), read_manifest(folder)["digest"] if has else "" if leads else None
-
-    told = _on_all(world, own)
+        own = platform.node(), read_manifest(folder)["digest"] if has else "" if leads else None
+    told = world.all_gather_object(own)
     [_, digest] = told[0]
     others = [f"{host} (rank {rank})" for rank, (host, found) in enumerate(told) if found not in (None, "", digest)]
     if digest and others:
@@ -69,7 +64,9 @@ def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callabl
     piece takes.
     """
     group = dist.new_group([0, *lacking], timeout=world.group_timeout, backend="gloo")
-    host, text = _on_all(world, lambda: (platform.node(), _read_text(folder)) if world.rank == 0 else ("", b""))[0]
+    with world.together(_WHAT):
+        own = (platform.node(), _read_text(folder)) if world.rank == 0 else ("", b"")
+    host, text = world.broadcast_object(own)
     buffer, began, ended = torch.empty(_CHUNK, dtype=torch.uint8), time.monotonic(), False
 
     def go_on(failure: Exception | None = None) -> None:
@@ -110,13 +107,6 @@ def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callabl
             dist.destroy_process_group(group)
     seconds = time.monotonic() - began
     rank_zero_info(f"Sent {folder.name} to {len(lacking)} machine(s): {sum(files.values()):,} bytes in {seconds:.1f} s")
-
-
-def _on_all(world: World, function: Callable[[], T]) -> list[T]:
-    """Returns what a function gives on each rank, in rank order; raises on all where it raises on one."""
-    with world.together(_WHAT):
-        value = function()
-    return world.all_gather_object(value)
 
 
 def _read_text(folder: Path) -> bytes:
