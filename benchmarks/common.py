@@ -92,12 +92,21 @@ class PeakMemory:
         raise RuntimeError(f"{field} is not in /proc/self/{file}")
 
 
-def run_row(script: str, arguments: Sequence[str], threads: int, timeout: float = 1800) -> dict[str, Any]:
-    """Runs ``script arguments`` in a process of its own and returns the JSON object on its last line."""
+def run_row(
+    script: str, arguments: Sequence[str], threads: int, timeout: float = 1800, package: Path = ROOT
+) -> dict[str, Any]:
+    """Runs ``script arguments`` in a process of its own and returns the JSON object on its last line.
+
+    Args:
+        script, arguments: a benchmark, and what it is given.
+        threads: of torch, in the process.
+        timeout: seconds.
+        package: a checkout, from which `lightning_gnn` is imported.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(package), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
     }
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"):

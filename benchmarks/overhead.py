@@ -1,6 +1,7 @@
 """What Lightning and `dgcl` cost per epoch: on Cora, too small to need them, and on 200,000 nodes; 2-layer GCN.
 
     python benchmarks/overhead.py [--epochs 200] [--large-epochs 20] [--json FILE]
+    python benchmarks/overhead.py --against CHECKOUT [--pairs 8]    # "by hand" on 2 ranks, this version and another in turn
 
 The same module, callbacks and data under ``strategy="auto"``, ``dgcl`` on 1 and on 2 ranks, and a plain loop. "by hand" is a
 module that users write: its loss, metric and logs are followed by row semantics, which those of ``NodeClassifier`` are, too.
@@ -21,7 +22,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from common import QUIET, SHARED, report, run_row
+from common import QUIET, ROOT, SHARED, report, run_row
 from torch_geometric.datasets import Planetoid
 from torch_geometric.nn.models import GCN
 from torchmetrics.classification import MulticlassAccuracy
@@ -99,10 +100,44 @@ def trained(
     return {"ends": clock.ends} if trainer.is_global_zero else None
 
 
+def median_epoch(root: Path, row: str, epochs: int, package: Path = ROOT) -> float:
+    """Returns ms of the median epoch of a row, without the first ones, with `lightning_gnn` of a checkout."""
+    arguments = ["--row", row, "--root", str(root), "--epochs", str(epochs)]
+    ends = run_row(str(Path(__file__)), arguments, threads=1, package=package)["ends"]
+    return 1e3 * median(after - before for before, after in pairwise(ends[min(10, epochs // 4) :]))
+
+
+def in_pairs(root: Path, options: argparse.Namespace) -> None:
+    """Prints ms of this version over those of another, in runs that alternate."""
+    rows = []
+    for name, row, epochs in (
+        ("Cora", "dgcl:2:by hand", options.epochs),
+        ("200,000 nodes", "dgcl:2:large", options.large_epochs),
+    ):
+        there, here = [], []
+        for number in range(options.pairs):
+            for version in (there, here) if number % 2 else (here, there):
+                package = ROOT if version is here else options.against.resolve()
+                version.append(median_epoch(root, row, epochs, package))
+        more = sorted(after - before for before, after in zip(there, here))
+        rows.append(
+            {
+                "graph": name,
+                "there, ms/epoch": median(there),
+                "here, ms/epoch": median(here),
+                "median of differences, ms": median(more),
+                "differences, ms": " ".join(f"{each:.2f}" for each in more),
+            }
+        )
+    report(f"A module by hand under dgcl, 2 ranks, {options.pairs} pairs", rows, list(rows[0]), options.json)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--large-epochs", type=int, default=20)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="time a module by hand with both versions, in turn")
+    parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
@@ -119,8 +154,11 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        root = shutil.copytree(SHARED / "data" / "planetoid", Path(folder) / "planetoid")
+        root = Path(shutil.copytree(SHARED / "data" / "planetoid", Path(folder) / "planetoid"))
         Planetoid(root, "Cora")
+        if options.against is not None:
+            in_pairs(root, options)
+            return
         for name, row in (
             ("plain loop", "plain:1"),
             ("auto", "auto:1"),
@@ -131,11 +169,8 @@ def main() -> None:
             ("200,000 nodes, by hand, auto", "auto:1:large"),
             ("200,000 nodes, by hand, dgcl, 2 ranks", "dgcl:2:large"),
         ):
-            count = options.large_epochs if "large" in row else options.epochs
-            arguments = ["--row", row, "--root", str(root), "--epochs", str(count)]
-            ends = run_row(str(Path(__file__)), arguments, threads=1)["ends"]
-            epochs = [after - before for before, after in pairwise(ends[min(10, count // 4) :])]
-            rows.append({"run": name, "ms/epoch": 1e3 * median(epochs)})
+            epochs = options.large_epochs if "large" in row else options.epochs
+            rows.append({"run": name, "ms/epoch": median_epoch(root, row, epochs)})
     for row, auto in zip(rows, (1, 1, 1, 1, 4, 4, 6, 6)):
         row["over auto, ms"] = row["ms/epoch"] - rows[auto]["ms/epoch"]
     report(
