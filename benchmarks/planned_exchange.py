@@ -41,12 +41,11 @@ from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.extensions.plans.plan import Plan, p2p
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
-from lightning_gnn.extensions.plans.presets import find_topology, machines
+from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import load_topology
+from lightning_gnn.extensions.plans.topology import Topology, load_topology, machines
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan

@@ -23,9 +23,9 @@ from numba import njit
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity, compare
 from lightning_gnn import console as console_module
 from lightning_gnn.console import progress_bar
-from lightning_gnn.extensions.plans.choice import fastest_plans
 from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.ways import fastest_plans
 from lightning_gnn.kernels import run as run_module
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.edge_cut import assign_nodes

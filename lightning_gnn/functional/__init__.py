@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -39,12 +39,21 @@ from torch_geometric.data import Data
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.sources import checked_edges
 from lightning_gnn.extensions.plans.detect import detect
-from lightning_gnn.extensions.plans.make_exchange import PlanName
+from lightning_gnn.extensions.plans.plan import p2p
 from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.scheme import NO_TOPOLOGY, PlanName, looks_at_links
+from lightning_gnn.extensions.plans.swap import SwapExchange
 from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.functional.cut import Header, Part, checked_graph, cut_graph
+from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, planned
 from lightning_gnn.nn.norms import SumOverRanks
+from lightning_gnn.partition.budget import COSTS
+from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
+from lightning_gnn.partition.locality import local_relabelling
+from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
+from lightning_gnn.registry import PARTITIONERS
 from lightning_gnn.steps.gradients import GradientSum
 
 T = TypeVar("T")
@@ -275,31 +284,29 @@ def build_comm_info(
     """
     session = _joined("build_comm_info")
     world = session.world
-    own = _together(world, lambda: None if graph is None else checked_graph(graph, num_nodes))
+    own = _together(world, lambda: None if graph is None else _checked_graph(graph, num_nodes))
     sizes = world.all_gather_object(None if own is None else (own[1], own[0].size(1)))
     source, _ = _holder(sizes, "build_comm_info", "graph")
 
     mine = own if world.rank == source else None
     seen = detect(world) if world.broadcast_object(isinstance(topology, str) and topology == "auto", source) else None
 
-    def cut() -> tuple[Header, list[Part], list[Tensor]] | None:
+    def cut() -> tuple[list[_Part], list[Tensor]] | None:
         if mine is None:
             return None
         links = seen if seen is not None or topology is None else find_topology(topology, world.size)
-        return cut_graph(mine, world, links, plan, partition, seed)
+        return _cut_graph(mine, world, links, plan, partition, seed)
 
-    header, parts, edges_of = _together(world, cut) or (None, None, None)
-    header = world.broadcast_object(header, source)
-    assert header is not None
+    parts, edges_of = _together(world, cut) or (None, None)
     part = world.scatter_object(parts, source)
-    edges = world.scatter_rows(edges_of, (header.edge_counts[world.rank], 3), torch.int64, source)
+    edges = world.scatter_rows(edges_of, (part.num_edges, 3), torch.int64, source)
     session.info = CommInfo(
         edge_index=edges[:, :2].t().contiguous(),
         n_id=torch.from_numpy(part.n_id).to(world.device),
         e_id=edges[:, 2].contiguous(),
-        counts=tuple(np.diff(header.offsets).tolist()),
-        report=header.report,
-        exchange=part.exchange(header.offsets, world, Meter()),
+        counts=tuple(np.diff(part.offsets).tolist()),
+        report=part.report,
+        exchange=part.exchange(world),
     )
     return session.info
 
@@ -354,6 +361,98 @@ def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
         RuntimeError: before :func:`init`.
     """
     _joined("broadcast_parameters").world.broadcast_tensors_([*module.parameters(), *module.buffers()], source)
+
+
+# The cut ######################################################################
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank must know of a cut, beside its edges.
+
+    Attributes:
+        offsets: first row of each rank and the end, int64 ``[P + 1]``.
+        report: quality of the cut.
+        num_edges: E_p.
+        n_id: original ids of its rows, int64 ``[N_p]``.
+        rows: what it sends and receives directly.
+        halo: relabelled ids of its halo rows, ascending, for exchanges through host memory; None for others.
+        ways: in which rows may travel, unless they go through host memory.
+    """
+
+    offsets: Ids
+    report: Mapping[str, Any]
+    num_edges: int
+    n_id: Ids
+    rows: HaloPlan
+    halo: Ids | None
+    ways: tuple[Way, ...]
+
+    def exchange(self, world: World) -> Exchange:
+        """Returns this rank's exchange."""
+        if self.halo is not None:
+            return SwapExchange(self.rows, self.halo, self.offsets, world, Meter())
+        return follow(self.ways, self.rows, world, Meter())
+
+
+def _cut_graph(
+    graph: tuple[Tensor, int], world: World, links: Topology | None, plan: PlanName, partition: Any, seed: int
+) -> tuple[list[_Part], list[Tensor]]:
+    """Returns what each rank gets of a cut that one rank makes for all, and its edges, int64 ``[E_p, 3]``: source, target,
+    position.
+
+    METIS, KaMinPar and ``"streaming"`` cut between the machines of `links` first, then between their sockets, if there are
+    several of equally many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy` does.
+    """
+    if plan not in get_args(PlanName):
+        raise ValueError(f"plan must be one of {', '.join(map(repr, get_args(PlanName)))} (got {plan!r}).")
+    if plan == "spst" and links is None:
+        raise ValueError(NO_TOPOLOGY.format('plan="spst"'))
+    size, edge_index = world.size, graph[0].numpy()
+    by_levels = isinstance(partition, str) and partition in ("auto", *COSTS, *PARTITIONERS)
+    groups = links.groups if by_levels and links is not None and several_alike(links.groups) else None
+    assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
+    relabelling = local_relabelling(edge_index, assignment.part, size)
+    pieces = list(edge_cut_parts(edge_index, relabelling))
+    halos, offsets = [piece.halo for piece in pieces], relabelling.offsets
+    plans: list[PricedPlan] = []
+    if plan != "swap" and looks_at_links(plan, links, world):
+        assert links is not None
+        relation = Relation.from_halos(halos, offsets)
+        if plan == "p2p":
+            p2p(relation, links)  # refuses what it cannot send
+        else:
+            plans = planned(relation, links)
+    report = assignment.report.as_dict()
+    parts = [
+        _Part(
+            offsets,
+            report,
+            len(pieces[rank].edge_ids),
+            relabelling.n_id[offsets[rank] : offsets[rank + 1]],
+            halo_plan(rank, offsets, halos),
+            halos[rank] if plan == "swap" else None,
+            tuple(Way.of(each.plan, each.cost.price, rank) for each in plans) or (Way(),),
+        )
+        for rank in range(size)
+    ]
+    return parts, [torch.from_numpy(np.stack([*piece.edge_index, piece.edge_ids], 1)) for piece in pieces]
+
+
+def _checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor, int]:
+    """Returns ``edge_index`` int64 ``[2, E]`` on the CPU, and N."""
+    edge_index = graph if isinstance(graph, Tensor) else getattr(graph, "edge_index", None)
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__}).")
+    if num_nodes is None:
+        if isinstance(graph, Tensor):
+            raise ValueError(
+                "build_comm_info cannot tell the number of nodes from edges, as the last ones may be isolated. Pass num_nodes=..."
+            )
+        num_nodes = graph.num_nodes
+    if not num_nodes or num_nodes < 1:
+        raise ValueError(f"build_comm_info needs a graph of at least one node (got num_nodes={num_nodes}).")
+    return checked_edges(edge_index.detach().cpu(), num_nodes), num_nodes
 
 
 # Ranks ########################################################################

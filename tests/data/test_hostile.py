@@ -33,7 +33,7 @@ from lightning_gnn.data import store
 from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.data.store_check import read_array
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import topology_from_dict
 from lightning_gnn.partition.layout import LayoutSpec
 
 

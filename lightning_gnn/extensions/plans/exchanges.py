@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.extensions.plans.choice import PricedPlan, fastest, fastest_plans
 from lightning_gnn.extensions.plans.plan import Plan, check_devices
 from lightning_gnn.extensions.plans.plan_cost import PlanCost, direct_cost
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.ways import PricedPlan, fastest, fastest_plans
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.extensions.plans.presets import ETHERNET, SHARED_MEMORY, SOCKET_LATENCY
 from lightning_gnn.extensions.plans.tables import RankPlan, Stage
-from lightning_gnn.extensions.plans.topology import Hosts
+from lightning_gnn.extensions.plans.topology import ETHERNET, SHARED_MEMORY, SOCKET_LATENCY, Hosts
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 

@@ -2,7 +2,7 @@
 Tables 1 and 3), in proportion to the rates that are reported.
 
 A :class:`Machine` is a small table; :func:`detected` makes the topology of several of it. Who reads the tables from NVML and from
-Linux is ``extensions/plans/detect.py``.
+Linux is ``extensions/plans/hardware.py``.
 
 n GPUs of one machine. Rates are nominal, in 10^9 bytes per second and direction.
 """
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_gnn.extensions.plans.presets import (
+from lightning_gnn.extensions.plans.presets import nccl_latency
+from lightning_gnn.extensions.plans.topology import (
     ETHERNET,
     NVLINK,
     NVLINK_PAIR,
@@ -23,11 +24,9 @@ from lightning_gnn.extensions.plans.presets import (
     QPI,
     SHARED_MEMORY,
     SOCKET_LATENCY,
-    links_between,
-    nccl_latency,
+    Topology,
+    Wiring,
 )
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
 
 ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
 """What two devices have in common, by NVML: a PCIe switch; the host bridge (20: switches below it); the NUMA node; the system."""
@@ -108,50 +107,33 @@ def qpi_gb_per_s(rate: float) -> float:
     return round(rate * QPI / PCIE3_X16, 2)
 
 
-def detected(machines: Sequence[Machine], alike_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET) -> Topology:
+def detected(machines: Sequence[Machine]) -> Topology:
     """Returns the topology of machines: their GPUs as reported, other ranks with a link for each two, and their network ports.
 
     Two GPUs use their NVLinks, direct or over NVSwitches, if they have any, else PCIe: the switch above each group of GPUs, and
     QPI where a host bridge or socket lies between. A GPU has a slot of its own where two under one switch talk over it.
 
     A rank reaches other machines over the port that is nearest to its GPU, as NCCL does; of several, the one that the fewest use.
-    What lies between is shared with other traffic over PCIe; under the same switch, nothing does.
+    What lies between is shared with other traffic over PCIe; under the same switch, nothing does. A machine of which no port is
+    known has one of Ethernet (DGCL Table 1).
 
     Args:
         machines: with all ranks.
-        alike_gb_per_s: bandwidth between two ranks of a machine without a table.
-        between_gb_per_s: bandwidth of the port of a machine of which none is known; by default Ethernet (DGCL Table 1).
     """
-    hops: list[dict[str, Any]] = []
-    links: list[dict[str, Any]] = []
-    memory: list[dict[str, Any]] = []
-    hosts = []
-    to_port: dict[int, list[str]] = {}
+    made, to_port = Wiring("detected"), dict[int, list[str]]()
     for number, machine in enumerate(machines):
-        ports = _nearest(machine.ports or (Port("", between_gb_per_s),), len(machine.ranks)) if len(machines) > 1 else []
+        ports = _nearest(machine.ports or (Port("", ETHERNET),), len(machine.ranks)) if len(machines) > 1 else []
         if machine.gpus is None:
-            links += [{"a": a, "b": b, "gb_per_s": alike_gb_per_s} for a, b in combinations(machine.ranks, 2)]
-            hosts.append({"devices": list(machine.ranks)})
+            made.link_each_two(machine.ranks, SHARED_MEMORY)
+            made.host(machine.ranks)
             ways: list[list[str]] = [[] for _ in machine.ranks]
         else:
-            host, ways = _add_gpus(number, machine.ranks, machine.gpus, ports, hops, links, memory)
-            hosts.append(host)
+            ways = _add_gpus(made, number, machine.ranks, machine.gpus, ports)
         for rank, way, port in zip(machine.ranks, ways, ports):
             name = f"port{number}" + (f".{port.name}" if port.name else "")
-            _add(hops, name, "network", port.gb_per_s)
-            to_port[rank] = [*way, name]
-    num_ranks = sum(len(machine.ranks) for machine in machines)
-    return topology_from_dict(
-        {
-            "name": "detected",
-            "devices": num_ranks,
-            "hosts": hosts,
-            "hops": hops,
-            "links": links + links_between([machine.ranks for machine in machines], to_port),
-            "memory": memory if len(memory) == num_ranks else [],
-            **(nccl_latency(len(machines)) if any(machine.gpus for machine in machines) else SOCKET_LATENCY),
-        }
-    )
+            to_port[rank] = [*way, made.hop(name, "network", port.gb_per_s)]
+    made.link_hosts(to_port)
+    return made.topology(**(nccl_latency(len(machines)) if any(machine.gpus for machine in machines) else SOCKET_LATENCY))
 
 
 class _Place(NamedTuple):
@@ -178,22 +160,8 @@ def _nearest(ports: Sequence[Port], n: int) -> list[Port]:
     return chosen
 
 
-def _add(hops: list[dict[str, Any]], name: str, kind: str, gb_per_s: float) -> str:
-    if all(hop["name"] != name for hop in hops):
-        hops.append({"name": name, "kind": kind, "gb_per_s": gb_per_s})
-    return name
-
-
-def _add_gpus(
-    number: int,
-    ranks: Sequence[int],
-    gpus: LocalGPUs,
-    ports: Sequence[Port],
-    hops: list[dict[str, Any]],
-    links: list[dict[str, Any]],
-    memory: list[dict[str, Any]],
-) -> tuple[dict[str, Any], list[list[str]]]:
-    """Adds the hops and links of a machine's GPUs; returns the machine, as in a file, and the way of each to its port, if any."""
+def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, ports: Sequence[Port]) -> list[list[str]]:
+    """Adds a machine of GPUs, its hops and links; returns the way of each GPU to its port, if any."""
     n = len(ranks)
     levels = (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE)
     groups = [_groups(gpus, level) for level in levels]
@@ -215,11 +183,9 @@ def _add_gpus(
         if not gpus.nvlinks[i][j] and not (gpus.switch_nvlinks[i] and gpus.switch_nvlinks[j])
     ]
     slots = any(places[i].switch == places[j].switch for i, j in bare)
-    slot = [
-        [_add(hops, f"slot{rank}", "pcie", pcie_gb_per_s(rate))] if slots else [] for rank, rate in zip(ranks, gpus.pcie_rates)
-    ]
+    slot = [[made.hop(f"slot{rank}", "pcie", pcie_gb_per_s(rate))] if slots else [] for rank, rate in zip(ranks, gpus.pcie_rates)]
     switch = [
-        _add(hops, f"pcie{number}.{at}", "pcie", pcie_gb_per_s(max(gpus.pcie_rates[i] for i in group)))
+        made.hop(f"pcie{number}.{at}", "pcie", pcie_gb_per_s(max(gpus.pcie_rates[i] for i in group)))
         for at, group in enumerate(switches)
     ]
 
@@ -227,7 +193,7 @@ def _add_gpus(
         """Returns the step over the connection of two sockets or bridges, which goes forward from the first to the second."""
         low, high = sorted((one, other))
         gb_per_s = qpi_gb_per_s(max(gpus.pcie_rates))
-        return ("" if one < other else "-") + _add(hops, f"{name}{number}.{low}-{high}", "qpi", gb_per_s)
+        return ("" if one < other else "-") + made.hop(f"{name}{number}.{low}-{high}", "qpi", gb_per_s)
 
     def between(one: _Place, other: _Place) -> list[str]:
         """Returns the way from the switch of a GPU to another place."""
@@ -241,27 +207,28 @@ def _add_gpus(
         return way if other.switch < 0 else [*way, f"-{switch[other.switch]}"]
 
     for i, j in combinations(range(n), 2):
-        link: dict[str, Any] = {"a": ranks[i], "b": ranks[j]}
         if gpus.nvlinks[i][j]:
             rate = min(gpus.nvlink_rates[i], gpus.nvlink_rates[j])
-            link.update(kind="nvlink", gb_per_s=nvlink_gb_per_s(gpus.nvlinks[i][j], rate))
+            made.link(ranks[i], ranks[j], kind="nvlink", gb_per_s=nvlink_gb_per_s(gpus.nvlinks[i][j], rate))
         elif (i, j) not in bare:
             # Any GPU reaches any other at its full width, but all its traffic shares that.
             ends = [
-                _add(hops, f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
+                made.hop(f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
                 for k in (i, j)
             ]
-            link.update(via=[ends[0], f"-{ends[1]}"])
+            made.link(ranks[i], ranks[j], via=[ends[0], f"-{ends[1]}"])
         else:
-            link.update(via=[*slot[i], *between(places[i], places[j]), *(f"-{name}" for name in slot[j])])
-        links.append(link)
-    memory += [{"device": rank, "via": [*slot[i], switch[places[i].switch]]} for i, rank in enumerate(ranks)]
+            via = [*slot[i], *between(places[i], places[j]), *(f"-{name}" for name in slot[j])]
+            made.link(ranks[i], ranks[j], via=via)
+    for i, rank in enumerate(ranks):
+        made.memory(rank, [*slot[i], switch[places[i].switch]])
+    made.host(ranks, [[ranks[i] for i in node] for node in nodes])
     ways: list[list[str]] = []
     for i, port in enumerate(ports):
         apart = _Place(-1, len(bridges) + ports.index(port), len(nodes))
         # Without ancestors it is not known what lies between.
         ways.append([*slot[i], *between(places[i], place(port.ancestors, apart))] if port.ancestors else [])
-    return {"devices": list(ranks), "sockets": [[ranks[i] for i in node] for node in nodes]}, ways
+    return ways
 
 
 def _groups(gpus: LocalGPUs, level: int) -> list[list[int]]:

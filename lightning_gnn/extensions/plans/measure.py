@@ -22,8 +22,7 @@ from lightning_gnn.comm.shared_memory import PeerError
 from lightning_gnn.comm.transport import by_peer, rows_of
 from lightning_gnn.devices import synchronize
 from lightning_gnn.extensions.plans.detect import hosts_of
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology, Wiring
 
 REPEATS = 3
 FIRST_BYTES = 1 << 16
@@ -155,16 +154,12 @@ def measure(world: World, seconds: float, most_bytes: int, progress: Progress, n
         )
     both_ways = levels(np.array([(rates[a, b] + rates[b, a]) / 2 for a, b in pairs]))
     stage_seconds, message_seconds = fixed_seconds(world)
-    return topology_from_dict(
-        {
-            "name": name,
-            "devices": world.size,
-            "hosts": [{"devices": list(host)} for host in hosts_of(world)],
-            "links": [{"a": a, "b": b, "gb_per_s": gb_per_s} for (a, b), gb_per_s in zip(pairs, both_ways.tolist())],
-            "stage_seconds": stage_seconds,
-            "message_seconds": message_seconds,
-        }
-    )
+    made = Wiring(name)
+    for host in hosts_of(world):
+        made.host(host)
+    for (a, b), gb_per_s in zip(pairs, both_ways.tolist()):
+        made.link(a, b, gb_per_s=gb_per_s)
+    return made.topology(stage_seconds=stage_seconds, message_seconds=message_seconds)
 
 
 def levels(values: NDArray[np.float64]) -> NDArray[np.float64]:

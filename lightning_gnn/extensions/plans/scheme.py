@@ -6,6 +6,7 @@ Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +14,31 @@ from types import NoneType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
+import lightning.pytorch as pl
 import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_gnn.arguments import is_one_of, shown
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.plans.detect import detect, hosts_of
-from lightning_gnn.extensions.plans.make_exchange import NO_TOPOLOGY, make_exchange
-from lightning_gnn.extensions.plans.presets import find_topology, machines
-from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology, machines
 from lightning_gnn.partition.edge_cut import several_alike
 from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine
+from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 
+PlanName = Literal["auto", "p2p", "spst", "swap"]
 PartitionName = Literal["auto", "flat", "hierarchical"]
 
+NO_TOPOLOGY = (
+    '{} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file (docs/planning.md) or a '
+    'Topology; without one, use plan="auto" or "p2p".'
+)
 
 _LINKS: WeakKeyDictionary[World, dict[Any, Topology | Hosts | None]] = WeakKeyDictionary()
 """What has been found of running ranks, by the name that was asked for."""
@@ -125,5 +133,100 @@ class PlannedScheme(EdgeCutScheme):
                 'Use topology="auto".'
             )
         if self.topology not in ("auto", "measured"):
+            from lightning_gnn.extensions.plans.presets import find_topology  # most runs name none
+
             return find_topology(self.topology, size)
         return machines([size // num_hosts] * num_hosts)
+
+
+def make_exchange(
+    plan: PlanName,
+    topology: Topology | Hosts | None,
+    rows: HaloPlan,
+    halos: Sequence[Ids],
+    offsets: Ids,
+    world: World,
+    meter: Meter,
+) -> Exchange:
+    """Returns this rank's exchange; all ranks must call it.
+
+    Args:
+        plan: ``"p2p"`` directly; ``"spst"`` along trees over `topology`, for rows of each width those that the cost model (DGCL
+            section 5.1) finds the fastest, direct ones included; ``"swap"`` through host memory; ``"auto"`` as ``"spst"`` between
+            ranks on the CPU, else directly.
+        topology: of the ranks, or their machines, between which plans have two stages; None for links that are alike.
+        rows: which rows go directly from and to this rank.
+        halos: of each rank, the ids that it reads from others, ascending.
+        offsets: first id of each rank and the end, ``[P + 1]``.
+        world: the ranks.
+        meter: where traffic is counted.
+
+    Raises:
+        ValueError: ``"p2p"`` for ranks that `topology` does not join, ``"swap"`` for ranks that share no memory.
+    """
+    if plan == "swap":
+        from lightning_gnn.extensions.plans.swap import SwapExchange  # most runs send rows directly, and load no plans
+
+        return SwapExchange(rows, halos[world.rank], offsets, world, meter)
+    if topology is None or not looks_at_links(plan, topology, world):
+        return HaloExchange(rows, world, meter)
+    from lightning_gnn.extensions.plans.ways import follow_links
+
+    return follow_links(plan, topology, rows, halos, offsets, world, meter)
+
+
+def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: World) -> bool:
+    """Returns whether how rows travel depends on the topology.
+
+    On devices relays have not been measured: trees are followed there where they are asked for by name.
+    """
+    if topology is None or world.size == 1:
+        return False
+    return plan != "auto" or (world.device.type == "cpu" and not topology.uniform)
+
+
+def log_plan(
+    trainer: pl.Trainer, shard: Shard, exchange: Exchange, between: Topology | Hosts | None, name: str | None = None
+) -> None:
+    """Tells the loggers what rows of the width of features follow, and draws the load of the links.
+
+    Args:
+        shard: of this rank.
+        exchange: of the module's edges.
+        between: what the ranks are joined by.
+        name: of a plan that sends nothing along links; None for direct rows and trees.
+    """
+    features = next(iter(shard.batch.x_dict.values())) if shard.types.is_hetero else shard.batch.x
+    row_bytes = features[:1].nbytes
+    followed = _followed(exchange, between, row_bytes) | ({"name": name} if name else {})
+    log_config(trainer, {"plan": followed})
+    if not (trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer)):
+        return
+    if name is None and isinstance(between, Topology) and between.num_devices > 1:
+        from lightning_gnn.extensions.plans.pictures import draw_links  # most runs draw nothing, and load no plans
+        from lightning_gnn.extensions.plans.plan import p2p
+        from lightning_gnn.extensions.plans.plan_cost import link_loads
+        from lightning_gnn.extensions.plans.relation import Relation
+        from lightning_gnn.extensions.plans.ways import route_of
+
+        route = route_of(exchange, row_bytes)
+        if route is None:
+            route = p2p(Relation.from_halos(shard.halos, np.cumsum([0, *shard.rows])), between)
+        title = f"{route.name} over {between.name}, rows of {row_bytes:,} bytes"
+        picture = draw_links(link_loads(route, between, row_bytes), between, title)
+        log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})
+
+
+def _followed(exchange: Exchange, between: Topology | Hosts | None, row_bytes: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": "p2p"} if between is None else {"name": "p2p", "topology": between.name}
+    if isinstance(exchange, HaloExchange):
+        return found
+    from lightning_gnn.extensions.plans.ways import relayed_by
+
+    relayed = relayed_by(exchange, row_bytes)
+    if relayed is None:
+        return found
+    found["name"] = "spst"
+    if relayed.route is not None:  # else of another rank, or of a plan that no rank knows whole
+        found |= {"stages": relayed.route.num_stages, "rows_per_exchange": int(relayed.route.traffic.sum())}
+    return found

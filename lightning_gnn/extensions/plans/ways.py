@@ -1,26 +1,127 @@
-"""The ways in which rows may travel over links, by the cost model, and the exchange that takes the fastest for each width."""
+"""The ways in which rows may travel over links, by the cost model, and the exchange that takes the fastest for each width.
+
+Source: DGCL section 5.1, with the time that stages take. Relaying in more stages saves what crosses slow links and costs the time
+of the stages: narrow rows go directly, wide ones over relays.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
 
+from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.extensions.plans.by_width import ExchangeByWidth
-from lightning_gnn.extensions.plans.choice import PricedPlan, fastest_plans
+from lightning_gnn.console import progress_bar
 from lightning_gnn.extensions.plans.hierarchy import loads, plan_through_hosts, prices
 from lightning_gnn.extensions.plans.plan import Plan, p2p
+from lightning_gnn.extensions.plans.plan_cost import PlanCost, plan_cost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import RankPlan, rank_plan
 from lightning_gnn.extensions.plans.topology import Hosts, Topology
 from lightning_gnn.partition.shard import HaloPlan, Ids
+
+STAGES = (3, 2, 1)
+"""How many stages the plans may have that are compared with the one of any number; 1 is the direct exchange."""
+
+WIDEST = 20
+"""Plans are made that are the fastest for rows of some power of two bytes, up to this power."""
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A plan and its cost.
+
+    Attributes:
+        plan: named ``"p2p"`` if it has one stage at most, in which rows go directly.
+        cost: on the topology that it was made for.
+    """
+
+    plan: Plan
+    cost: PlanCost
+
+
+def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
+    """Returns the plans that are each the fastest for rows of some width, fewest stages first.
+
+    Raises:
+        ValueError: the relation and the topology are of different numbers of devices.
+    """
+    with progress_bar(f"Planning over {topology.name}", 1 + len(STAGES), "plans") as told:
+        plans = [spst(relation, topology)]
+        for most in STAGES:
+            told(1)
+            if most < plans[0].num_stages:
+                try:
+                    plans.append(spst(relation, topology, max_stages=most))
+                except ValueError:  # not all devices reach each other in so few stages
+                    break
+    made = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
+    chosen = {id(fastest(made, 2.0**power)) for power in range(WIDEST + 1)}
+    return [each for each in made if id(each) in chosen]
+
+
+def fastest(plans: list[PricedPlan], row_bytes: float) -> PricedPlan:
+    """Returns the plan that takes the least time for rows of so many bytes, of equal ones the first."""
+    return min(plans, key=lambda each: each.cost.seconds(row_bytes))
+
+
+class ExchangeByWidth(Exchange):
+    """Sends rows by the exchange that takes the least predicted time for rows of their width (DGCL section 5.1).
+
+    All ranks have the same prices and exchange rows of the same width, so they choose alike.
+
+    Args:
+        choices: exchanges of the same rows, each with its :attr:`~lightning_gnn.extensions.plans.plan_cost.PlanCost.price`.
+        world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`.
+    """
+
+    in_stages = True
+
+    def __init__(self, choices: Sequence[tuple[Exchange, tuple[float, float]]], world: World, meter: Meter) -> None:
+        self._exchanges, self._prices = zip(*choices)
+        first = self._exchanges[0]
+        idle = all(exchange.idle for exchange in self._exchanges)
+        super().__init__(first.num_owned, first.num_halo, world, meter, idle)
+
+    def of(self, row_bytes: int) -> Exchange:
+        """Returns the exchange of rows of so many bytes."""
+        seconds = [fixed + row_bytes * each for fixed, each in self._prices]
+        return self._exchanges[seconds.index(min(seconds))]
+
+    @override
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
+        return self.of(_row_bytes(x)).start_expand(x, halo, call)
+
+    @override
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
+        return self.of(_row_bytes(halo)).start_reduce(halo, call)
+
+
+def relayed_by(exchange: Exchange | None, row_bytes: int) -> PlannedExchange | None:
+    """Returns the exchange in stages by which rows of so many bytes travel; None if they travel directly."""
+    if isinstance(exchange, ExchangeByWidth):
+        exchange = exchange.of(row_bytes)
+    return exchange if isinstance(exchange, PlannedExchange) else None
+
+
+def route_of(exchange: Exchange | None, row_bytes: int) -> Plan | None:
+    """Returns the plan by which rows of so many bytes travel, where it is kept; None if they travel directly."""
+    relayed = relayed_by(exchange, row_bytes)
+    return None if relayed is None else relayed.route
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()
 
 
 def follow_links(
@@ -33,7 +134,7 @@ def follow_links(
     meter: Meter,
 ) -> Exchange:
     """Returns this rank's exchange under a plan that looks at links; arguments as of
-    :func:`~lightning_gnn.extensions.plans.make_exchange.make_exchange`."""
+    :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`."""
     if isinstance(topology, Hosts):
         ways = [Way()] if plan == "p2p" else _ways_through_hosts(topology, rows, halos, offsets, world)
         return follow(ways, rows, world, meter)

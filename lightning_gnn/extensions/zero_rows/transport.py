@@ -9,6 +9,8 @@ ranks have this form if it would have saved an eighth of their bytes, or did, in
 nothing need be said about it. Where fewer rows are zero, messages are as they are in the forward pass, and looked at in the first
 steps of a run and then now and again. Rows are zero if all their bits are, so what arrives has the same bits in either form:
 rows with -0.0 or NaN are sent.
+
+R rows, of B bytes each, in P parts of consecutive ones; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -40,7 +43,7 @@ from lightning_gnn.comm.transport import (
     by_peer,
     rows_of,
 )
-from lightning_gnn.extensions.zero_rows.kernels import bits_bytes, nonzero_rows, pack_rows, unpack_rows
+from lightning_gnn.kernels import loops
 
 _WORTH = 1 / 8
 """The share of a message's bytes from which on its zero rows are left out of the next step's."""
@@ -50,6 +53,54 @@ _LOOKS = 8
 
 _Key = tuple[Call, int, bool]
 """A call, a peer, and whether this rank sends."""
+
+
+def bits_bytes(num_rows: int) -> int:
+    """Returns the bytes that a bit for each of so many rows takes."""
+    return -(-num_rows // 8)
+
+
+def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
+    """Returns how many rows of each part are not zero.
+
+    Args:
+        rows: contiguous ``[R, ...]``.
+        counts: rows of each part, ``[P]``.
+    """
+    kept = np.empty(len(counts), np.int64)
+    loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), kept)
+    return kept.tolist()
+
+
+def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor) -> list[int]:
+    """Writes each part to its place in memory; returns how many rows of each are not zero.
+
+    Args:
+        rows: contiguous ``[R, ...]``.
+        counts: rows of each part, ``[P]``.
+        packed: which parts are written without the rows that are zero, behind :func:`bits_bytes` that tell which these are; the
+            others as they are.
+        places: where each part begins, in bytes.
+        out: uint8, contiguous.
+    """
+    kept = np.empty(len(counts), np.int64)
+    arrays = (np.array(each) for each in (counts, packed, places))
+    loops.pack_nonzero(_as_bytes(rows).numpy(), *arrays, out.numpy(), kept)
+    return kept.tolist()
+
+
+def unpack_rows(data: Tensor, out: Tensor) -> int:
+    """Overwrites `out`, contiguous ``[R, ...]``, with a part that was packed; returns how many of its rows are not zero.
+
+    Args:
+        data: what :func:`pack_rows` wrote, and anything behind that.
+    """
+    return loops.unpack_nonzero(data.numpy(), _as_bytes(out).numpy())
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """Returns rows as uint8 ``[R, B]``."""
+    return rows.detach().view(len(rows), -1).view(torch.uint8)
 
 
 @dataclass

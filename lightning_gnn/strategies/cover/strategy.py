@@ -24,8 +24,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.lazy_ids import plain_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.extensions.plans.make_exchange import make_exchange
-from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
+from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme, make_exchange
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import owners_of

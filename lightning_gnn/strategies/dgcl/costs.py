@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_gnn.extensions.plans.choice import PricedPlan
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange, exchange_costs, fastest_for
 from lightning_gnn.extensions.plans.plan import check_devices, p2p
 from lightning_gnn.extensions.plans.plan_cost import plan_cost, swap_cost
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.ways import PricedPlan
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme

@@ -6,24 +6,24 @@ is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_whole
+from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.plans.followed import log_plan
-from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme
+from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme, log_plan
 from lightning_gnn.extensions.plans.topology import Hosts, Topology
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.strategies.dgcl.replicated import ReplicatedExchange
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
 from lightning_gnn.strategy.scheme import twin_of
@@ -32,6 +32,53 @@ PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
 
 _WHOLE_SMALL_GRAPH = 1000
 """Hops after which any node of a self-check's graph is reached."""
+
+
+class ReplicatedExchange(Exchange):
+    """S and S^T inside a group of ranks, and behind the halo rows one of zeros: the source of edges from beyond.
+
+    Rows that read it are not right, and nothing that is right reads these (:mod:`lightning_gnn.partition.replicas`).
+
+    Args:
+        inner: between the ranks of the group; idle where each is alone.
+        own_lengths, most_propagations: see :class:`~lightning_gnn.comm.exchange.Exchange`.
+    """
+
+    def __init__(self, inner: Exchange, own_lengths: dict[int, int], most_propagations: int) -> None:
+        super().__init__(inner.num_owned, inner.num_halo + 1, inner.world, inner.meter)
+        self.inner, self.own_lengths, self.most_propagations = inner, own_lengths, most_propagations
+
+    @override
+    def begin_step(self, step: Step) -> None:
+        self.inner.begin_step(step)
+
+    @override
+    def drain(self) -> None:
+        self.inner.drain()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    @override
+    def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
+        halo[-1] = 0
+        return (lambda: None) if self.inner.idle else self.inner.start_expand(x, halo[:-1], call)
+
+    @override
+    def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
+        return (lambda own: None) if self.inner.idle else self.inner.start_reduce(halo[:-1], call)
+
+    @override
+    def reduce(self, x: Tensor, layer: str) -> Tensor:
+        raise ValueError(
+            f"'{layer}' sums over the out-edges of each node, of which replicas know some only. Let ranks communicate instead: "
+            'plan="p2p" or "spst".'
+        )
 
 
 class DGCLScheme(PlannedScheme):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_gnn.extensions.plans.presets import SOCKET_MESSAGE, SOCKET_STAGE, find_topology, machines
-from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.presets import find_topology
+from lightning_gnn.extensions.plans.topology import SOCKET_MESSAGE, SOCKET_STAGE, Topology, machines
 from lightning_gnn.tools.advising.rehearsal import Compute, Event, Send, Take
 
 LATENCY_S = 50e-6

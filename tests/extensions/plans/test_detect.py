@@ -20,8 +20,9 @@ from test_sysfs import Tree
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.extensions.plans import detect as detect_module
-from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
-from lightning_gnn.extensions.plans.detect import UnknownGPUsError, detect, device_uuid, local_gpus
+from lightning_gnn.extensions.plans import hardware
+from lightning_gnn.extensions.plans.detect import detect
+from lightning_gnn.extensions.plans.hardware import UnknownGPUsError, device_uuid, local_gpus
 from lightning_gnn.extensions.plans.machine_topology import (
     HOST_BRIDGE,
     NUMA_NODE,
@@ -35,19 +36,10 @@ from lightning_gnn.extensions.plans.machine_topology import (
     detected,
 )
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
-from lightning_gnn.extensions.plans.presets import (
-    _CUBE_MESH,
-    NVLINK_PAIR,
-    dgx1,
-    find_topology,
-    machines,
-    nccl_latency,
-    pcie8,
-    uniform,
-)
+from lightning_gnn.extensions.plans.presets import _CUBE_MESH, dgx1, find_topology, nccl_latency, pcie8
 from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import NVLINK_PAIR, Topology, machines, topology_from_dict, uniform
+from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.shard import Relabelling
 
@@ -222,16 +214,17 @@ def test_several_machines(monkeypatch):
 
 
 def test_machines():
-    two = machines([2, 1], [24.22, 1.0], 6.37)
+    two = machines([2, 1])
     assert two.hosts == ((0, 1), (2,))
-    assert [two.hops[hop].gb_per_s for hop in two.links[0, 1]] == [24.22]
+    assert [two.hops[hop].gb_per_s for hop in two.links[0, 1]] == [8.0]
+    assert [two.hops[hop].gb_per_s for hop in two.links[2, 0]] == [3.12, 3.12]
     assert [two.hops[hop].name for hop in two.links[2, 0]] == ["port1", "-port0"]
     assert two.links[0, 2] == two.links[1, 2]
-    assert sharing(machines([3], 2.0)) == sharing(uniform(3, 2.0)) and machines([3]).uniform
+    assert sharing(machines([3])) == sharing(uniform(3, 8.0)) and machines([3]).uniform
     assert not machines([1, 1, 1]).uniform  # a rank's port is shared by its links
-    for counts, inside in (([], 1.0), ([2, 0], 1.0), ([2, 2], [1.0])):
+    for counts in ([], [2, 0]):
         with pytest.raises(ValueError, match="Each machine needs one or more ranks"):
-            machines(counts, inside)
+            machines(counts)
 
 
 def test_what_is_unknown(monkeypatch):
@@ -336,7 +329,7 @@ def _detected(
             patch.setenv("GLOO_SOCKET_IFNAME", interface)
         if nvml is not None:
             world.device = torch.device("cuda", rank)  # control messages go through gloo all the same
-            patch.setattr(detect_module, "device_uuid", lambda device: f"GPU-{rank % per_host}")
+            patch.setattr(hardware, "device_uuid", lambda device: f"GPU-{rank % per_host}")
             patch.setitem(sys.modules, "pynvml", fake_nvml(**nvml) if nvml else None)
         return detect(world, trees[host]), said
     finally:

@@ -17,14 +17,12 @@ from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans import detect
-from lightning_gnn.extensions.plans.by_width import ExchangeByWidth
 from lightning_gnn.extensions.plans.hierarchy import loads, plan_through_hosts, prices
-from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.extensions.plans.plan_cost import PlanCost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
-from lightning_gnn.extensions.plans.presets import machines
-from lightning_gnn.extensions.plans.topology import Hosts
-from lightning_gnn.extensions.plans.ways import Way, follow
+from lightning_gnn.extensions.plans.scheme import make_exchange
+from lightning_gnn.extensions.plans.topology import Hosts, machines
+from lightning_gnn.extensions.plans.ways import ExchangeByWidth, Way, follow
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 

@@ -11,10 +11,9 @@ import torch
 from common import assert_same, awkward_graph, single, train
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.extensions.plans import followed
+from lightning_gnn.extensions.plans import scheme
 from lightning_gnn.extensions.plans.measure import levels, measure
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import load_topology
+from lightning_gnn.extensions.plans.topology import Topology, load_topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.tools import cli
 from lightning_gnn.tools.commands.topology import check_writable, topology
@@ -172,7 +171,7 @@ def trained_over_measured_links(
     rank: int, size: int, graph: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    tell = followed._followed
+    tell = scheme._followed
 
     def noted(*args: Any) -> dict[str, Any]:
         found.append(tell(*args))
@@ -182,7 +181,7 @@ def trained_over_measured_links(
         return 0.01 if {a, b} == {0, 1} else 10.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(followed, "_followed", noted)
+        patch.setattr(scheme, "_followed", noted)
         patch.setattr("lightning_gnn.extensions.plans.measure.rate", rate)
         patch.setattr("lightning_gnn.extensions.plans.measure.fixed_seconds", lambda world: (0.0, 0.0))
         return train(rank, size, graph, "gcn", options=options), found[-1] if found else {}

@@ -35,16 +35,15 @@ from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
-from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.extensions.plans.plan import Plan, p2p
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.scheme import make_exchange
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict
+from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from planning import carry_out, problems, random_relation, random_topology, rank_plans, rows_of
 
 from benchmarks.bound import lower_bound, staged_bound
-from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
 from lightning_gnn.extensions.plans.plan import Plan, p2p
 from lightning_gnn.extensions.plans.plan_cost import PlanCost, plan_cost
-from lightning_gnn.extensions.plans.presets import dgx1, pcie8, uniform
+from lightning_gnn.extensions.plans.presets import dgx1, pcie8
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict, uniform
+from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from planning import problems, random_relation
 
 from lightning_gnn.extensions.plans import presets
+from lightning_gnn.extensions.plans import topology as terms
 from lightning_gnn.extensions.plans.plan_cost import direct_cost, swap_cost
-from lightning_gnn.extensions.plans.presets import dgx1, find_topology, machines, pcie8, summit, uniform
-from lightning_gnn.extensions.plans.topology_file import load_topology, topology_from_dict, topology_to_dict
+from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8, summit
+from lightning_gnn.extensions.plans.topology import load_topology, machines, topology_from_dict, topology_to_dict, uniform
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import edge_cut_report
 from lightning_gnn.partition.replicas import replication_factors
@@ -72,7 +73,7 @@ def test_dgx1_is_the_machine_that_the_driver_shows(num_hosts):
 
 
 def test_bandwidths_are_those_of_the_papers():
-    constants = (presets.NVLINK_PAIR, presets.NVLINK, presets.PCIE, presets.QPI, presets.INFINIBAND, presets.ETHERNET)
+    constants = (terms.NVLINK_PAIR, terms.NVLINK, terms.PCIE, terms.QPI, terms.INFINIBAND, terms.ETHERNET)
     assert constants == tuple(MEASURED.values())
     assert (presets.SUMMIT_NVLINK, presets.SUMMIT_XBUS, presets.SUMMIT_SOCKET_PORT) == (50.0, 64.0, 12.5)  # CAGNET 5.2
     # NCCL's base latency of rings, and that of PCIe and of the network, in microseconds
@@ -80,7 +81,7 @@ def test_bandwidths_are_those_of_the_papers():
     assert dgx1().stage_seconds == pcie8().stage_seconds == summit(6).stage_seconds == presets.NCCL_STAGE
     assert dgx1(2).stage_seconds == summit(7).stage_seconds == presets.NCCL_STAGE_BETWEEN_HOSTS
     apart = machines([2, 2])
-    assert (apart.stage_seconds, apart.message_seconds) == (presets.SOCKET_STAGE, presets.SOCKET_MESSAGE)
+    assert (apart.stage_seconds, apart.message_seconds) == (terms.SOCKET_STAGE, terms.SOCKET_MESSAGE)
 
 
 def test_pcie8_has_a_switch_for_two_and_two_for_a_socket():

@@ -30,7 +30,7 @@ from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.zero_rows.kernels import nonzero_rows, pack_rows, unpack_rows
+from lightning_gnn.extensions.zero_rows.transport import nonzero_rows, pack_rows, unpack_rows
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.vertex_cut.strategy import CachedVertexCutStrategy
 

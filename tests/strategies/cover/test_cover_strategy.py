@@ -40,8 +40,8 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import EdgeHolders, SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans.exchanges import Workload, edge_traffic
-from lightning_gnn.extensions.plans.make_exchange import make_exchange
 from lightning_gnn.extensions.plans.relation import Relation
+from lightning_gnn.extensions.plans.scheme import make_exchange
 from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.registry import costs_of
 from lightning_gnn.strategies.cover.covers import cover_edges

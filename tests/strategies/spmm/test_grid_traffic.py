@@ -25,10 +25,9 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.comm.transport import TransportWrapper, rows_of
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_traffic
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
-from lightning_gnn.extensions.plans.presets import dgx1, uniform
+from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict, uniform
 from lightning_gnn.partition.shard import Relabelling, halo_plan
 from lightning_gnn.strategies.dgcl.costs import plan_exchanges
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix

@@ -23,16 +23,16 @@ from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.stored_graph import StoredGraph
-from lightning_gnn.extensions.plans.choice import fastest, fastest_plans
 from lightning_gnn.extensions.plans.exchanges import Workload, edge_exchange, exchange_costs
 from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages
 from lightning_gnn.extensions.plans.plan import p2p
 from lightning_gnn.extensions.plans.plan_cost import balance, hop_labels, link_loads, plan_cost, swap_cost
-from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8, uniform
+from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology_file import topology_from_dict, topology_to_dict
+from lightning_gnn.extensions.plans.topology import topology_from_dict, topology_to_dict, uniform
+from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
