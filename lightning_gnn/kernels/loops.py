@@ -1,7 +1,7 @@
 """The loops over edges and rows, compiled by numba at first use and kept on disk; :mod:`lightning_gnn.kernels.run` calls them.
 
 Each runs over rows `low` to `high`, mostly of a CSR matrix, and writes those rows of its result only, so that threads share
-nothing. One file holds them all: numba looks at the file of a loop, and at no other, to see whether what it kept is stale.
+nothing.
 
 R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C columns each.
 """
@@ -10,7 +10,11 @@ R rows, K columns of the matrix, E slots, F columns of the dense operand; H head
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -26,18 +30,35 @@ LOOPS: list[Any] = []
 """All of them, compiled or not."""
 
 
+@cache
+def _helpers(module: str) -> bytes:
+    """Returns a digest of the files whose compiled functions a module has imported, and of those that these have."""
+    numbas = (value for value in vars(sys.modules[module]).values() if type(value).__module__.startswith("numba."))
+    homes = {getattr(value, "__module__", "") for value in numbas} - {module}
+    own = sorted(home for home in homes if home.partition(".")[0] == __name__.partition(".")[0])
+    files = (Path(str(sys.modules[home].__file__)).read_bytes() + _helpers(home) for home in own)
+    return blake2b(b"".join(files)).digest()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """Returns a loop that is compiled when it is first called, and kept on disk until its file, or that of a helper, changes."""
+    made = numba.njit(cache=True, nogil=True, **options)(function)
+    if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT; private, as numba 0.59 to 0.68 have it
+        kept = made._cache._cache_file
+        kept._source_stamp = kept._source_stamp, _helpers(function.__module__)  # numba's own is of the loop's file only
+    return made
+
+
 def loop(function: Callable[..., Any]) -> Any:
     # Sums may be reassociated, so that they vectorise; how is fixed when a loop is compiled, so results do not vary.
-    compiled = numba.njit(cache=True, nogil=True, fastmath={"contract", "nsz", "reassoc"})(function)
-    LOOPS.append(compiled)
-    return compiled
+    LOOPS.append(compiled(function, fastmath={"contract", "nsz", "reassoc"}))
+    return LOOPS[-1]
 
 
 def exact_loop(function: Callable[..., Any]) -> Any:
     # Each operation rounded as written, so that other devices get the same bits.
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    LOOPS.append(compiled)
-    return compiled
+    LOOPS.append(compiled(function, error_model="numpy"))
+    return LOOPS[-1]
 
 
 # Parts of loops ###############################################################

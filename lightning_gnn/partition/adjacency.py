@@ -6,16 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from lightning_gnn.kernels.loops import prefetch
-
-compiled: Any = numba.njit(cache=True, nogil=True)
+from lightning_gnn.kernels.loops import compiled, prefetch
 
 AHEAD = 16
 """How many neighbours, or edges, ahead what is known of a node is asked for: of large graphs it is in no cache."""

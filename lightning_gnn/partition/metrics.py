@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
 from lightning_gnn.console import text_table
-from lightning_gnn.partition.adjacency import ask_for_ends
+from lightning_gnn.partition.adjacency import ask_for_ends, compiled
 
 Counts = NDArray[np.int64]
 
@@ -155,7 +154,7 @@ def edge_cut_report(
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _count_cut(source, target, part, reads, edges, halo_rows):  # type: ignore[no-untyped-def]
     """Counts edges and halo rows per part, returns the cut edges; marks in `reads`, bits, which parts read a node."""
     cut = 0

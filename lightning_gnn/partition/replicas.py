@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gnn.kernels.loops import compiled
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.shard import Ids
 
@@ -150,7 +150,7 @@ def _holders(
     return holder
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _grown(source, target, reached):  # type: ignore[no-untyped-def]
     grown = reached.copy()
     for edge in range(len(source)):

@@ -361,6 +361,46 @@ for _ in range(2):
     assert again == ["0.0", folder]
 
 
+def test_a_loop_is_compiled_anew_when_the_file_of_its_helper_has_changed(tmp_path):
+    (tmp_path / "loop_of_test.py").write_text("""
+from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.between_of_test import between
+
+@compiled
+def run(x):
+    return between(x)
+""")
+    (tmp_path / "between_of_test.py").write_text("""
+import numba
+from lightning_gnn.partition.helper_of_test import added
+
+@numba.njit
+def between(x):
+    return added(x)
+""")
+    code = """
+import os, sys, lightning_gnn.partition.adjacency
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+lightning_gnn.partition.__path__.append(str(folder))
+for number in (1, 1, 5):
+    text = f"import numba{chr(10)}@numba.njit{chr(10)}def added(x): return x + {number}"
+    (folder / "helper_of_test.py").write_text(text)
+    if not (child := os.fork()):
+        from lightning_gnn.partition.loop_of_test import run
+        print(run(10), sum(run.stats.cache_hits.values()), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONDONTWRITEBYTECODE": "1"}
+    with cold():
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert done.stdout.splitlines() == ["11 0", "11 1", "15 0"], done.stderr
+
+
 def test_loops_to_compile_are_those_of_the_model():
     assert kernel_groups(nn.models.GCN(2, 2, 2)) == {"sums"}
     assert kernel_groups(nn.models.GAT(2, 2, 2)) == {"attention"}
