@@ -16,8 +16,7 @@ from scipy.sparse import csr_matrix
 
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.locality import local_relabelling, recent_reads
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, local_relabelling, recent_reads
 
 Graph = tuple[np.ndarray, int]
 COLUMNS = (16, 128)

@@ -28,9 +28,8 @@ from common import SHARED, PeakMemory, report, run_row
 from cover import DATASETS, LISTS, edges_of, rows_sent
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.extensions.graph_files import streaming
-from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
-from lightning_gnn.extensions.graph_files.streaming import Block, RowBlocks
+from lightning_gnn.extensions.graph_files import partitioner
+from lightning_gnn.extensions.graph_files.partitioner import Block, RowBlocks, streaming_candidates
 from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import predictions
@@ -111,9 +110,9 @@ def measured(path: str, method: str, parts: int, try_all: bool) -> dict[str, Any
     num_nodes, num_edges = int(edge_index.max()) + 1, edge_index.shape[1]
     if try_all:
         edge_cut.GOOD_EDGE_BALANCE = 0.0
-    usual, streaming.LEAST_PAIRS = streaming.LEAST_PAIRS, 100  # so few that what drops the others is compiled, too
+    usual, partitioner.LEAST_PAIRS = partitioner.LEAST_PAIRS, 100  # so few that what drops the others is compiled, too
     assign_nodes(np.random.default_rng(0).integers(0, 1000, (2, 10_000)), 1000, parts, method)
-    streaming.LEAST_PAIRS = usual
+    partitioner.LEAST_PAIRS = usual
     memory, began = PeakMemory(), time.process_time()
     found = assign_nodes(edge_index, num_nodes, parts, method)
     seconds, peak = time.process_time() - began, memory.megabytes() * 2**20

@@ -48,8 +48,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, cut_graph
 from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.layout import by_machine
-from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.partition.layout import ONE_TYPE, by_machine
 from lightning_gnn.strategies.sampling import NeighborSampler, graph_store
 from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds

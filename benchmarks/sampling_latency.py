@@ -28,7 +28,7 @@ from lightning_gnn import GraphDataModule
 from lightning_gnn.comm import rows as channels
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.store import read_cut
-from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds

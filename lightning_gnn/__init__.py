@@ -16,7 +16,9 @@ from lightning_gnn.registry import home_of
 
 if TYPE_CHECKING:
     from lightning_gnn.callbacks.communication import CommunicationMonitor
-    from lightning_gnn.datamodules import GraphDataModule, planted_partition, split_edges
+    from lightning_gnn.data.links import split_edges
+    from lightning_gnn.data.synthetic import planted_partition
+    from lightning_gnn.datamodules import GraphDataModule
     from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
     from lightning_gnn.nn import (

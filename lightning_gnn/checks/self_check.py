@@ -17,9 +17,8 @@ from lightning_gnn.checks.differences import STATE, TOLERANCES, UNKNOWN, Differe
 from lightning_gnn.checks.small_graph import FORM, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
-from lightning_gnn.data.attributes import LeftOutError
-from lightning_gnn.data.joined import Graph
-from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.data.shards import Graph
+from lightning_gnn.data.sources import LeftOutError, counted_mask
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows.mode import NotExactError

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import Self
 
-from lightning_gnn.data.attributes import OF_BATCHES, GraphData, kinds_of, left_out_of
-from lightning_gnn.data.joined import Graph
 from lightning_gnn.data.lazy_ids import stored_ids
-from lightning_gnn.data.shards import Shard, split_graph, whole_graph
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, class_labels, is_labelled
+from lightning_gnn.data.shards import Graph, Shard, split_graph, whole_graph
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, OF_BATCHES, GraphData, class_labels, is_labelled, kinds_of, left_out_of
 from lightning_gnn.partition.layout import LayoutSpec
 
 

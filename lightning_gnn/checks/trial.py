@@ -30,8 +30,7 @@ from lightning_gnn.checks.stand_ins import (
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
-from lightning_gnn.data.joined import Graph
-from lightning_gnn.data.shards import Shard, whole_graph
+from lightning_gnn.data.shards import Graph, Shard, whole_graph
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.rows.graph import GraphRows, check_loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import Segment
-from lightning_gnn.data.store_check import read_array
+from lightning_gnn.data.store import read_array
 
 
 def one_copy(world: World, near: Sequence[int], own: Sequence[Tensor]) -> dict[int, list[Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_gnn.data.joined import Graph
+from lightning_gnn.data.shards import Graph
 from lightning_gnn.devices import can_pin, functions_of
 
 Sent: TypeAlias = tuple[Graph, Any]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -22,10 +22,12 @@ from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.console import progress_bar
-from lightning_gnn.data.attributes import TO_PREDICT_LINKS, tell_kinds
-from lightning_gnn.data.joined import Graph, graph_by_type
-from lightning_gnn.partition.budget import Partitioner
+from lightning_gnn.data.shards import Graph, graph_by_type
+from lightning_gnn.data.sources import TO_PREDICT_LINKS, tell_kinds
 from lightning_gnn.partition.layout import LayoutSpec
+
+if TYPE_CHECKING:
+    from lightning_gnn.partition.budget import Partitioner
 
 Source: TypeAlias = str | Dataset | Graph | tuple[FeatureStore, GraphStore] | Callable[..., Any]
 """A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
@@ -209,9 +211,11 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
         yield lambda: states() != began
 
 
-Assign: TypeAlias = Callable[..., tuple[np.ndarray, np.ndarray | None, dict[str, Any]]]
-"""Returns owners of nodes, ranks of the edges of a vertex cut, and a report, see
-:meth:`~lightning_gnn.datamodules.stored_graph.StoredGraph.assigned`."""
+Assigned: TypeAlias = tuple[np.ndarray, np.ndarray | None, dict[str, Any]]
+"""Owners of nodes, ranks of the edges of a vertex cut, and a report, see
+:meth:`~lightning_gnn.datamodules.graph.GraphDataModule.assigned`."""
+
+Assign: TypeAlias = Callable[..., Assigned]
 
 
 class GraphSource:
@@ -238,19 +242,15 @@ class GraphSource:
         """Returns what stands for the registry's partitioners, by their names, if anything; `work` is where they may write."""
         return None
 
-    def write(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign, save: Callable[..., None]) -> float:
-        """Cuts the graph and writes it to `folder`; returns the seconds that the partitioner took.
-
-        Args:
-            assign: cuts it.
-            save: writes what that returns, as :func:`~lightning_gnn.data.store.write_store` does.
-        """
+    @contextmanager
+    def cut(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign) -> Iterator[tuple[Assigned, Any]]:
+        """Yields what `assign` returns, with the partitioner's seconds in the report, and what
+        :func:`~lightning_gnn.data.store.write_store` writes edges with, while these are written to `folder`."""
         began = time.perf_counter()
         part, holders, report = assign()
-        report["seconds"] = seconds = time.perf_counter() - began
+        report["seconds"] = time.perf_counter() - began
         with progress_bar("Writing parts"):
-            save(part, report, holders)
-        return seconds
+            yield (part, holders, report), None
 
     def key(self, args: Mapping[str, Any] | None = None, split: Any = None) -> str | None:
         """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.

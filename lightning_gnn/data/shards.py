@@ -1,31 +1,267 @@
-"""What a rank holds: its shard of a graph that has been cut, in memory or in the store.
+"""A graph as one list of nodes and edges, which partitioners cut; and what a rank holds of it, its shard.
 
 N nodes, E edges, P ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.data.attributes import GraphData, Kind, kinds_of, left_out_of, of_full_graph
-from lightning_gnn.data.joined import Graph, JoinedGraph, Orders, Predicted, attributes_of
 from lightning_gnn.data.lazy_ids import lazy_ids
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, num_classes, num_labelled
-from lightning_gnn.partition.layout import LayoutSpec, Replicas
-from lightning_gnn.partition.replicas import hold
-from lightning_gnn.partition.shard import HaloPlan, Ids, ShortIds, halo_plan
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.data.sources import (
+    EDGE_MASKS,
+    MASKS,
+    GraphData,
+    Kind,
+    is_labelled,
+    kinds_of,
+    left_out_of,
+    num_classes,
+    num_labelled,
+    of_full_graph,
+)
+from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Replicas, Types
+from lightning_gnn.partition.shard import (
+    EdgeCutPart,
+    HaloPlan,
+    Ids,
+    Relabelling,
+    ShortIds,
+    edge_cut_parts,
+    halo_plan,
+    id_dtype,
+    local_relabelling,
+)
 from lightning_gnn.registry import feature
+
+if TYPE_CHECKING:
+    from lightning_gnn.partition.replicas import Held as Replicated
+
+Graph: TypeAlias = Data | HeteroData
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Where nodes and edges of each type come to lie in a graph that is cut.
+
+    Attributes:
+        types: how many each part has.
+        by_type: original ids in relabelled order.
+    """
+
+    types: Types
+    by_type: Mapping[NodeType | EdgeType, Ids]
+
+    def n_id(self) -> Ids:
+        """Returns the ids of the nodes of one type after those of the other."""
+        return np.concatenate([self.by_type[name] for name in self.types.nodes])
+
+    def e_id(self) -> Ids:
+        """Returns the ids of the edges of one type after those of the other, in a dtype that is enough."""
+        found = np.concatenate([self.by_type[kind] for kind in self.types.edges])
+        return found.astype(id_dtype(len(found)))
+
+    @classmethod
+    def of_one_type(cls, relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
+        """Returns those of a graph without types, of whose edges parts have so many."""
+        types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
+        return cls(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
+
+
+@dataclass(frozen=True)
+class JoinedGraph:
+    """A graph whose nodes of all types are one list, type after type, and so its edges; of one type where it has none.
+
+    Attributes:
+        edge_index: int64 ``[2, E]``.
+        num_nodes: N.
+        node_kinds, edge_kinds: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
+        node_firsts, edge_firsts: by type, where it begins in these lists.
+    """
+
+    edge_index: Ids
+    num_nodes: int
+    node_kinds: np.ndarray | None = None
+    edge_kinds: np.ndarray | None = None
+    node_firsts: Mapping[NodeType, int] | None = None
+    edge_firsts: Mapping[EdgeType, int] | None = None
+
+    @classmethod
+    def of(cls, data: Graph) -> JoinedGraph:
+        if isinstance(data, Data):
+            return cls(data.edge_index.numpy(), data.x.size(0))
+        nodes = {name: data[name].num_nodes for name in data.node_types}
+        edges = {kind: data[kind].edge_index.size(1) for kind in data.edge_types}
+        node_firsts, edge_firsts = (dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges))
+        ends = [data[kind].edge_index + torch.tensor([[node_firsts[kind[0]]], [node_firsts[kind[2]]]]) for kind in edges]
+        node_type, edge_type = (
+            np.repeat(np.arange(len(sizes), dtype=np.int16), list(sizes.values())) for sizes in (nodes, edges)
+        )
+        return cls(torch.cat(ends, 1).numpy(), sum(nodes.values()), node_type, edge_type, node_firsts, edge_firsts)
+
+    def relabelling(self, part: np.ndarray, num_parts: int) -> Relabelling:
+        """Returns the order of rows by owner, ``[N]``: type after type in each part, else neighbours near each other."""
+        found = local_relabelling(self.edge_index, part, num_parts)
+        if self.node_kinds is None:
+            return found
+        rows = found.n_id
+        return Relabelling(rows[np.lexsort((self.node_kinds[rows], part[rows]))], found.offsets)
+
+    def parts(self, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
+        """Yields the parts, whose edges come type after type."""
+        for part in edge_cut_parts(self.edge_index, relabelling):
+            if self.edge_kinds is None:
+                yield part
+                continue
+            order = np.argsort(self.edge_kinds[part.edge_ids], kind="stable")
+            yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
+
+    def masks_of(self, predicted: Predicted) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Returns the masks of labelled nodes, bool ``[N]``, and of edges, ``[E]``, that have any: of all types."""
+        nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
+        of_nodes = {name: nodes[name] if y is None else nodes[name] & is_labelled(y) for name in MASKS}
+        of_edges = {name: edges[name] for name in EDGE_MASKS if name in edges}
+        return (
+            {name: self._among_all(of, predicted.node_type) for name, of in of_nodes.items() if num_labelled(y, nodes[name])},
+            {name: self._among_all(of, predicted.edge_type) for name, of in of_edges.items() if of.any()},
+        )
+
+    def _among_all(self, mask: Tensor, kind: NodeType | EdgeType | None) -> np.ndarray:
+        """Returns a mask of the nodes, or edges, of a type as one of all of them."""
+        if self.node_firsts is None:
+            return mask.numpy()
+        firsts: Any = self.node_firsts if isinstance(kind, str) else self.edge_firsts
+        found = np.zeros(self.num_nodes if isinstance(kind, str) else self.edge_index.shape[1], np.bool_)
+        found[firsts[kind] :][: len(mask)] = mask.numpy()
+        return found
+
+    def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
+        """Returns the nodes and the edges of each type in each part, int64 ``[P]``, by its name; none without types."""
+        if self.node_firsts is None or self.edge_firsts is None:
+            return {}
+        owner, counts = part[self.edge_index[1]], {}
+        for number, name in enumerate(self.node_firsts):
+            counts[f"{name} nodes"] = np.bincount(part[self.node_kinds == number], minlength=num_parts)
+        for number, kind in enumerate(self.edge_firsts):
+            counts[" ".join(kind)] = np.bincount(owner[self.edge_kinds == number], minlength=num_parts)
+        return counts
+
+    def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
+        """Returns where nodes and edges of a graph come to lie.
+
+        Args:
+            edge_ids: of each part, in order.
+            predicted: of the graph.
+        """
+        edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
+        if self.node_firsts is None or self.edge_firsts is None:
+            return Orders.of_one_type(relabelling, sizes, edge_order)
+        assert self.node_kinds is not None and self.edge_kinds is not None
+        num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
+        orders: dict[NodeType | EdgeType, Ids] = {}
+        nodes, edges = {}, {}
+        for number, (name, first) in enumerate(self.node_firsts.items()):
+            rows = relabelling.n_id[self.node_kinds[relabelling.n_id] == number]
+            orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
+        for number, (kind, first) in enumerate(self.edge_firsts.items()):
+            here = self.edge_kinds[edge_order] == number
+            orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
+        return Orders(Types(nodes, edges, predicted.node_type), orders)
+
+
+def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:
+    """Returns the graph that has these attributes, and edges, by type."""
+    data = HeteroData()
+    for name, group in attributes.items():
+        data[name].update(group)
+    for kind, edge_index in edge_indices.items():
+        data[kind].edge_index = edge_index
+    return data
+
+
+def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:
+    """Returns what has a row per node, or edge, of a type, without ``edge_index``."""
+    if isinstance(data, Data):
+        what = "node" if isinstance(kind, str) else "edge"
+        return {name: data[name] for name, found in kinds_of(data).items() if found == what}
+    return {name: value for name, value in data[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
+
+
+def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
+    """Returns the edge type whose edges are predicted, of what edges of each type have.
+
+    It is the only one with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None where there
+    is none, or there are several. Of others with an ``edge_train_mask``, edges in it carry messages.
+    """
+    for names in (EDGE_MASKS[1:], EDGE_MASKS[:1]):
+        having = [kind for kind, has in of.items() if any(name in has for name in names)]
+        if having:
+            return having[0] if len(having) == 1 else None
+    return None
+
+
+def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
+    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else the targets of
+    edges that are predicted, else the only one with labels."""
+    types, edges = data.node_types, predicted_edges(edge_stores(data))
+    if given is not None:
+        if given not in types:
+            raise ValueError(f"input_type={given!r}, but the graph's node types are {types}.")
+        return given
+    for name in ("train_mask", "y"):
+        having = [kind for kind in types if name in data[kind]]
+        if name == "y" and edges is not None:
+            return edges[2]
+        if len(having) == 1:
+            return having[0]
+        if having:
+            raise ValueError(
+                f"Node types {having} have a {name}. Say whose nodes are predicted: GraphDataModule(..., "
+                f"input_type={having[0]!r})."
+            )
+    raise ValueError(
+        f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
+        "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...). To predict links, split the "
+        f"edges of one type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
+    )
+
+
+def edge_stores(data: HeteroData) -> dict[EdgeType, BaseStorage]:
+    return {kind: data[kind] for kind in data.edge_types}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Where a graph has the masks and labels of what is predicted: of nodes, and of edges.
+
+    Attributes:
+        nodes, edges: attributes of all nodes, and edges, of these types.
+        node_type, edge_type: see :func:`input_type_of` and :func:`predicted_edges`.
+    """
+
+    nodes: Any
+    edges: Any
+    node_type: NodeType = ONE_TYPE[0]
+    edge_type: EdgeType | None = ONE_TYPE
+    has_types: bool = False
+
+    @classmethod
+    def of(cls, data: Graph, input_type: NodeType | None = None) -> Predicted:
+        if isinstance(data, Data):
+            return cls(data, data)
+        node_type, edge_type = input_type_of(data, input_type), predicted_edges(edge_stores(data))
+        return cls(data[node_type], {} if edge_type is None else data[edge_type], node_type, edge_type, True)
 
 
 class Held(NamedTuple):
@@ -50,8 +286,37 @@ class Held(NamedTuple):
     targets: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutInfo:
+    """What all ranks know of a graph that has been cut.
+
+    Attributes:
+        n_id, e_id: original ids of all ranks' nodes and edges in rank order, without replicas: int64 ``[N]``, and ``[E]``, int32
+            where that is enough; with types, those of one type after those of the other, see :meth:`Cut.ids_of`.
+        mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean
+            loss; of masks of edges, if there are any, its edges, of :attr:`edge_type` if there are types.
+        num_classes: of the whole graph's labels.
+        types: how many nodes and edges of each type each rank owns.
+        digest: of the node assignment; equal on all ranks that hold parts of the same cut.
+        report: partition quality, for logs.
+    """
+
+    n_id: Tensor
+    e_id: Tensor
+    mask_counts: Mapping[str, tuple[int, ...]]
+    num_classes: int
+    types: Types
+    digest: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def edge_type(self) -> EdgeType | None:
+        """The edge type whose edges are predicted; None where none is, and for a graph without types."""
+        return None
+
+
 @dataclass(frozen=True)
-class Shard:
+class Shard(CutInfo):
     """What one rank holds.
 
     Attributes:
@@ -64,15 +329,8 @@ class Shard:
         rank: whose shard this is.
         halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
             rank 0, then those of rank 1, and so on.
-        n_id, e_id: original ids of all ranks' nodes and edges in rank order, as a :class:`Cut` has them, without replicas.
         counts, edge_counts: owned rows and their edges of each rank.
         rows, edges: the same with replicas: of each rank's batch.
-        mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean
-            loss; of masks of edges, if there are any, its edges, of :attr:`edge_type` if there are types.
-        num_classes: of the whole graph's labels.
-        types: how many nodes and edges of each type each rank owns.
-        digest: of the node assignment; equal on all ranks that hold parts of the same cut.
-        report: partition quality, for logs.
         holders: of a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None where its target's owner does.
         targets: owned rows of each rank that edges end at, where these are of another type than those that they begin at: see
             :meth:`of_edges`.
@@ -81,17 +339,10 @@ class Shard:
     batch: Graph
     rank: int
     halos: tuple[np.ndarray, ...]
-    n_id: Tensor
-    e_id: Tensor
     counts: tuple[int, ...]
     edge_counts: tuple[int, ...]
     rows: tuple[int, ...]
     edges: tuple[int, ...]
-    mask_counts: Mapping[str, tuple[int, ...]]
-    num_classes: int
-    types: Types
-    digest: str
-    report: Mapping[str, Any]
     holders: Tensor | None = None
     targets: tuple[int, ...] | None = None
 
@@ -99,11 +350,6 @@ class Shard:
     def plan(self) -> HaloPlan:
         """The rows to exchange; made when they are asked for, as batches of samples need none."""
         return halo_plan(self.rank, np.cumsum([0, *self.rows]), self.halos)
-
-    @property
-    def edge_type(self) -> EdgeType | None:
-        """The edge type whose edges are predicted; None where none is, and for a graph without types."""
-        return None
 
     @property
     def offsets(self) -> Ids:
@@ -151,7 +397,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(CutInfo):
     """A graph that has been cut: what shards are made of.
 
     Attributes:
@@ -159,13 +405,10 @@ class Cut:
         edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, ``[2, E_r]``, int32 where
             that is enough.
         halos: of each rank, relabelled ids, ascending.
-        n_id, e_id: original ids in relabelled order, int64 ``[N]``, and ``[E]``, int32 where that is enough; with types, those of
-            one type after those of the other, see :meth:`ids_of`.
         attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
             types, by the keys of these, each in the order of its type's ids.
         scalars: what is no tensor.
         left_out: by name, why the user's graph has more than this.
-        mask_counts, num_classes, types, digest, report: see :class:`Shard`.
         holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
         feature_dtype: of ``x`` in batches; None for that in the store.
     """
@@ -174,24 +417,12 @@ class Cut:
     edge_offsets: Ids
     edge_index_of: Callable[[int], ShortIds]
     halos: tuple[Ids, ...]
-    n_id: Tensor
-    e_id: Tensor
     attributes: Mapping[str, Mapping[str, Tensor]]
     scalars: Mapping[str, Any]
     left_out: Mapping[str, str]
-    mask_counts: Mapping[str, tuple[int, ...]]
-    num_classes: int
-    types: Types
-    digest: str
-    report: Mapping[str, Any]
     holders: Tensor | None = None
     feature_dtype: torch.dtype | None = None
     _shard_class: ClassVar[type[Shard]] = Shard
-
-    @property
-    def edge_type(self) -> EdgeType | None:
-        """See :class:`Shard`."""
-        return None
 
     def in_batches(self, name: str, values: Tensor) -> Tensor:
         """Returns rows of an attribute as batches have them."""
@@ -259,11 +490,16 @@ class Cut:
     def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
         """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
         if replicas is None:
-            rows, halos, edges = np.diff(self.offsets), self.halos, np.diff(self.edge_offsets)
+            offsets, halos, edges = self.offsets, self.halos, np.diff(self.edge_offsets)
         else:
-            held = hold(self.edge_index(), self.offsets, replicas)
-            rows, halos, edges = np.diff(held.offsets), held.halos, held.num_edges
-        return list(zip(rows.tolist(), map(len, halos), edges.tolist()))
+            held = self._hold(replicas, self.edge_index())
+            offsets, halos, edges = held.offsets, held.halos, held.num_edges
+        return list(zip(np.diff(offsets).tolist(), map(len, halos), edges.tolist()))
+
+    def _hold(self, replicas: Replicas, edge_index: Ids) -> Replicated:
+        from lightning_gnn.partition.replicas import hold  # few runs have any
+
+        return hold(edge_index, self.offsets, replicas)
 
     def shard(self, rank: int, replicas: Replicas | None = None, with_edges: bool = True) -> Shard:
         """Returns what `rank` holds; of replicas, copies. Without edges, nothing is copied out of the store."""
@@ -276,7 +512,7 @@ class Cut:
             edge_index = self.edge_index_of(rank) if with_edges else None
         else:
             everything = self.edge_index()
-            held = hold(everything, offsets, replicas)
+            held = self._hold(replicas, everything)
             edge_index, chosen = held.edges_of(rank, everything)
             nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(chosen)
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
@@ -300,31 +536,19 @@ class Cut:
         return self._shard_of(rank, batch, halos, offsets, num_edges, holders)
 
     def _shard_of(
-        self,
-        rank: int,
-        batch: Graph,
-        halos: tuple[Ids, ...],
-        offsets: Ids,
-        num_edges: Ids,
-        holders: Tensor | None,
+        self, rank: int, batch: Graph, halos: tuple[Ids, ...], offsets: Ids, num_edges: Ids, holders: Tensor | None
     ) -> Shard:
         """Returns the shard of this batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` count replicas, too."""
         return self._shard_class(
             batch=batch,
             rank=rank,
             halos=halos,
-            n_id=self.n_id,
-            e_id=self.e_id,
             counts=tuple(np.diff(self.offsets).tolist()),
             edge_counts=tuple(np.diff(self.edge_offsets).tolist()),
             rows=tuple(np.diff(offsets).tolist()),
             edges=tuple(num_edges.tolist()),
-            mask_counts=self.mask_counts,
-            num_classes=self.num_classes,
-            types=self.types,
-            digest=self.digest,
-            report=self.report,
             holders=holders,
+            **{each.name: getattr(self, each.name) for each in fields(CutInfo)},
         )
 
 
@@ -334,11 +558,7 @@ def cut_of(types: Types, **parts: Any) -> Cut:
 
 
 def cut_graph(
-    data: Graph,
-    part: np.ndarray,
-    num_parts: int,
-    holders: np.ndarray | None = None,
-    input_type: NodeType | None = None,
+    data: Graph, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None, input_type: NodeType | None = None
 ) -> Cut:
     """Returns the cut of `data` in memory, as the store has it in files.
 
@@ -363,7 +583,6 @@ def cut_graph(
         attributes["graph"] = {name: data[name] for name, kind in kinds_of(data).items() if kind == "graph"}
         scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
         left_out = left_out_of(data)
-    counts = mask_counts(predicted, orders)
     return cut_of(
         orders.types,
         offsets=relabelling.offsets,
@@ -375,20 +594,14 @@ def cut_graph(
         attributes=attributes,
         scalars=scalars,
         left_out=left_out,
-        mask_counts={name: tuple(of) for name, of in counts.items()},
+        mask_counts=mask_counts(predicted, orders),
         num_classes=num_classes(predicted.nodes.get("y")),
-        digest="",
-        report={},
         holders=None if holders is None else torch.from_numpy(holders.astype(np.int16)[np.concatenate(edge_ids)]),
     )
 
 
 def split_graph(
-    data: Graph,
-    part: np.ndarray,
-    layout: LayoutSpec,
-    holders: np.ndarray | None = None,
-    input_type: NodeType | None = None,
+    data: Graph, part: np.ndarray, layout: LayoutSpec, holders: np.ndarray | None = None, input_type: NodeType | None = None
 ) -> list[Shard]:
     """Returns the shards of all ranks in memory, as they are made by way of the store; see :func:`cut_graph`."""
     cut = cut_graph(data, part, layout.parts, holders, input_type)
@@ -411,7 +624,6 @@ def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id:
     counts, edge_counts, nothing = (len(n_id),), (len(e_id),), np.empty(0, np.int64)
     orders = Orders(types, {kind: np.arange(types.total(kind)) for kind in (*types.nodes, *types.edges)})
     predicted = Predicted.of(data, types.input_type)
-    masks = {name: tuple(of) for name, of in mask_counts(predicted, orders).items()}
     return kind(
         batch=batch,
         rank=0,
@@ -422,15 +634,13 @@ def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id:
         edge_counts=edge_counts,
         rows=counts,
         edges=edge_counts,
-        mask_counts=masks,
+        mask_counts=mask_counts(predicted, orders),
         num_classes=num_classes(predicted.nodes.get("y")),
         types=types,
-        digest="",
-        report={},
     )
 
 
-def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, list[int]]:
+def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, tuple[int, ...]]:
     """Returns by mask how many labelled nodes of it each part owns; of masks of edges that are predicted, if there are any, how
     many edges."""
 
@@ -439,9 +649,9 @@ def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, list[int]]:
 
     nodes, edges, edge_type = predicted.nodes, predicted.edges, predicted.edge_type
     y, rows = nodes.get("y"), parts(predicted.node_type)
-    found = {name: [num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows] for name in MASKS}
+    found = {name: tuple(num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows) for name in MASKS}
     masks = [name for name in EDGE_MASKS if name in edges]
     if edge_type is not None and masks:
         ids_of_parts = parts(edge_type)
-        found |= {name: [int(edges[name][ids].sum()) for ids in ids_of_parts] for name in masks}
+        found |= {name: tuple(int(edges[name][ids].sum()) for ids in ids_of_parts) for name in masks}
     return found

@@ -1,7 +1,5 @@
-"""Graphs as Lightning data: :class:`GraphDataModule`, its store, and a generator of graphs."""
+"""Graphs as Lightning data: :class:`GraphDataModule` and its store."""
 
-from lightning_gnn.data.links import split_edges
-from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
 
-__all__ = ["GraphDataModule", "planted_partition", "split_edges"]
+__all__ = ["GraphDataModule"]

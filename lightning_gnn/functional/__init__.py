@@ -50,9 +50,9 @@ from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, planned
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.budget import COSTS
-from lightning_gnn.partition.edge_cut import assign_nodes, several_alike
-from lightning_gnn.partition.locality import local_relabelling
-from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan
+from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.layout import several_alike
+from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan, local_relabelling
 from lightning_gnn.registry import PARTITIONERS
 from lightning_gnn.steps.gradients import GradientSum
 

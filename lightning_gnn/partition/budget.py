@@ -19,7 +19,7 @@ from lightning_gnn.console import text_table
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import ask_for_clusters, compiled, edge_pieces, mix
-from lightning_gnn.partition.layout import Groups
+from lightning_gnn.partition.layout import KAMINPAR, Groups
 from lightning_gnn.registry import partitioners
 
 SAMPLED = 1 << 18
@@ -168,11 +168,11 @@ def predict(method: str, num_edges: int, levels: Levels) -> Prediction:
     """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels."""
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
-    if method in kaminpar.METHODS:
+    if method in KAMINPAR:
         needed = _kaminpar(levels, method == "kaminpar_compressed")
     else:
         needed = cost.node * num_nodes + cost.entry * num_entries + cost.coarse * coarse
-    installed = method not in kaminpar.METHODS or kaminpar.is_installed()
+    installed = method not in KAMINPAR or kaminpar.is_installed()
     return Prediction(method, int(max(needed, BUILDING * (num_edges + 2 * num_nodes))), seconds, installed)
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.heap import giving_back_freed_memory
-from lightning_gnn.partition import kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.budget import Candidates, Partitioner, check_metis, choose, most_seconds, predictions
-from lightning_gnn.partition.layout import Groups
-from lightning_gnn.partition.metis import FEW_PARTS, MetisUnavailable, part_graph, part_graph_constrained
+from lightning_gnn.partition.layout import KAMINPAR, Groups, alike, checked_method, devices, levels
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.registry import PARTITIONERS, partitioners, refiner_of
+
+if TYPE_CHECKING:
+    from lightning_gnn.partition.budget import Candidates, Partitioner
 
 EDGE_BOUNDS = (1.05, 1.3)
 """Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
@@ -35,15 +34,12 @@ CANDIDATES = {
     "metis": 1 + len(EDGE_BOUNDS),
     "metis_cover": 1 + len(EDGE_BOUNDS),
     "metis_masks": len(EDGE_BOUNDS),
-    **dict.fromkeys(kaminpar.METHODS, 2),
+    **dict.fromkeys(KAMINPAR, 2),
 }
 """How many balance settings are tried at most; of other methods, one."""
 
 LEAST_BOUND = 1.005
 """Of one METIS cut, where outer levels have used up what is allowed."""
-
-METHODS = ("auto", "metis", "metis_masks", "metis_cover", *kaminpar.METHODS, *PARTITIONERS, "random", "contiguous")
-"""Names of ways to assign nodes, see :func:`assign_nodes`."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
 """Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
@@ -108,28 +104,28 @@ def assign_nodes(
     if not isinstance(method, str):
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
+    if num_parts > 1:
+        from lightning_gnn.partition.budget import choose, most_seconds, predictions  # not by graphs that stay whole
+
     if method == "auto" and num_parts > 1:
         method = choose(predictions(edge_index, num_nodes, num_parts, others), available_bytes()).method
     other = (others or partitioners())[method] if method in PARTITIONERS else None
+    to_cut = edge_index, num_nodes, groups or tuple(range(num_parts)), seed
+    nodes = np.arange(num_nodes)
     if num_parts == 1:
         candidates = iter([("one part", np.zeros(num_nodes, np.int32))])
     elif method == "random":
-        part = np.random.default_rng(seed).permutation(np.arange(num_nodes) % num_parts).astype(np.int32)
-        candidates = iter([("nodes", part)])
+        candidates = iter([("nodes", np.random.default_rng(seed).permutation(nodes % num_parts).astype(np.int32))])
     elif method == "contiguous":
-        candidates = iter([("nodes", (np.arange(num_nodes) * num_parts // max(num_nodes, 1)).astype(np.int32))])
-    elif method in kaminpar.METHODS:
-        candidates = kaminpar_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, method)
-    elif other is not None:
-        candidates = other.candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed)
+        candidates = iter([("nodes", (nodes * num_parts // max(num_nodes, 1)).astype(np.int32))])
+    elif method in KAMINPAR or other is not None:  # METIS's memory is predicted as it is without giving back
+        candidates = _giving_back(kaminpar_candidates(*to_cut, method) if other is None else other.candidates(*to_cut))
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_kinds) if method == "metis_masks" else None
-        candidates = metis_candidates(edge_index, num_nodes, groups or tuple(range(num_parts)), seed, balanced)
-    if method in kaminpar.METHODS or other is not None:  # METIS's memory is predicted as it is without
-        candidates = _giving_back(candidates)
+        candidates = metis_candidates(*to_cut, balanced)
     kept: Assignment | None = None
     settings = 1 if num_parts == 1 else CANDIDATES.get(method, 1) if other is None else other.settings
-    expected = most_seconds(method, num_nodes, edge_index.shape[1], num_parts, other)
+    expected = None if num_parts == 1 else most_seconds(method, num_nodes, edge_index.shape[1], num_parts, other)
     with progress_bar(f"Partitioning ({method})", settings, "balance settings", expected=expected) as told:
         for balance, part in candidates:
             part = spread_masks(part, num_parts, masks)
@@ -175,23 +171,6 @@ def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray
     return part
 
 
-def alike(groups: Groups | int) -> bool:
-    """Returns whether groups side by side hold equally many devices, on all levels."""
-    if isinstance(groups, int):
-        return True
-    return len({len(devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
-
-
-def several_alike(groups: Groups) -> bool:
-    """Returns whether groups are several machines of equally many devices, between which METIS cuts first by default."""
-    return len(groups) > 1 and alike(groups)
-
-
-def levels(group: Groups | int) -> int:
-    """Returns how many cuts, one inside the other, make single devices of a group."""
-    return 0 if isinstance(group, int) else (len(group) > 1) + levels(group[0])
-
-
 def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray) -> None:
     """Writes the owners of `nodes`; `graph` is what lies among them."""
     if isinstance(group, int):
@@ -205,28 +184,6 @@ def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut
             chosen = np.flatnonzero(choice == number)
             inside = graph if isinstance(each, int) else graph.among(chosen)
             _assign(inside, nodes[chosen], each, cut, part)
-
-
-def devices(group: Groups | int) -> list[int]:
-    return [group] if isinstance(group, int) else [device for each in group for device in devices(each)]
-
-
-def checked_method(method: Any) -> str | NDArray[np.integer]:
-    """Returns one of `METHODS`, or the part of every node, int ``[N]``; whether it fits is seen when nodes are assigned."""
-    if isinstance(method, str) and method in METHODS:
-        return method
-    wanted = f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"
-    if isinstance(method, str):
-        raise ValueError(f"{wanted} (got {method!r}).")
-    try:
-        part = np.asarray(method.cpu() if isinstance(method, Tensor) else method)
-    except ValueError as error:
-        raise ValueError(f"{wanted}, one integer each ({error}).") from error
-    if part.ndim != 1:
-        raise ValueError(f"{wanted}, one integer each (got shape {list(part.shape)}).")
-    if not np.issubdtype(part.dtype, np.integer):
-        raise ValueError(f"{wanted}: it must hold integers (got {part.dtype}).")
-    return part
 
 
 def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
@@ -257,11 +214,7 @@ def shares(
 
 
 def metis_candidates(
-    edge_index: NDArray[np.int64],
-    num_nodes: int,
-    groups: Groups,
-    seed: int,
-    shares: Sequence[NDArray[np.integer]] | None = None,
+    edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, shares: Sequence[NDArray[np.integer]] | None = None
 ) -> Candidates:
     """Yields METIS assignments under balance settings, the cheapest first.
 
@@ -269,14 +222,14 @@ def metis_candidates(
     graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
     ``[N]`` each, are balanced as well in all of them.
     """
+    from lightning_gnn.partition.budget import check_metis
+    from lightning_gnn.partition.metis import MetisUnavailable, part_graph
+
     parts = len(devices(groups))
     check_metis(edge_index, num_nodes, parts)
     graph = Adjacency.of(edge_index, num_nodes)
     if shares is None:
-        yield (
-            "nodes",
-            assign_hierarchically(graph, groups, lambda inside, _, group: part_graph(inside, len(group), seed)),
-        )
+        yield "nodes", assign_hierarchically(graph, groups, lambda inside, _, group: part_graph(inside, len(group), seed))
     in_degree = np.bincount(edge_index[1], minlength=num_nodes)
     weights = np.stack([np.ones_like(in_degree), in_degree, *(shares or [])], 1)
     total = np.maximum(1, weights.sum(0))
@@ -301,6 +254,8 @@ def cut_within(
     bounds: NDArray[np.float64], graph: Adjacency, groups: Groups, weights: NDArray[np.integer], seed: int
 ) -> NDArray[np.int32]:
     """Returns METIS's parts with weights ``[N, W]`` of nodes balanced within bounds ``[W]``."""
+    from lightning_gnn.partition.metis import FEW_PARTS, part_graph_constrained
+
     parts, total, halve = len(devices(groups)), np.maximum(1, weights.sum(0)), levels(groups) > 1
 
     def cut(inside: Adjacency, nodes: NDArray[np.int64], group: Groups) -> NDArray[np.int32]:
@@ -314,6 +269,8 @@ def cut_within(
 
 def kaminpar_candidates(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str) -> Candidates:
     """Yields KaMinPar's assignments, the cheapest first: with nodes balanced, and with one sum of nodes and edges."""
+    from lightning_gnn.partition import kaminpar
+
     kaminpar.check_installed()
     graph, in_degree = Adjacency.of(edge_index, num_nodes), np.bincount(edge_index[1], minlength=num_nodes)
     summed = in_degree + max(1, round(in_degree.sum() / max(1, num_nodes)))

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from lightning_gnn.partition.adjacency import Adjacency
 
-METHODS = ("kaminpar", "kaminpar_compressed")
-
 INSTALL = "pip install lightning-gnn[kaminpar]"
 
 IMBALANCE = 0.03
@@ -37,11 +35,7 @@ def check_installed() -> None:
 
 
 def part_graph(
-    graph: Adjacency,
-    num_parts: int,
-    seed: int,
-    weights: NDArray[np.integer] | None = None,
-    compress: bool = False,
+    graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer] | None = None, compress: bool = False
 ) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``.
 

@@ -49,12 +49,7 @@ def part_graph(graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.
 
 
 def part_graph_constrained(
-    graph: Adjacency,
-    num_parts: int,
-    seed: int,
-    weights: NDArray[np.integer],
-    bounds: NDArray[np.float32],
-    halve: bool = False,
+    graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer], bounds: NDArray[np.float32], halve: bool = False
 ) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with several weights balanced at once.
 
@@ -79,21 +74,7 @@ def part_graph_constrained(
     allowed = np.zeros(2 * len(bounds), np.float32)  # room for 8-byte reals
     allowed[: len(bounds)] = bounds
 
-    arguments = (
-        count,
-        constraints,
-        indptr,
-        indices,
-        flat,
-        None,
-        edge_weights,
-        parts,
-        None,
-        allowed,
-        options,
-        cut,
-        part,
-    )
+    arguments = (count, constraints, indptr, indices, flat, None, edge_weights, parts, None, allowed, options, cut, part)
     code = (bisection if halve else k_way)(*(_pointer(argument) for argument in arguments))
     if code != 1:
         raise MetisUnavailable(f"METIS returned {code}")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_geometric.nn.aggr import Aggregation
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.shards import Held, Shard
+from lightning_gnn.data.sources import kinds_of
 from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,

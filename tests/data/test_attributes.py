@@ -25,10 +25,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, fetch_rows
 from lightning_gnn.checks.small_graph import FORM, small_graph
-from lightning_gnn.data.attributes import LeftOutError, kinds_of, tell_kinds
 from lightning_gnn.data.loading import load_source
 from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
-from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.data.sources import LeftOutError, kinds_of, prepare_graph, tell_kinds
 from lightning_gnn.data.store import read_cut, write_store
 from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.partition.layout import LayoutSpec

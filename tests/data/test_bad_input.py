@@ -30,8 +30,8 @@ import lightning_gnn
 from lightning_gnn import CommNet, DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.data import store
 from lightning_gnn.data.store import FORMAT, StoreError, read_cut, read_manifest
-from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.datamodules import graph as datamodule
+from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.layout import LayoutSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -447,7 +447,7 @@ def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
 
 def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     """What a description is known by is checked: copied to another description, or altered, it counts for nothing."""
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
     folder = module._ensure_stored(TWO)
     key, _ = module._notes(TWO)
@@ -491,7 +491,7 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
 
 
 def test_room_is_looked_for_before_partitioning(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_graph, "assign_nodes", no_space)
+    monkeypatch.setattr(edge_cut, "assign_nodes", no_space)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
     refused(lambda: built(tmp_path), r"is full. .* needs at least \d\d\d bytes, 100 bytes are free", StoreError)
 
@@ -507,7 +507,7 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
             store.os, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "denied", "x"))
         )
     else:
-        monkeypatch.setattr(stored_graph, "write_atomically", no_space)
+        monkeypatch.setattr(datamodule, "write_atomically", no_space)
         words = r"The disk of the store .* is full. [\d,]+ bytes are free"
     refused(lambda: GraphDataModule(small(), store=root).build(TWO), words, StoreError)
 
@@ -556,7 +556,7 @@ def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
     assert "Traceback" in capfd.readouterr().err
     for code, said in ((-9, "its process was ended by signal 9.* too little memory"), (1, "see the error above")):
         done = subprocess.CompletedProcess([], code, stdout="")
-        monkeypatch.setattr(stored_graph.subprocess, "run", lambda *_, done=done, **__: done)
+        monkeypatch.setattr(datamodule.subprocess, "run", lambda *_, done=done, **__: done)
         refused(lambda: module._ensure_stored(TWO), failed + said, RuntimeError)
 
 
@@ -679,7 +679,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     trainer = quiet_trainer(DGCLStrategy(timeout=20), world_size, self_check=checked, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "unreadable" and rank == 1:
-            patch.setattr(stored_graph, "read_cut", cannot_read)
+            patch.setattr(datamodule, "read_cut", cannot_read)
         trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(source, store=root))
 
 

@@ -30,9 +30,7 @@ from torch_geometric.data import HeteroData
 
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data import store
-from lightning_gnn.data.store import StoreError, read_cut
-from lightning_gnn.data.store_check import read_array
-from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.data.store import StoreError, read_array, read_cut
 from lightning_gnn.extensions.plans.topology import topology_from_dict
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -86,7 +84,7 @@ def same(folder: Path, was: Any) -> bool:
 
 def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
     """500 files that end early, or hold zeros from some byte on, which is what a disk has that was not told to keep them."""
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     module = GraphDataModule("test_bad_input.small", store=tmp_path)
     folder = tmp_path / module._ensure_stored(TWO)
     was = read_cut(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
@@ -413,10 +411,10 @@ def build_slowly(root: Path, dies: bool) -> None:
         while dies and not (root / "waits").exists():
             time.sleep(0.01)
 
-    from lightning_gnn.datamodules import stored_graph
+    from lightning_gnn.datamodules import graph as datamodule
 
-    stored_graph.check_space = noted  # type: ignore[assignment]
-    stored_graph.rank_zero_info = told.append  # type: ignore[assignment]
+    datamodule.check_space = noted  # type: ignore[assignment]
+    datamodule.rank_zero_info = told.append  # type: ignore[assignment]
     folder = built(root)
     (root / f"done.{os.getpid()}").write_text(json.dumps([folder.name, told]))
 

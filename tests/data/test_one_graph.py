@@ -27,11 +27,10 @@ from lightning_gnn import (
     SamplingStrategy,
     local_rows,
 )
-from lightning_gnn.data.joined import Predicted
 from lightning_gnn.data.loading import graph_digests, seeded
+from lightning_gnn.data.shards import Predicted
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
-from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -188,7 +187,7 @@ def split_in_store(data: GraphDataModule) -> dict[str, set[int]]:
 
 
 def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     torch.manual_seed(1)
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
     assert prepared(tmp_path, "test_one_graph.draw", seed=4)[1] == split_of(5)
@@ -196,7 +195,7 @@ def test_a_later_run_finds_what_was_drawn_with_its_seed(tmp_path, monkeypatch):
     assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(2)
     prepared(tmp_path, "test_one_graph.nothing_drawn")
     with monkeypatch.context() as patched:
-        patched.setattr(StoredGraph, "_build_in_subprocess", _refuse)
+        patched.setattr(GraphDataModule, "_build_in_subprocess", _refuse)
         torch.manual_seed(1)
         assert prepared(tmp_path, "test_one_graph.draw")[1] == split_of(1)
         torch.manual_seed(3)

@@ -18,8 +18,8 @@ from lightning_gnn.data import store
 from lightning_gnn.data.loading import graph_digests, load_source
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut, read_manifest, write_store
-from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.datamodules.stored_graph import StoredGraph
+from lightning_gnn.datamodules import graph as datamodule
+from lightning_gnn.partition import edge_cut
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -236,7 +236,7 @@ def refuse(*args: Any, **options: Any) -> Any:
 
 def test_second_build_does_not_partition(tmp_path, monkeypatch):
     first = GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2))
-    monkeypatch.setattr(stored_graph, "assign_nodes", refuse)
+    monkeypatch.setattr(edge_cut, "assign_nodes", refuse)
     assert GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2)) == first
     for other in (
         {"source": small(x=small().x + 1)},
@@ -274,16 +274,16 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
 
     layout = LayoutSpec("edge_cut", 2)
     with monkeypatch.context() as patched:
-        patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
         first = module()._ensure_stored(layout)
     assert float(read_cut(tmp_path / "store" / first).shard(0).batch.x.min()) >= 2.0
     with monkeypatch.context() as patched:
-        patched.setattr(StoredGraph, "_build_in_subprocess", refuse)
+        patched.setattr(GraphDataModule, "_build_in_subprocess", refuse)
         assert module()._ensure_stored(layout) == first
         file.write_text("abc")  # what the arguments name has changed
         with pytest.raises(AssertionError, match="partitioned again"):
             module()._ensure_stored(layout)
-        patched.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+        patched.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
         assert module()._ensure_stored(layout) != first
 
 
@@ -295,7 +295,7 @@ def test_a_path_that_cannot_be_imported_says_so(tmp_path):
 def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stored_graph, "rank_zero_info", told.append)
+        patched.setattr(datamodule, "rank_zero_info", told.append)
         graph = planted_partition(3000)
         (folder / f"ready{rank}").touch()
         while len(list(folder.glob("ready*"))) < world_size:

@@ -25,8 +25,7 @@ from lightning_gnn import DistributedEmbedding, GraphDataModule, LinkPredictor, 
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import whole_graph
 from lightning_gnn.data.sources import MASKS
-from lightning_gnn.data.store import read_cut, read_manifest
-from lightning_gnn.data.store_check import check_arrays
+from lightning_gnn.data.store import check_arrays, read_cut, read_manifest
 from lightning_gnn.datamodules.graph import check_links
 from lightning_gnn.extensions.node_types.graph import prepare_hetero
 from lightning_gnn.strategies.sampling import NeighborSampler

@@ -22,6 +22,7 @@ from lightning_gnn.partition import adjacency, budget, edge_cut, kaminpar
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import COSTS, Levels, Prediction, choose, predict, predictions
 from lightning_gnn.partition.edge_cut import assign_nodes
+from lightning_gnn.partition.layout import KAMINPAR
 from lightning_gnn.registry import partitioners
 from lightning_gnn.strategies.sampling import variants
 from lightning_gnn.strategies.vertex_cut import cutters, loops
@@ -106,7 +107,7 @@ def test_predictions_on_real_graphs(name, megabytes):
 @pytest.mark.parametrize("method", ["kaminpar", "kaminpar_compressed", "streaming"])
 def test_predicted_memory_is_what_is_taken(method, tmp_path):
     """In a process of its own: others have freed memory that would be used."""
-    if method in kaminpar.METHODS and not kaminpar.is_installed():
+    if method in KAMINPAR and not kaminpar.is_installed():
         pytest.skip("needs kaminpar")
     graph = planted_partition(40_000, 40, num_features=1, num_classes=16)
     np.save(tmp_path / "edges.npy", graph.edge_index.numpy())
@@ -148,7 +149,7 @@ def test_auto_is_what_it_takes(monkeypatch):
         free(monkeypatch, amount)
         taken = assign_nodes(EDGES, NODES, 2, "auto")
         assert taken.method == method
-        if method not in kaminpar.METHODS:  # which does not always repeat its parts
+        if method not in KAMINPAR:  # which does not always repeat its parts
             assert np.array_equal(taken.part, assign_nodes(EDGES, NODES, 2, method).part)
     free(monkeypatch, None)
     assert assign_nodes(EDGES, NODES, 2, "auto").method == "metis"

@@ -11,12 +11,12 @@ from conftest import SHARED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.partition import kaminpar, metis
+from lightning_gnn.partition import kaminpar, layout, metis
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.edge_cut import METHODS, assign_nodes, metis_candidates
-from lightning_gnn.partition.locality import local_relabelling, recent_reads
+from lightning_gnn.partition.edge_cut import assign_nodes, metis_candidates
+from lightning_gnn.partition.layout import METHODS
 from lightning_gnn.partition.metrics import edge_cut_report
-from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
+from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan, local_relabelling, recent_reads
 
 
 @st.composite
@@ -26,11 +26,11 @@ def graphs(draw: Any) -> tuple[np.ndarray, int, int, np.random.Generator]:
     return rng.integers(0, nodes, (2, draw(st.integers(0, 120)))), nodes, parts, rng
 
 
-KAMINPAR = kaminpar.METHODS if kaminpar.is_installed() else ()
+CUTS_OF_KAMINPAR = layout.KAMINPAR if kaminpar.is_installed() else ()
 
 
 @examples(100)
-@given(graphs(), st.sampled_from(["metis", "streaming", "auto", "random", *KAMINPAR]))
+@given(graphs(), st.sampled_from(["metis", "streaming", "auto", "random", *CUTS_OF_KAMINPAR]))
 def test_every_part_gets_its_share_of_each_mask(graph, method):
     edge_index, nodes, parts, rng = graph
     split = rng.integers(0, 3, nodes)
@@ -38,7 +38,7 @@ def test_every_part_gets_its_share_of_each_mask(graph, method):
     found = assign_nodes(edge_index, nodes, parts, method, masks=masks)
     assert found.part.shape == (nodes,) and found.part.dtype == np.int32
     assert found.part.min() >= 0 and found.part.max() < parts
-    if method not in KAMINPAR:  # which does not always repeat its parts
+    if method not in CUTS_OF_KAMINPAR:  # which does not always repeat its parts
         assert np.array_equal(found.part, assign_nodes(edge_index, nodes, parts, method, masks=masks).part)
     for mask in masks.values():
         if mask.sum() >= parts:
@@ -179,7 +179,7 @@ def ring(nodes: int) -> np.ndarray:
     return np.stack([ids, (ids + 1) % nodes])
 
 
-@pytest.mark.parametrize("method", ["metis", "streaming", *KAMINPAR])
+@pytest.mark.parametrize("method", ["metis", "streaming", *CUTS_OF_KAMINPAR])
 def test_the_cut_of_a_ring(method):
     assert assign_nodes(ring(100), 100, 2, method).report.cut_edges == 2
 
@@ -201,7 +201,7 @@ def test_adjacency_has_each_neighbour_once(graph):
     assert [chosen[row].tolist() for row in rows] == [sorted(near[node] & {*chosen.tolist()}) for node in chosen]
 
 
-@pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
+@pytest.mark.skipif(not CUTS_OF_KAMINPAR, reason="needs kaminpar")
 def test_kaminpar_balances_what_it_is_given():
     rng = np.random.default_rng(0)
     skewed = np.stack([rng.integers(0, 2000, 20_000), (2000 * rng.random(20_000) ** 3).astype(np.int64)])
@@ -214,7 +214,7 @@ def test_kaminpar_balances_what_it_is_given():
             assert load.max() <= 1.03 * load.mean() + weights.max()
 
 
-@pytest.mark.skipif(not KAMINPAR, reason="needs kaminpar")
+@pytest.mark.skipif(not CUTS_OF_KAMINPAR, reason="needs kaminpar")
 def test_kaminpar_says_where_its_file_finds_no_room(monkeypatch):
     def full(*_: Any) -> None:
         raise OSError("No space left on device")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.shards import split_graph
+from lightning_gnn.data.sources import GraphData
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows import gather_global

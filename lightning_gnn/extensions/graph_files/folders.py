@@ -6,14 +6,21 @@ Folders that are known, by what is in them:
 - ``metadata.json``: DGL's chunked graph (DistDGL's input);
 - ``metadata.yaml``: the on-disk dataset of DGL's GraphBolt;
 - ``raw/data.npz``: OGB's node property datasets as they are downloaded, papers100M among them.
+
+Arrays are mapped where a file holds the numbers as they are, and else written once as a ``.npy`` file that is. What is mapped
+is read from the disk when it is looked at and can be dropped from memory again.
 """
 
 from __future__ import annotations
 
 import errno
 import glob
+import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +29,211 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnn.arguments import shown
-from lightning_gnn.data.attributes import SPLITS, tell_kinds
-from lightning_gnn.extensions.graph_files.array_files import Table, mapped, member, write_edges, write_rows
+from lightning_gnn.data.sources import SPLITS, tell_kinds
+from lightning_gnn.data.store import appearing
+
+ROWS = 1 << 20
+"""Rows of a table, or of an array that is copied, that are in memory at once."""
+
+NEEDS_PYARROW = "{} is read with pyarrow, which is not installed: pip install lightning-gnn[files]."
+
+
+def mapped(file: Path) -> np.ndarray:
+    """Returns a ``.npy`` file, or a tensor in a ``.pt`` file, memory-mapped (copy on write)."""
+    try:
+        if file.suffix == ".pt":
+            return torch.load(file, mmap=True, weights_only=True).numpy()
+        return np.load(file, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} cannot be read as a {file.suffix} file of numbers: {error}.") from error
+
+
+def mapped_member(file: Path, name: str) -> np.ndarray | None:
+    """Returns an array of a ``.npz`` file, memory-mapped; None where it is compressed, or there is none of that name."""
+    with zipfile.ZipFile(file) as archive:
+        try:
+            member = archive.getinfo(f"{name}.npy")
+        except KeyError:
+            return None
+    if member.compress_type != zipfile.ZIP_STORED:
+        return None
+    with file.open("rb") as opened:
+        opened.seek(member.header_offset + 26)  # the lengths of the name and of what follows it, of this header alone
+        lengths = opened.read(4)
+        skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        opened.seek(member.header_offset + 30 + skipped)
+        version = np.lib.format.read_magic(opened)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(opened)
+        begin = opened.tell()
+    return np.memmap(file, dtype, "c", begin, shape, "F" if fortran else "C")
+
+
+def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
+    """Returns an array of a ``.npz`` file, memory-mapped: unpacked to `scratch` where it is compressed; None without it."""
+    found = mapped_member(file, name)
+    if found is not None:
+        return found
+    with zipfile.ZipFile(file) as archive:
+        if f"{name}.npy" not in archive.namelist():
+            return None
+        target = scratch / f"{file.stem}.{name}.npy"
+        if not target.exists():
+            scratch.mkdir(parents=True, exist_ok=True)
+            with appearing(target) as new, archive.open(f"{name}.npy") as packed, new.open("wb") as out:
+                shutil.copyfileobj(packed, out, 1 << 24)
+    return mapped(target)
+
+
+class Table:
+    """Rows of numbers in files, one after the other: CSV, Parquet or ``.npy``; read a piece at a time.
+
+    Args:
+        files: by their names' ends: ``.npy`` (``[n]`` or ``[n, columns]``), ``.parquet``, and else CSV, also ``.gz``.
+        columns: of which columns of a table with names; by default all.
+        delimiter: of CSV files.
+        header: whether their first line names the columns.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], columns: Sequence[str] | None = None, delimiter: str = ",", header: bool | None = None
+    ) -> None:
+        self._files, self._columns, self._delimiter, self._header = files, columns, delimiter, header
+
+    def pieces(self) -> Iterator[tuple[Path, int, np.ndarray]]:
+        """Yields pieces ``[n, columns]`` or ``[n]``, and of which file, from which of its rows on."""
+        for file in self._files:
+            row = 0
+            for piece in self._of(file):
+                yield file, row, piece
+                row += len(piece)
+
+    def _of(self, file: Path) -> Iterator[np.ndarray]:
+        if file.suffix == ".npy":
+            array = mapped(file)
+            for begin in range(0, len(array), ROWS):
+                yield array[begin : begin + ROWS]
+            return
+        try:
+            for batch in self._batches(file):
+                yield self._numbers(file, batch)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}.") from error
+
+    def _batches(self, file: Path) -> Iterator[Any]:
+        try:
+            import pyarrow
+            import pyarrow.csv
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(NEEDS_PYARROW.format(file)) from error
+        try:
+            if file.suffix in (".parquet", ".pq"):
+                yield from pyarrow.parquet.ParquetFile(file).iter_batches(ROWS, columns=self._columns)
+                return
+            named = _names_columns(file) if self._header is None else self._header
+            read = pyarrow.csv.ReadOptions(block_size=1 << 24, autogenerate_column_names=not named)
+            parse = pyarrow.csv.ParseOptions(delimiter=self._delimiter)
+            convert = pyarrow.csv.ConvertOptions(include_columns=self._columns)
+            yield from pyarrow.csv.open_csv(str(file), read, parse, convert)
+        except (pyarrow.ArrowInvalid, KeyError) as error:
+            raise ValueError(f"{file} cannot be read as a table of numbers: {error}.") from error
+
+    def _numbers(self, file: Path, batch: Any) -> np.ndarray:
+        arrays = []
+        for name, column in zip(batch.schema.names, batch.columns):
+            if column.null_count:
+                raise ValueError(f"{file} has no value in {column.null_count} rows of column {name!r}. Fill them in.")
+            width = getattr(column.type, "list_size", None)
+            values = (column.flatten() if width else column).to_numpy(zero_copy_only=False)
+            if values.dtype.kind not in "biuf":
+                raise ValueError(f"{file}: column {name!r} holds {column.type}, and numbers are needed.")
+            arrays.append(values.reshape(-1, width) if width else values)
+        return arrays[0] if len(arrays) == 1 else np.column_stack(arrays)
+
+
+def _names_columns(file: Path) -> bool:
+    """Returns whether the first line of a CSV file names its columns: numbers do not."""
+    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as opened:
+        return any(character.isalpha() for character in opened.readline())
+
+
+def write_rows(file: Path, table: Table) -> np.ndarray:
+    """Returns the rows of a table, ``[n]`` or ``[n, columns]``, written to a ``.npy`` file once and memory-mapped."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(file) as new, new.open("wb") as out:
+            out.write(bytes(_HEADER))
+            rows, first = 0, None
+            for source, row, piece in table.pieces():
+                if first is None:
+                    first = piece[:0]
+                if piece.shape[1:] != first.shape[1:] or piece.dtype.kind != first.dtype.kind:
+                    raise ValueError(
+                        f"{source}, row {row}: {piece.dtype} {list(piece.shape[1:])} per row, where the files before have "
+                        f"{first.dtype} {list(first.shape[1:])}."
+                    )
+                piece.astype(first.dtype).tofile(out)
+                rows += len(piece)
+            shape = (rows, *(() if first is None else first.shape[1:]))
+            _end(out, shape, np.dtype(np.float32) if first is None else first.dtype)
+    return mapped(file)
+
+
+def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
+    """Returns the pairs of ids in a table's first two columns, ``[2, E]``, written to a ``.npy`` file once and mapped.
+
+    They are int32 where that holds `num_nodes`, if these are known.
+
+    Raises:
+        ValueError: an id that is no node's, with its file and row.
+    """
+    dtype = np.dtype(np.int64 if num_nodes is None or num_nodes > 2**31 else np.int32)
+    if not file.exists():
+        targets = file.with_name(f".{file.name}.targets")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(file) as new, new.open("wb") as out, targets.open("wb") as later:
+            out.write(bytes(_HEADER))
+            rows = 0
+            for source, row, piece in table.pieces():
+                if piece.ndim != 2 or piece.shape[1] < 2 or piece.dtype.kind not in "iu":
+                    raise ValueError(
+                        f"{source} must hold two columns of whole numbers, source and target (got {piece.dtype} "
+                        f"{list(piece.shape)} from row {row} on)."
+                    )
+                check_ids(source, row, piece[:, :2], num_nodes)
+                piece[:, 0].astype(dtype).tofile(out)
+                piece[:, 1].astype(dtype).tofile(later)
+                rows += len(piece)
+            later.flush()
+            with targets.open("rb") as opened:
+                shutil.copyfileobj(opened, out, 1 << 24)
+            _end(out, (2, rows), dtype)
+        targets.unlink()
+    return mapped(file)
+
+
+def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> None:
+    """Raises a ValueError that names the file and the row for ids ``[n, ...]`` that are no node's."""
+    if not len(ids) or (ids.min() >= 0 and (num_nodes is None or ids.max() < num_nodes)):
+        return
+    wrong = ids < 0 if num_nodes is None else (ids < 0) | (ids >= num_nodes)
+    first = int(np.flatnonzero(wrong.reshape(len(ids), -1).any(1))[0])
+    there = "" if num_nodes is None else f"; there are {num_nodes} nodes, 0 to {num_nodes - 1}"
+    raise ValueError(f"{file}, row {row + first}: {ids[first].tolist()} is no pair of ids of nodes{there}.")
+
+
+def _end(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Writes the header of a ``.npy`` file in the room that was left for it."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
+    head = np.lib.format.magic(1, 0) + (_HEADER - 10).to_bytes(2, "little")
+    out.seek(0)
+    out.write(head + text.ljust(_HEADER - len(head) - 1) + b"\n")
+
+
+_HEADER = 256
+"""Bytes of the header of a file whose rows are not counted yet."""
 
 Split = Mapping[str, Any]
 
@@ -80,13 +290,32 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return found
 
 
-def _edges(file: Path, array: np.ndarray) -> np.ndarray | None:
-    """Returns an array of edges as it is where it is ``[2, E]``, rows in one piece; None where it must be written anew."""
-    if array.ndim == 2 and array.shape[0] == 2 and array.shape[1] != 2:
-        return array if array.flags.c_contiguous and array.dtype in (np.int32, np.int64) else None
-    if array.ndim != 2 or 2 not in array.shape:
-        raise ValueError(f"{file} must hold edges, [2, E] (got {list(array.shape)}).")
-    return array if array.shape[0] == 2 and array.flags.c_contiguous else None
+class _Transposed(Table):
+    """Edges in a ``.npy`` file ``[2, E]``, as rows."""
+
+    def pieces(self) -> Iterator[tuple[Path, int, np.ndarray]]:
+        array = mapped(self._files[0])
+        for begin in range(0, array.shape[1], ROWS):
+            yield self._files[0], begin, array[:, begin : begin + ROWS].T
+
+
+def _edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **options: Any) -> torch.Tensor:
+    """Returns edges ``[2, E]``: mapped where one ``.npy`` file has them so, rows in one piece, and else written anew."""
+    table = Table(files, **options)
+    if len(files) == 1 and files[0].suffix == ".npy":
+        array = mapped(files[0])
+        if array.ndim != 2 or 2 not in array.shape:
+            raise ValueError(f"{files[0]} must hold edges, [2, E] (got {list(array.shape)}).")
+        if array.shape[0] == 2 and array.flags.c_contiguous and array.dtype in (np.int32, np.int64):
+            return torch.from_numpy(array)
+        table = _Transposed(files) if array.shape[0] == 2 else table
+    return torch.from_numpy(write_edges(scratch / "edge_index.npy", table, num_nodes))
+
+
+def _rows(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> torch.Tensor:
+    """Returns rows of an attribute: mapped where they are in one ``.npy`` file, and else written anew."""
+    of_one = len(files) == 1 and files[0].suffix == ".npy"
+    return torch.from_numpy(mapped(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
 
 
 # The project's own ############################################################
@@ -104,24 +333,20 @@ def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     num_nodes = described.pop("num_nodes", None)
     values = Data()
     for name, of in described.items():
-        if name == "edge_index":
-            continue
-        table, file = _own_table(folder, name, of)
-        rows = write_rows(scratch / f"{name}.npy", table) if file is None else mapped(file)
-        values[name] = torch.from_numpy(rows)
+        if name != "edge_index":
+            files, options = _own_files(folder, name, of)
+            values[name] = _rows(files, scratch, name, **options)
     if num_nodes is None and "x" in values:
         num_nodes = values.x.size(0)
-    table, file = _own_table(folder, "edge_index", described["edge_index"])
-    found = _edges(file, mapped(file)) if file is not None else None
-    edges = write_edges(scratch / "edge_index.npy", table, num_nodes) if found is None else found
-    values.edge_index = torch.from_numpy(edges)
+    files, options = _own_files(folder, "edge_index", described["edge_index"])
+    values.edge_index = _edges(files, scratch, num_nodes, **options)
     if num_nodes is not None:
         values.num_nodes = num_nodes
     return values, None
 
 
-def _own_table(folder: Path, name: str, of: Any) -> tuple[Table, Path | None]:
-    """Returns the files of an attribute as a table; and the file, if it is one ``.npy`` file that can be mapped."""
+def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, Any]]:
+    """Returns the files of an attribute, and how they are read as a table."""
     options = {"files": of} if isinstance(of, str) else of
     allowed = {"files", "columns", "delimiter", "header"}
     if not isinstance(options, dict) or not options.keys() <= allowed or not isinstance(options.get("files"), str):
@@ -129,9 +354,7 @@ def _own_table(folder: Path, name: str, of: Any) -> tuple[Table, Path | None]:
             f"{folder / 'graph.json'}: {name} must be the name of a file, or an object of {', '.join(sorted(allowed))} (got "
             f"{shown(of)})."
         )
-    files = _files(folder, options["files"])
-    rest = {key: value for key, value in options.items() if key != "files"}
-    return Table(files, **rest), files[0] if len(files) == 1 and files[0].suffix == ".npy" else None
+    return _files(folder, options["files"]), {key: value for key, value in options.items() if key != "files"}
 
 
 # Others' ######################################################################
@@ -143,12 +366,6 @@ def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
             f"{file} has {len(names)} types of {what}, {', '.join(map(str, names[:5]))}. A graph in files has one; load "
             "those with types as a HeteroData, GraphDataModule(function)."
         )
-
-
-def _joined(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> np.ndarray:
-    if len(files) == 1 and files[0].suffix == ".npy":
-        return mapped(files[0])
-    return write_rows(scratch / f"{name}.npy", Table(files, **options))
 
 
 def _named(name: str) -> str:
@@ -174,7 +391,7 @@ def _chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
         for name, of in given.items():
             called = _named(name) if not prefix else f"{prefix}{name.removeprefix('edge_')}"
             paths = [folder / each for each in of["data"]]
-            values[called] = torch.from_numpy(_joined(paths, scratch, called, **_of_format(of["format"])))
+            values[called] = _rows(paths, scratch, called, **_of_format(of["format"]))
             if not prefix:
                 tell_kinds(values, "node", [called])
     values.num_nodes = num_nodes
@@ -195,12 +412,7 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     for what, names in (("nodes", nodes), ("edges", edges)):
         _check_one(what, [each.get("type") for each in names], file)
     num_nodes, values = int(nodes[0]["num"]), Data()
-    path = folder / edges[0]["path"]
-    found = _edges(path, mapped(path)) if path.suffix == ".npy" else None
-    if found is None:
-        kind = _Transposed if path.suffix == ".npy" and mapped(path).shape[0] == 2 else Table
-        found = write_edges(scratch / "edge_index.npy", kind([path], header=False), num_nodes)
-    values.edge_index = torch.from_numpy(found)
+    values.edge_index = _edges([folder / edges[0]["path"]], scratch, num_nodes, header=False)
     for of in meta.get("feature_data") or ():
         name = _named(of["name"]) if of["domain"] == "node" else f"edge_{of['name'].removeprefix('edge_')}"
         values[name] = torch.from_numpy(mapped(folder / of["path"]))
@@ -222,15 +434,6 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
                     y[split[part]] = named["labels"].long().view(-1)
     values.num_nodes = num_nodes
     return values, split or None
-
-
-class _Transposed(Table):
-    """Edges in a ``.npy`` file ``[2, E]`` whose rows are not in one piece, or of another dtype."""
-
-    def pieces(self) -> Any:
-        array = mapped(self._files[0])
-        for begin in range(0, array.shape[1], 1 << 20):
-            yield self._files[0], begin, array[:, begin : begin + (1 << 20)].T
 
 
 def _ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_gnn.data.joined import Orders
-from lightning_gnn.data.store import Save, SavePieces, Written, write_header
-from lightning_gnn.data.store_check import read_array
+from lightning_gnn.data.shards import Orders
+from lightning_gnn.data.store import Save, SavePieces, Written, read_array, write_header
 from lightning_gnn.partition.adjacency import compiled, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
@@ -42,12 +41,7 @@ class InEdges:
 
     @classmethod
     def sorted_in(
-        cls,
-        folder: Path,
-        edge_index: ShortIds,
-        num_nodes: int,
-        memory: int,
-        told: Callable[[int], None] = lambda _: None,
+        cls, folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None] = lambda _: None
     ) -> InEdges:
         """Returns the in-edges of a list ``[2, E]``, which may be memory-mapped, in files of `folder`; found there if whole.
 

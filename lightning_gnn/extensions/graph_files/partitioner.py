@@ -1,8 +1,19 @@
-"""``partition="streaming"``: what it needs, predicted from the graph, and its cuts; N nodes, E directed edges, P parts.
+"""``partition="streaming"``: an edge cut in memory that grows with nodes, not with edges, and what it needs, predicted.
 
-METIS gets a graph of clusters. How many there are, and how many pairs of them are neighbours, is tried: nodes are gathered in
-clusters by reading the edges, in memory of nodes.
+The graph is read in blocks of rows, several times. Semi-external multilevel partitioning (Akhremtsev, Sanders and Schulz,
+arXiv:1404.4887): clusters by size-constrained label propagation over the stream; METIS on the graph of clusters, which is
+small; then passes in which single nodes move between parts where that cuts fewer edges and keeps to the bounds; all of it once
+more, with clusters inside these parts (the paper's V-cycles), where moves had much to mend. Buffered one-pass methods
+(HeiStream, arXiv:2102.09384; CUTTANA, arXiv:2312.08356) place a node for good by what has been read so far; these passes see
+the whole graph.
+
+How many clusters METIS gets, and how many pairs of them are neighbours, is tried before: nodes are gathered in clusters by
+reading the edges, in memory of nodes.
+
+N nodes, E directed edges, or entries of rows, P parts, C clusters, W weights that are balanced.
 """
+
+# mypy: disable-error-code="call-arg"
 
 from __future__ import annotations
 
@@ -10,19 +21,455 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
 
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.store import writing
-from lightning_gnn.extensions.graph_files import streaming
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, in_degrees, is_symmetric
-from lightning_gnn.extensions.graph_files.streaming import Block, Blocks, RowBlocks, cluster_graph, refine_parts
-from lightning_gnn.partition.adjacency import Adjacency, ask_for_clusters, ask_for_ends, compiled, edge_pieces
+from lightning_gnn.kernels.loops import prefetch
+from lightning_gnn.partition.adjacency import AHEAD, Adjacency, ask_for_clusters, ask_for_ends, compiled, edge_pieces, mix
 from lightning_gnn.partition.budget import BUILDING, Candidates, Levels, Prediction
-from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, SHARE_BOUND, cut_within, devices
-from lightning_gnn.partition.layout import Groups
+from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, SHARE_BOUND, cut_within
+from lightning_gnn.partition.layout import Groups, devices
+
+CLUSTERS_PER_PART = 128
+"""At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
+
+CLUSTER_PASSES, REFINE_PASSES = 5, 4
+"""Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
+
+PAIRS_PER_NODE, LEAST_PAIRS = 3 / 16, 3 << 15
+"""Pairs of neighbouring clusters that METIS gets, the heaviest: it takes 80 to 260 bytes for each."""
+
+ENTRIES = 1 << 20
+"""Of a block: what is read at once."""
+
+Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
+"""The first node of a range, where each one's neighbours begin, int64 ``[n + 1]`` from 0, and the neighbours."""
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """A graph that is read in ranges of nodes, from the first to the last, any number of times.
+
+    They are rows of one or two CSR arrays, in memory or memory-mapped, which are sliced and never copied whole.
+
+    Neighbours of a node are those in its rows of all, so in-edges and out-edges together make an undirected graph. Self-loops are
+    passed over; a neighbour that is named twice counts twice.
+
+    Attributes:
+        rows: pairs of ``indptr``, int ``[N + 1]``, and ``indices``, int ``[E]``, or what is sliced like these.
+        entries: of a block, beyond which only a single row goes.
+    """
+
+    rows: tuple[tuple[Any, Any], ...]
+    entries: int = ENTRIES
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.rows[0][0]) - 1
+
+    def __iter__(self) -> Iterator[Block]:
+        first = 0
+        while first < self.num_nodes:
+            # As many rows as fit; the offsets are read in ranges, too.
+            near = [np.asarray(indptr[first : first + self.entries // 4 + 2], np.int64) for indptr, _ in self.rows]
+            begin = [int(each[0]) for each in near]
+            total = sum(each - each[0] for each in near)
+            count = max(1, int(np.searchsorted(total, self.entries, "right")) - 1)
+            pieces = [
+                (each[: count + 1] - start, np.asarray(indices[start : int(each[count])]))
+                for each, start, (_, indices) in zip(near, begin, self.rows)
+            ]
+            yield (first, *(pieces[0] if len(pieces) == 1 else _side_by_side(pieces, total[: count + 1])))
+            first += count
+
+
+def _side_by_side(pieces: list[Any], indptr: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+    indices, before = np.empty(indptr[-1], np.int64), np.zeros(len(indptr) - 1, np.int64)
+    for offsets, values in pieces:
+        lengths = np.diff(offsets)
+        indices[np.arange(len(values)) + np.repeat(indptr[:-1] + before - offsets[:-1], lengths)] = values
+        before += lengths
+    return indptr, indices
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What moves have led to.
+
+    Attributes:
+        load: the parts' weights, int64 ``[P, W]``.
+        before, after: what entries between parts cost: 2 each, and 1 if their parts share one of several machines.
+    """
+
+    load: NDArray[np.int64]
+    before: int
+    after: int
+
+    def over(self, most: NDArray[np.int64]) -> bool:
+        """Returns whether a part has more than `most`, ``[W]``."""
+        return bool((self.load > most).any())
+
+
+def cluster_graph(
+    blocks: RowBlocks, weights: NDArray[np.int32], num_parts: int, seed: int = 0, part: NDArray[np.int32] | None = None
+) -> tuple[NDArray[np.int32], Adjacency]:
+    """Returns the cluster of each node, int32 ``[N]``, and the graph of clusters with the number of edges between them.
+
+    Args:
+        blocks: the graph.
+        weights: int32 ``[N, W]``; no cluster of several nodes has more of one than its share of a part.
+        num_parts: P.
+        seed: of ties.
+        part: int32 ``[N]``; clusters lie inside these parts.
+    """
+    num_nodes, inside = blocks.num_nodes, np.empty(0, np.int32) if part is None else part
+    most = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
+    cluster, load = np.arange(num_nodes, dtype=np.int32), weights.copy()
+    counts = np.zeros(num_nodes, np.int32)
+    for step in range(CLUSTER_PASSES):
+        moved = 0
+        for first, indptr, indices in blocks:
+            moved += _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed + step)
+        if moved <= num_nodes // 1000:
+            break
+    # Single nodes whose neighbours' clusters are full join others that wanted the same one, as KaMinPar's do (two hops).
+    waiting = np.full(num_nodes + 1, -1, np.int32)
+    for first, indptr, indices in blocks:
+        _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed)
+    num_clusters = _renumber(cluster, counts)
+    del load, waiting, counts
+    pairs = PairCounts(most_pairs(num_nodes))
+    for first, indptr, indices in blocks:
+        pairs.add(first, indptr, indices, cluster)
+    return cluster, pairs.graph(num_clusters)
+
+
+def most_pairs(num_nodes: int) -> int:
+    """Returns how many pairs of clusters METIS gets at most."""
+    return max(LEAST_PAIRS, int(PAIRS_PER_NODE * num_nodes))
+
+
+def refine_parts(
+    blocks: RowBlocks,
+    part: NDArray[np.int32],
+    weights: NDArray[np.int32],
+    most: NDArray[np.int64],
+    machine: NDArray[np.integer],
+    seed: int = 0,
+) -> Refined:
+    """Moves nodes to where most of their neighbours are, in place.
+
+    No part gets above `most`. What is above it when the passes begin is moved away, at first where that costs no edge and then at
+    any price, to parts that have room; what finds none stays.
+
+    Args:
+        part: int32 ``[N]``.
+        weights: int32 ``[N, W]``.
+        most: that a part may hold, ``[W]``.
+        machine: of each part, ``[P]``: a neighbour in another part of the same one counts for a half.
+    """
+    load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
+    shared, gained = len(np.unique(machine)) > 1, 0
+    before = sum(_cost(first, indptr, indices, part, machine, shared) for first, indptr, indices in blocks)
+    for step in range(REFINE_PASSES + 2):
+        force = step >= REFINE_PASSES
+        if force and (load <= most).all():
+            break
+        moved = 0
+        for first, indptr, indices in blocks:
+            here = _move(first, indptr, indices, part, load, weights, most, machine, shared, force, seed + step)
+            moved, gained = moved + here[0], gained + here[1]
+        if not force and moved <= blocks.num_nodes // 1000 and (load <= most).all():
+            break
+    return Refined(load, before, before - 2 * gained)
+
+
+class PairCounts:
+    """How many edges lie between clusters, of the heaviest pairs, in a table of fixed size.
+
+    When the table is full, the lightest go: what is counted later of these begins anew. So it has room for `ROOM` times as many
+    as are `kept` in the end.
+    """
+
+    ROOM = 4
+
+    def __init__(self, kept: int) -> None:
+        self.keys = np.full(self.slots(kept), -1, np.int64)
+        self.counts = np.zeros(len(self.keys), np.int32)
+        self.kept, self.capacity, self.used = kept, self.ROOM * kept, 0
+
+    @classmethod
+    def slots(cls, kept: int) -> int:
+        """Returns the size of the table, a power of two, of which at most three quarters are in use."""
+        return 1 << (cls.ROOM * kept * 4 // 3 - 1).bit_length()
+
+    def add(self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]) -> None:
+        row = 0
+        while row < len(indptr) - 1:
+            row, self.used = _count_pairs(first, row, indptr, indices, cluster, self.keys, self.counts, self.used, self.capacity)
+            if self.used > self.capacity:
+                self._drop()
+
+    def _drop(self) -> None:
+        there = np.flatnonzero(self.keys >= 0)
+        keys, counts = self.keys[there], self.counts[there]
+        least = np.partition(counts, len(counts) - self.kept)[len(counts) - self.kept]
+        kept = counts > least
+        _keep_ties(counts, least, self.kept - np.count_nonzero(kept), kept)
+        self.keys.fill(-1)
+        self.counts.fill(0)
+        _insert(keys[kept], counts[kept], self.keys, self.counts)
+        self.used = self.kept
+
+    def graph(self, num_clusters: int) -> Adjacency:
+        """Returns the graph of clusters; empties the table."""
+        if self.used > self.kept:
+            self._drop()
+        there = np.flatnonzero(self.keys >= 0)
+        one, other = np.divmod(self.keys[there], 1 << 32)
+        pairs = csr_matrix((self.counts[there], (one, other)), (num_clusters, num_clusters))
+        del self.keys, self.counts, there, one, other
+        both = pairs + pairs.T
+        return Adjacency(both.indptr.astype(np.int64), both.indices, both.data)
+
+
+@compiled
+def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
+    for each in range(len(most)):  # noqa: SIM110 - compiled
+        if np.int64(load[group, each]) + weights[node, each] > most[each]:
+            return False
+    return True
+
+
+@compiled
+def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
+    """Returns whether a node and a cluster, called after a node of its part, are in different parts, if any are given."""
+    return len(inside) > 0 and inside[cluster] != inside[node]
+
+
+@compiled
+def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
+    """Moves each node of a block to the cluster of most of its neighbours that has room, in the same part of `inside` if that is
+    not empty; returns how many moved."""
+    moved, last = 0, len(indices) - 1
+    for row in range(len(indptr) - 1):
+        node = first + row
+        begin, end = indptr[row], indptr[row + 1]
+        own = cluster[node]
+        for place in range(begin, end):
+            prefetch(cluster, indices[min(place + 2 * AHEAD, last)])
+            soon = cluster[indices[min(place + AHEAD, last)]]
+            prefetch(counts, soon)
+            prefetch(load, soon)
+            if indices[place] != node:
+                counts[cluster[indices[place]]] += 1
+        best, most_edges, salt = own, counts[own], node ^ (seed << 40)
+        counts[own] = 0
+        for place in range(begin, end):
+            there = cluster[indices[place]]
+            edges = counts[there]
+            if edges:
+                counts[there] = 0
+                if _apart(inside, there, node):
+                    continue
+                better = edges > most_edges
+                if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
+                    size, other = load[there, 0], load[best, 0] - (best == own)
+                    better = size > other or (size == other and best != own and mix(there ^ salt) < mix(best ^ salt))
+                elif edges == most_edges and best != own:
+                    better = mix(there ^ salt) < mix(best ^ salt)
+                if better and _fits(load, there, weights, node, most):
+                    best, most_edges = there, edges
+        if best != own:
+            cluster[node] = best
+            for each in range(len(most)):
+                load[own, each] -= weights[node, each]
+                load[best, each] += weights[node, each]
+            moved += 1
+    return moved
+
+
+@compiled
+def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
+    """Gives single nodes to a cluster of others whose favourite is the same; the last entry of `waiting` is of isolated nodes."""
+    for row in range(len(indptr) - 1):
+        node = first + row
+        own = cluster[node]
+        alone = own == node
+        for each in range(len(most)):
+            alone &= load[own, each] == weights[node, each]
+        if not alone:
+            continue
+        begin, end = indptr[row], indptr[row + 1]
+        favourite, most_edges, salt = len(cluster), 0, seed << 40
+        for place in range(begin, end):
+            if indices[place] != node:
+                counts[cluster[indices[place]]] += 1
+        for place in range(begin, end):
+            there = cluster[indices[place]]
+            edges = counts[there]
+            if edges:
+                counts[there] = 0
+                if _apart(inside, there, node):
+                    continue
+                if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
+                    favourite, most_edges = there, edges
+        open_one = waiting[favourite]
+        fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most)
+        if fits and not _apart(inside, open_one, node):  # isolated nodes have a favourite in common
+            cluster[node] = open_one
+            for each in range(len(most)):
+                load[own, each] -= weights[node, each]
+                load[open_one, each] += weights[node, each]
+        else:
+            waiting[favourite] = own
+
+
+@compiled
+def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
+    """Numbers clusters in the order of their first nodes, in place; returns how many there are."""
+    numbers[:] = -1
+    found, last = 0, len(cluster) - 1
+    for node in range(len(cluster)):
+        prefetch(numbers, cluster[min(node + AHEAD, last)])
+        if numbers[cluster[node]] < 0:
+            numbers[cluster[node]] = found
+            found += 1
+        cluster[node] = numbers[cluster[node]]
+    return found
+
+
+@compiled
+def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capacity):  # type: ignore[no-untyped-def]
+    """Counts edges between clusters from a row on, until the table is full; returns the next row, and the pairs in it."""
+    mask, last = np.uint64(len(keys) - 1), len(indices) - 1
+    while row < len(indptr) - 1 and used <= capacity:
+        one = np.int64(cluster[first + row])
+        for place in range(indptr[row], indptr[row + 1]):
+            prefetch(cluster, indices[min(place + AHEAD, last)])
+            other = np.int64(cluster[indices[place]])
+            if one != other:
+                slot = mix((min(one, other) << 32) | max(one, other)) & mask
+                prefetch(keys, slot)
+                prefetch(counts, slot)
+        for place in range(indptr[row], indptr[row + 1]):
+            other = np.int64(cluster[indices[place]])
+            if one != other:
+                key = (min(one, other) << 32) | max(one, other)
+                slot = mix(key) & mask
+                while keys[slot] != key and keys[slot] >= 0:
+                    slot = (slot + np.uint64(1)) & mask
+                if keys[slot] < 0:
+                    if used > capacity and 8 * used >= 7 * len(keys):
+                        continue  # a row of more pairs than there is room for
+                    keys[slot] = key
+                    used += 1
+                counts[slot] += 1
+        row += 1
+    return row, used
+
+
+@compiled
+def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
+    """Keeps `room` of those that count `least`, evenly over the table: where they gather, searches for a free slot do not end."""
+    ties, seen, taken = np.count_nonzero(counts == least), 0, 0
+    for place in range(len(counts)):
+        if counts[place] == least:
+            seen += 1
+            if seen * room // ties > taken:
+                kept[place], taken = True, taken + 1
+
+
+@compiled
+def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
+    mask = np.uint64(len(keys) - 1)
+    for place in range(len(new_keys)):
+        slot = mix(new_keys[place]) & mask
+        while keys[slot] >= 0:
+            slot = (slot + np.uint64(1)) & mask
+        keys[slot], counts[slot] = new_keys[place], new_counts[place]
+
+
+@compiled
+def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-untyped-def]
+    """Returns what a block's entries between parts cost (:class:`Refined`); `shared` if there are several machines."""
+    cost, last = 0, len(indices) - 1
+    for row in range(len(indptr) - 1):
+        own = part[first + row]
+        for place in range(indptr[row], indptr[row + 1]):
+            prefetch(part, indices[min(place + AHEAD, last)])
+            there = part[indices[place]]
+            if there != own:
+                cost += 1 if shared and machine[there] == machine[own] else 2
+    return cost
+
+
+@compiled
+def _move(  # type: ignore[no-untyped-def]
+    first, indptr, indices, part, load, weights, most, machine, shared, force, seed
+):
+    """Moves nodes of a block between parts; returns how many, and how much less their own entries cost (:func:`_cost`)."""
+    num_parts, num_weights, moved, gained, last = len(load), len(most), 0, 0, len(indices) - 1
+    edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
+    for row in range(len(indptr) - 1):
+        node = first + row
+        own = part[node]
+        begin, end = indptr[row], indptr[row + 1]
+        edges[:] = 0
+        inside = True
+        for place in range(begin, end):
+            prefetch(part, indices[min(place + AHEAD, last)])
+            if indices[place] != node:
+                there = part[indices[place]]
+                edges[there] += 1
+                inside &= there == own
+        worst, fullness = 0.0, 0.0
+        for each in range(num_weights):
+            share = load[own, each] / most[each]
+            fullness += share
+            if weights[node, each]:
+                worst = max(worst, share)
+        over = worst > 1
+        if inside and not (over and (force or begin == end)):
+            continue
+        if shared:
+            around[:] = 0
+            for there in range(num_parts):
+                around[machine[there]] += edges[there]
+        stays = 2 * edges[own] + (around[machine[own]] - edges[own] if shared else 0)
+        best, best_score, best_fullness = own, stays, fullness
+        if over and force:
+            best_score, best_fullness = np.int64(-1), np.inf
+        for there in range(num_parts):
+            if there == own:
+                continue
+            score = 2 * edges[there] + (around[machine[there]] - edges[there] if shared else 0)
+            if score < best_score:
+                continue
+            then, full = 0.0, 0.0
+            for each in range(num_weights):
+                share = (load[there, each] + weights[node, each]) / most[each]
+                full += share
+                if weights[node, each]:
+                    then = max(then, share)
+            if then > 1 and then >= worst:
+                continue
+            if score > best_score or full < best_fullness:
+                best, best_score, best_fullness = there, score, full
+        if best != own:
+            part[node] = best
+            for each in range(num_weights):
+                load[own, each] -= weights[node, each]
+                load[best, each] += weights[node, each]
+            moved, gained = moved + 1, gained + best_score - stays
+    return moved, gained
+
 
 NODE_S, ENTRY_S, PAIR_S = 3.7e-6, 0.49e-6, 3.6e-6
 """CPU seconds per node, entry and pair of clusters, of one balance setting in two cycles, as most graphs take."""
@@ -41,7 +488,7 @@ def count_clusters(edge_index: NDArray[np.integer], num_nodes: int, num_parts: i
     Pairs are estimated as entries of :class:`~lightning_gnn.partition.budget.Levels` are. Takes 32 bytes a node, and reads the
     edges four times.
     """
-    shares = num_parts * streaming.CLUSTERS_PER_PART
+    shares = num_parts * CLUSTERS_PER_PART
     most_nodes, most_ends = max(1, num_nodes // shares), max(1, 2 * edge_index.shape[1] // shares)
     ends, size = np.zeros(num_nodes, np.int64), np.ones(num_nodes, np.int32)
     of = np.arange(num_nodes, dtype=np.int32)
@@ -83,11 +530,11 @@ class Streaming:
         of pairs, or METIS, which keeps all the pairs it gets, two entries of 16 bytes, at each of its levels: it halves the
         clusters until 30 are left for each part."""
         num_nodes, num_entries, fewer = levels.nodes[0], levels.entries[0], pairs / FEWER_PAIRS
-        most = streaming.most_pairs(int(num_nodes))
+        most = most_pairs(int(num_nodes))
         kept = min(fewer, most)
-        table = 12 * streaming.PairCounts.slots(most) + 24 * min(fewer, streaming.PairCounts.ROOM * most)
+        table = 12 * PairCounts.slots(most) + 24 * min(fewer, PairCounts.ROOM * most)
         metis = kept * (16 + 32 * (0.94 * np.log2(max(2, clusters / (30 * num_parts)))))
-        needed = max(38 * num_nodes + 4 * streaming.ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
+        needed = max(38 * num_nodes + 4 * ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
         if self._work is None:
             needed = max(needed + 4 * num_entries + 8 * num_nodes, BUILDING * (num_edges + 2 * num_nodes))
         return Prediction("streaming", int(needed), NODE_S * num_nodes + ENTRY_S * num_entries + PAIR_S * kept)
@@ -98,7 +545,7 @@ class Streaming:
         weights[:, 1] = in_degrees(edge_index, num_nodes)
         return streaming_candidates(blocks, weights, groups, seed)
 
-    def _blocks(self, edge_index: NDArray[np.integer], num_nodes: int) -> Blocks:
+    def _blocks(self, edge_index: NDArray[np.integer], num_nodes: int) -> RowBlocks:
         """Returns neighbours in both directions."""
         if self._work is None:
             graph = Adjacency.of(edge_index, num_nodes)
@@ -125,8 +572,8 @@ class _Watched(RowBlocks):
                 told(len(block[2]))
 
 
-def streaming_candidates(blocks: Blocks, weights: NDArray[np.int32], groups: Groups, seed: int) -> Candidates:
-    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.streaming`, with edges balanced tightly and loosely.
+def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: Groups, seed: int) -> Candidates:
+    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.partitioner`, with edges balanced tightly and loosely.
 
     A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
     `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
@@ -183,7 +630,7 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
         node, other = source[edge], target[edge]
         if filled[of[node]] > filled[of[other]]:
             node, other = other, node
-        _join(node, of[other], of, size, ends, filled, most_nodes, most_ends)
+        _enter(node, of[other], of, size, ends, filled, most_nodes, most_ends)
 
 
 @compiled
@@ -196,13 +643,13 @@ def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends
             own, beside = of[node], of[other]
             if size[own] == 1 and own != beside and not waits[node]:
                 found = waiting[beside]
-                if found < 0 or not _join(node, found, of, size, ends, filled, most_nodes, most_ends):
+                if found < 0 or not _enter(node, found, of, size, ends, filled, most_nodes, most_ends):
                     waiting[beside], waits[node] = own, True
             node, other = other, node
 
 
 @compiled
-def _join(node, cluster, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
+def _enter(node, cluster, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
     own = of[node]
     if own == cluster or size[cluster] == 0 or size[cluster] >= most_nodes or filled[cluster] + ends[node] > most_ends:
         return False

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from numpy.lib.format import open_memmap
 from typing_extensions import override
 
 from lightning_gnn.console import progress_bar
-from lightning_gnn.data.joined import Graph
-from lightning_gnn.data.loading import Assign, GraphSource
+from lightning_gnn.data.loading import Assign, Assigned, GraphSource
+from lightning_gnn.data.shards import Graph
 from lightning_gnn.data.store import writing
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.folders import Split, read_folder
@@ -71,8 +72,9 @@ class FolderSource(GraphSource):
         """Returns where files are written anew that cannot be memory-mapped."""
         return store / f"{self.key()}.files"
 
+    @contextmanager
     @override
-    def write(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign, save: Callable[..., None]) -> float:
+    def cut(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign) -> Iterator[tuple[Assigned, Any]]:
         """As for graphs in memory; steps that an interrupted run has finished are not done again."""
         store, work = folder.parent, folder.parent / f"{folder.name}.work"
         edge_index, owners, ranks = data.edge_index.numpy(), work / "part.npy", work / "holders.npy"
@@ -97,7 +99,6 @@ class FolderSource(GraphSource):
         report = json.loads((work / "report.json").read_text())
         holders = np.load(ranks, mmap_mode="r") if layout.kind == "vertex_cut" else None
         with progress_bar("Writing parts", data.num_edges) as told:
-            save(np.load(owners), report, holders, write_edges=partial(write_parts, in_edges, told))
+            yield (np.load(owners), holders, report), partial(write_parts, in_edges, told)
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(self._converted(store), ignore_errors=True)
-        return float(report["seconds"])

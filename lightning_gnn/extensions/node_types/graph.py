@@ -13,8 +13,7 @@ from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.arguments import check_whole
-from lightning_gnn.data.attributes import rows_of_type, warn_of_left_out, with_masks_of_ids
-from lightning_gnn.data.joined import edge_stores, input_type_of, predicted_edges
+from lightning_gnn.data.shards import edge_stores, input_type_of, predicted_edges
 from lightning_gnn.data.sources import (
     EDGE_MASKS,
     MASKS,
@@ -24,7 +23,10 @@ from lightning_gnn.data.sources import (
     features,
     labels,
     masks_of,
+    rows_of_type,
     set_edge_masks,
+    warn_of_left_out,
+    with_masks_of_ids,
 )
 
 

@@ -15,12 +15,10 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
-from lightning_gnn.data.joined import edge_stores, input_type_of, predicted_edges
 from lightning_gnn.data.lazy_ids import lazy_ids
-from lightning_gnn.data.shards import Cut, Held, Shard, only_shard
-from lightning_gnn.partition.layout import Replicas
+from lightning_gnn.data.shards import Cut, Held, Shard, edge_stores, input_type_of, only_shard, predicted_edges
+from lightning_gnn.partition.layout import Replicas, Types
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.partition.types import Types
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.plans.detect import detect, hosts_of
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology, machines
-from lightning_gnn.partition.edge_cut import several_alike
-from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine
+from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine, several_alike
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategy.edge_cut import EdgeCutScheme
 

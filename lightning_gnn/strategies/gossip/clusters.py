@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.data.ahead import BatchThread, Copies, Sent
-from lightning_gnn.data.attributes import GraphData, of_full_graph
 from lightning_gnn.data.shards import Cut
+from lightning_gnn.data.sources import GraphData, of_full_graph
 from lightning_gnn.partition.shard import Ids, owners_of
 from lightning_gnn.strategies.gossip.worker import Worker
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_gnn.data.ahead import BatchThread, Copies, Sent
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS
-from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.hops import Hop, sample_hops

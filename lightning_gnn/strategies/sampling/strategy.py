@@ -40,8 +40,7 @@ from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.layout import LayoutSpec, by_machine
-from lightning_gnn.partition.types import ONE_TYPE, Types
+from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
 from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (

@@ -22,8 +22,8 @@ from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.budget import check_metis
+from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.partition.metis import part_graph
-from lightning_gnn.partition.types import ONE_TYPE
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
 from lightning_gnn.strategies.sampling.loader import BatchMaker, in_trees

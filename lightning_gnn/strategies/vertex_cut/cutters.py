@@ -38,8 +38,8 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.in_edges import counts_of, in_degrees
 from lightning_gnn.partition.adjacency import edge_pieces
 from lightning_gnn.partition.budget import Cost, Prediction, choose
-from lightning_gnn.partition.edge_cut import devices, spread_masks
-from lightning_gnn.partition.layout import Groups
+from lightning_gnn.partition.edge_cut import spread_masks
+from lightning_gnn.partition.layout import Groups, devices
 from lightning_gnn.partition.shard import Ids, ShortIds
 from lightning_gnn.strategies.vertex_cut import loops
 from lightning_gnn.strategies.vertex_cut.report import Ends, VertexCutReport, vertex_cut_report

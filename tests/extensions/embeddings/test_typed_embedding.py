@@ -15,7 +15,7 @@ from torch_geometric.data import HeteroData
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, SamplingStrategy
 from lightning_gnn.datamodules.graph import check_fits
-from lightning_gnn.partition.types import Types
+from lightning_gnn.partition.layout import Types
 
 WITHOUT = ("author", "topic")
 

@@ -22,12 +22,11 @@ from torch_geometric.nn import GraphSAGE
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, VertexCutStrategy, planted_partition
-from lightning_gnn.data.attributes import kinds_of
 from lightning_gnn.data.loading import graph_digests, load_source
-from lightning_gnn.data.sources import MASKS, prepare_graph
+from lightning_gnn.data.sources import MASKS, kinds_of, prepare_graph
 from lightning_gnn.data.store import StoreError, read_cut
-from lightning_gnn.datamodules import stored_graph
-from lightning_gnn.extensions.graph_files import array_files, in_edges
+from lightning_gnn.datamodules import graph as datamodule
+from lightning_gnn.extensions.graph_files import folders, in_edges
 from lightning_gnn.extensions.graph_files.folders import read_folder
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, PartEdges
 from lightning_gnn.partition import adjacency, edge_cut
@@ -162,6 +161,21 @@ def test_every_form_is_cut_as_the_graph_in_memory(form, tmp_path):
     assert size <= 12 * EDGES.shape[1] + 4 * 128
 
 
+@pytest.mark.parametrize(
+    "stored", [EDGES, np.asfortranarray(EDGES), EDGES.astype(np.int16), EDGES.T.copy(), EDGES.T], ids="CFsTt"
+)
+@pytest.mark.parametrize("form", ["own", "graphbolt"])
+def test_edges_are_the_same_however_an_array_has_them(form, stored, tmp_path):
+    folder = FORMS[form](tmp_path / "graph")
+    np.save(folder / "edge_index.npy", stored)
+    if form == "graphbolt":
+        meta = json.loads((folder / "metadata.yaml").read_text())
+        meta["graph"]["edges"] = [{"format": "numpy", "path": "edge_index.npy"}]
+        (folder / "metadata.yaml").write_text(json.dumps(meta))
+    found, _ = read_folder(folder, tmp_path / "scratch")
+    assert torch.equal(found.edge_index.long(), GRAPH.edge_index)
+
+
 def test_the_same_parts_and_batches_as_in_memory(tmp_path):
     in_files = GraphDataModule(str(own(tmp_path / "graph")), store=tmp_path / "a", partition="contiguous")
     in_memory = GraphDataModule(GRAPH, store=tmp_path / "b", partition="contiguous")
@@ -227,9 +241,9 @@ def test_memory_does_not_grow_with_edges(tmp_path, monkeypatch):
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     folder, calls = own(tmp_path / "graph"), []
-    sort, assign, write = in_edges._sort, stored_graph.assign_nodes, stored_graph.write_store
+    sort, assign, write = in_edges._sort, edge_cut.assign_nodes, datamodule.write_store
     monkeypatch.setattr(in_edges, "_sort", lambda *args: (calls.append("sort"), sort(*args)))
-    monkeypatch.setattr(stored_graph, "assign_nodes", lambda *a, **b: (calls.append("assign"), assign(*a, **b))[1])
+    monkeypatch.setattr(edge_cut, "assign_nodes", lambda *a, **b: (calls.append("assign"), assign(*a, **b))[1])
 
     def interrupted(*args: Any, **options: Any) -> None:
         calls.append("write")
@@ -237,7 +251,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(*args, **options)
 
-    monkeypatch.setattr(stored_graph, "write_store", interrupted)
+    monkeypatch.setattr(datamodule, "write_store", interrupted)
     data = GraphDataModule(str(folder), store=tmp_path / "store", partition="random")
     with pytest.raises(KeyboardInterrupt):
         data.build(THREE)
@@ -315,7 +329,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, name in ((array_files, "_end"), (in_edges, "write_header")):
+    for module, name in ((folders, "_end"), (in_edges, "write_header")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(StoreError, match="The disk of the store .*s is full"):
@@ -448,11 +462,11 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
 def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     folder = str(own(tmp_path / "graph"))
     monkeypatch.setattr(
-        "lightning_gnn.extensions.graph_files.streaming.ENTRIES", 1000
+        "lightning_gnn.extensions.graph_files.partitioner.ENTRIES", 1000
     )  # blocks are more than all of METIS's
     for free, method in ((10**9, "metis"), (40_000, "streaming")):
         monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
-        monkeypatch.setattr("lightning_gnn.extensions.graph_files.streaming.LEAST_PAIRS", 100)
+        monkeypatch.setattr("lightning_gnn.extensions.graph_files.partitioner.LEAST_PAIRS", 100)
         data = GraphDataModule(folder, store=tmp_path / method)
         assert read_cut(tmp_path / method / data.build(THREE)).report["method"] == method
     monkeypatch.setattr(edge_cut, "available_bytes", lambda: 1000)
@@ -543,7 +557,7 @@ def test_a_pair_of_stores_with_types_and_without_edges():
 def test_arrays_that_do_not_fit_are_read_by_rows(tmp_path, monkeypatch):
     """Without reading ahead, which is megabytes for each row; what fits is read ahead."""
     advised = []
-    monkeypatch.setattr("lightning_gnn.data.store_check.mmap.MADV_RANDOM", 1, raising=False)
+    monkeypatch.setattr("lightning_gnn.data.store.mmap.MADV_RANDOM", 1, raising=False)
     memmap = np.memmap
 
     def watched(*args: Any) -> Any:
@@ -552,7 +566,7 @@ def test_arrays_that_do_not_fit_are_read_by_rows(tmp_path, monkeypatch):
         return array
 
     entry = tmp_path / "s" / GraphDataModule(str(own(tmp_path / "g")), store=tmp_path / "s").build(THREE)
-    monkeypatch.setattr("lightning_gnn.data.store_check.np.memmap", watched)
+    monkeypatch.setattr("lightning_gnn.data.store.np.memmap", watched)
     for by_rows, free in ((True, 10**9), (False, 1000)):
         monkeypatch.setattr("lightning_gnn.data.store.available_bytes", lambda free=free: free)
         read_cut(entry, by_rows=by_rows).edge_index_of(0)

@@ -14,9 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.extensions.graph_files import partitioner, streaming
-from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
-from lightning_gnn.extensions.graph_files.streaming import PairCounts, RowBlocks, cluster_graph, refine_parts
+from lightning_gnn.extensions.graph_files import partitioner
+from lightning_gnn.extensions.graph_files.partitioner import (
+    PairCounts,
+    RowBlocks,
+    cluster_graph,
+    refine_parts,
+    streaming_candidates,
+)
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, assign_nodes
 from lightning_gnn.partition.metrics import edge_cut_report
@@ -46,7 +51,7 @@ def weights_of(edge_index: np.ndarray, nodes: int) -> np.ndarray:
 @pytest.fixture(autouse=True, params=[2, 128], ids=["large clusters", "small clusters"])
 def clusters_per_part(request, monkeypatch):
     """On graphs as small as these, the usual number leaves each node alone."""
-    monkeypatch.setattr(streaming, "CLUSTERS_PER_PART", request.param)
+    monkeypatch.setattr(partitioner, "CLUSTERS_PER_PART", request.param)
 
 
 @examples(100)
@@ -158,7 +163,7 @@ def test_communities_are_found():
     edge_index = graph.edge_index.numpy()
     metis = assign_nodes(edge_index, 20_000, 8).report
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "LEAST_PAIRS", 1000)
+        patch.setattr(partitioner, "LEAST_PAIRS", 1000)
         found = assign_nodes(edge_index, 20_000, 8, "streaming").report
     assert found.cut_fraction < metis.cut_fraction + 0.01
     assert found.edge_balance < 1.06 and found.node_balance < 1.11
@@ -168,8 +173,8 @@ def test_communities_are_found():
 def test_a_cut_of_poor_clusters_is_made_again(degree, seed, cycles, monkeypatch):
     """Clusters that reach into several communities: from some seeds on, moves end with two communities halved."""
     edge_index = planted_partition(20_000, degree, num_features=1, num_classes=16).edge_index.numpy()
-    monkeypatch.setattr(streaming, "LEAST_PAIRS", 1000)
-    monkeypatch.setattr(streaming, "CLUSTERS_PER_PART", 128)
+    monkeypatch.setattr(partitioner, "LEAST_PAIRS", 1000)
+    monkeypatch.setattr(partitioner, "CLUSTERS_PER_PART", 128)
     made, cluster_graph, usual = list[int](), partitioner.cluster_graph, partitioner.CYCLES
     monkeypatch.setattr(partitioner, "cluster_graph", lambda *given: (made.append(0), cluster_graph(*given))[1])
 
@@ -221,7 +226,7 @@ def test_memory_does_not_grow_with_edges(tmp_path):
         import sys, tracemalloc
         import numpy as np
         from lightning_gnn.extensions.graph_files.partitioner import streaming_candidates
-        from lightning_gnn.extensions.graph_files.streaming import RowBlocks
+        from lightning_gnn.extensions.graph_files.partitioner import RowBlocks
         nodes, degree, folder = 20_000, int(sys.argv[1]), sys.argv[2]
         block = np.random.default_rng(0)
         col = np.lib.format.open_memmap(f"{folder}/col.npy", "w+", np.int32, (nodes * degree,))

@@ -32,9 +32,8 @@ import lightning_gnn
 from lightning_gnn import CoverStrategy, DGCLStrategy, SamplingStrategy, SpMM1DStrategy, VertexCutStrategy
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.out_of_core import paging
-from lightning_gnn.extensions.out_of_core.paging import Pager, unnamed_file
+from lightning_gnn.extensions.out_of_core.paging import Pager, _Lock, unnamed_file
 from lightning_gnn.extensions.out_of_core.run import FileSegment
-from lightning_gnn.extensions.out_of_core.turns import _Lock
 from lightning_gnn.heap import freed_at_once
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="host_memory is for Linux")

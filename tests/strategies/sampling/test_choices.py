@@ -24,7 +24,7 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, LinkPredictor, NodeClassifier, SamplingStrategy, split_edges
 from lightning_gnn.data.draws import OtherNodes, draw_others
-from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling import InEdges, Neighbors, NeighborSampler
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import BatchMaker, Links, TemporalBatchMaker, TemporalEdgeBatchMaker

@@ -26,7 +26,7 @@ from benchmarks.sampling_threads import Machines, Meeting
 from lightning_gnn import GraphDataModule, split_edges
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import read_cut
-from lightning_gnn.partition.types import ONE_TYPE
+from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling import graph_store
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches

@@ -30,7 +30,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gnn import DistributedEmbedding, GraphDataModule, NodeClassifier, SamplingStrategy, UnsupportedModelError
 from lightning_gnn.data.store import read_cut, read_manifest
-from lightning_gnn.partition.types import Types
+from lightning_gnn.partition.layout import Types
 from lightning_gnn.strategies.sampling.strategy import SamplingScheme
 from lightning_gnn.tools.commands.partition import _report
 

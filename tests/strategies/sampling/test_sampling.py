@@ -22,7 +22,7 @@ from torch_geometric.nn.models import GraphSAGE
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from torch_geometric.utils import index_to_mask, k_hop_subgraph, subgraph, trim_to_layer
 
-from lightning_gnn.datamodules import planted_partition
+from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.strategies.sampling import (
     NeighborSampler,

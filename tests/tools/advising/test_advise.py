@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.topology import machines, uniform
 from lightning_gnn.strategies import register
@@ -313,7 +312,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> Non
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     run(
         monkeypatch,
         tmp_path,

@@ -13,7 +13,6 @@ from processes import REPOSITORY, run
 
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data.store import read_manifest
-from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.tools import cli
 from lightning_gnn.tools.commands import doctor as doctor_command
 from lightning_gnn.tools.commands import partition as partitioning
@@ -47,7 +46,7 @@ def entries(store: Path) -> list[Path]:
 
 
 def test_partition_of_a_vertex_cut(store, monkeypatch, capsys):
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     partition([*DATA, "--parts=4", "--trainer.strategy=vertex_cut", "--columns=16"])
     output = capsys.readouterr().out
     [folder] = entries(store)
@@ -84,7 +83,7 @@ def test_fit_finds_what_partition_kept(store, tmp_path, monkeypatch, capsys):
 
 
 def test_partition_without_a_config(store, monkeypatch, capsys):
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     partition([*DATA, "--parts=3", "--columns=250"])
     output = capsys.readouterr().out
     [folder] = entries(store)

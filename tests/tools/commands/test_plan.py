@@ -22,7 +22,6 @@ from lightning_gnn.callbacks.pictures import save_picture
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.synthetic import planted_partition
-from lightning_gnn.datamodules.stored_graph import StoredGraph
 from lightning_gnn.extensions.plans.exchanges import Workload, edge_exchange, exchange_costs
 from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages
 from lightning_gnn.extensions.plans.plan import p2p
@@ -215,7 +214,7 @@ def test_pictures_of_nothing(tmp_path):
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LIGHTNING_GNN_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr(StoredGraph, "_build_in_subprocess", StoredGraph.build)
+    monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
     return tmp_path / "store"
 
 
