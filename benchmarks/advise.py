@@ -32,8 +32,7 @@ from vertex_cut_runs import SIZES
 
 from lightning_gnn import GraphDataModule, NodeClassifier
 from lightning_gnn.extensions.plans.topology import Topology, machines
-from lightning_gnn.tools.advising.advice import advise_on
-from lightning_gnn.tools.advising.candidates import Candidate, candidates
+from lightning_gnn.tools.advising.advice import Candidate, advise_on, candidates
 from lightning_gnn.tools.advising.machine import Machine, available_cores, measured_contention
 
 WARM, TIMES = 4, 3

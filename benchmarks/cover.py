@@ -37,8 +37,7 @@ from lightning_gnn.partition.metrics import balance
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.cover.refine import refine_for_cover
 from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
-from lightning_gnn.tools.advising.advice import advise_on
-from lightning_gnn.tools.advising.candidates import Candidate
+from lightning_gnn.tools.advising.advice import Candidate, advise_on
 from lightning_gnn.tools.advising.machine import Machine
 
 LISTS = ("cnr-2000", "ego-twitter", "soc-slashdot0902", "gowalla-bipartite", "pubmed-no-features")

@@ -11,7 +11,7 @@ import lightning as L
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, NodeClassifier
-from lightning_gnn.tools.comparing.measure import peak_memory
+from lightning_gnn.tools.comparing.run_cell import peak_memory
 
 FEATURES, CLASSES = 64, 16
 

@@ -42,10 +42,10 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.sources import checked_edges
 from lightning_gnn.extensions.plans.detect import detect
 from lightning_gnn.extensions.plans.plan import p2p
+from lightning_gnn.extensions.plans.planned_exchange import SwapExchange
 from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.scheme import NO_TOPOLOGY, PlanName, looks_at_links
-from lightning_gnn.extensions.plans.swap import SwapExchange
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, planned
 from lightning_gnn.nn.norms import SumOverRanks

@@ -16,8 +16,7 @@ from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.tools.commands.advise import advise
 from lightning_gnn.tools.commands.check import check
-from lightning_gnn.tools.commands.compare import compare
-from lightning_gnn.tools.commands.demo import demo
+from lightning_gnn.tools.commands.compare import compare, demo
 from lightning_gnn.tools.commands.doctor import doctor
 from lightning_gnn.tools.commands.partition import partition
 from lightning_gnn.tools.commands.plan import plan

@@ -37,8 +37,7 @@ from torch_geometric.utils import dropout_edge
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.tools.cli import main
-from lightning_gnn.tools.parity import explain_steps
-from lightning_gnn.tools.parity.check import ball, some_of
+from lightning_gnn.tools.parity import ball, explain_steps, some_of
 
 EXACT = ("dgcl", "cover", "spmm_1d", "spmm_15d", "spmm_2d", "vertex_cut")
 

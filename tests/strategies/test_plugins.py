@@ -63,7 +63,7 @@ def test_tools_find_plugins_and_leave_out_a_broken_one_with_one_warning(plugin):
     out, err = said(
         plugin,
         "from lightning_gnn.strategies import registered\n"
-        "from lightning_gnn.tools.parity.check import make_strategies\n"
+        "from lightning_gnn.tools.parity import make_strategies\n"
         "print('mine' in registered(), 'broken' in registered(), registered()['dgcl'].__module__)\n"
         "print('mine' in [each.strategy_name for each in make_strategies()])\n",
     )

@@ -12,8 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, Rows, Scratch, TransportWrapper, UpTo, rows_of
-from lightning_gnn.extensions.codecs.codec import Codec, make_codec
-from lightning_gnn.extensions.codecs.kernels import dequantise, quantise, shorten
+from lightning_gnn.extensions.codecs.codec import Codec, dequantise, make_codec, quantise, shorten
 
 __all__ = ["EncodingTransport", "make_codec"]
 

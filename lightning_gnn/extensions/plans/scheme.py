@@ -164,7 +164,9 @@ def make_exchange(
         ValueError: ``"p2p"`` for ranks that `topology` does not join, ``"swap"`` for ranks that share no memory.
     """
     if plan == "swap":
-        from lightning_gnn.extensions.plans.swap import SwapExchange  # most runs send rows directly, and load no plans
+        from lightning_gnn.extensions.plans.planned_exchange import (
+            SwapExchange,  # most runs send rows directly, and load no plans
+        )
 
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
     if topology is None or not looks_at_links(plan, topology, world):

@@ -31,10 +31,9 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
-from lightning_gnn.strategies.spmm.by_call import MatrixByCall
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
-from lightning_gnn.strategies.spmm.traffic import block_cost, choose, sparse_cost
+from lightning_gnn.strategies.spmm.traffic import MatrixByCall, block_cost, choose, sparse_cost
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
 from lightning_gnn.strategy.scheme import Scheme, twin_of

@@ -1,7 +1,8 @@
 """What an epoch takes under every scheme, before any is run: seconds, bytes and memory, and why.
 
 Full-graph schemes are rehearsed (``rehearsal.py``) and priced (``machine.py``); those that train on batches are run for a few of
-them on one device. Nothing trains: the module stays as it is.
+them on one device. Nothing trains: the module stays as it is. For more ranks than a topology has devices, advice for fewer is
+continued as a power of their number.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ import lightning.pytorch as pl
 import numpy as np
 from torch_geometric.nn.models import GCN
 
-from lightning_gnn.checks.footprint import Peak
+from lightning_gnn.checks.footprint import PHASES, Peak
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar
@@ -33,12 +35,64 @@ from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.modules import NodeClassifier
+from lightning_gnn.strategies import GNNStrategy, registered
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
-from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
-from lightning_gnn.tools.advising.candidates import Candidate, candidates
 from lightning_gnn.tools.advising.machine import Machine, timing, with_trainer_messages
 from lightning_gnn.tools.advising.rehearsal import Rehearsal, rehearse
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and its arguments, plain values."""
+
+    kind: type[GNNStrategy]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_graph(self) -> bool:
+        """Whether a step is an epoch; else epochs have many steps, and learn more."""
+        return not self.kind.trains_on_batches
+
+    @property
+    def exact(self) -> bool:
+        """Whether every number is that of one device."""
+        return not self.strategy().approximation
+
+    @property
+    def name(self) -> str:
+        return self.kind.strategy_name
+
+    def strategy(self, **options: Any) -> GNNStrategy:
+        return self.kind(**self.arguments, **options)
+
+    def __str__(self) -> str:
+        return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()
+
+
+def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
+    """Yields what can run on so many ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`."""
+    for name, kind in registered().items():
+        if name != kind.strategy_name:  # another way to start its ranks
+            continue
+        for arguments in kind.variants(ranks, links_alike):
+            candidate = Candidate(kind, dict(arguments))
+            try:
+                candidate.strategy().scheme.layout(ranks)
+            except (TypeError, ValueError):  # it needs arguments, or another number of ranks
+                continue
+            yield candidate
+
+
+def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
+    """Returns those :func:`candidates` whose strategies have these names, all for None; a ValueError if there is none."""
+    every = list(candidates(ranks, links_alike))
+    found = [each for each in every if names is None or each.name in names]
+    if not found:
+        known = ", ".join(dict.fromkeys(each.name for each in every))
+        raise ValueError(f"None of {', '.join(names or ())} runs on {ranks} ranks; {known} do.")
+    return found
+
 
 TRAINED_BATCHES = 6
 """Of those that train on batches; the first compiles and loads."""
@@ -309,3 +363,73 @@ def _why(advice: Advice, usual: Advice | None) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+SIZES = (16, 32, 64)
+"""Numbers of ranks that are rehearsed; a scheme that runs on one of them only is left out."""
+
+
+def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequence[int] = SIZES) -> list[Machine]:
+    """Returns machines of `sizes` ranks with as many of them on a host, or all on one."""
+    on_each = ranks // hosts
+    if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
+        raise ValueError(
+            f"Beyond {max(sizes)} ranks, advice is continued from {', '.join(map(str, sizes))}, so there must be a power of two "
+            f"on each machine (got {ranks} ranks on {hosts})."
+        )
+    return [Machine.of(size, max(1, size // on_each), cores=cores, speed=speed) for size in sizes]
+
+
+def extrapolate(
+    ranks: int,
+    machines: Sequence[Machine],
+    module: pl.LightningModule,
+    data: GraphDataModule,
+    schemes: Sequence[str] | None = None,
+) -> list[Advice]:
+    """Returns what is predicted for so many ranks: seconds, bytes and messages are each ``a * ranks ** b``, fitted to `machines`.
+
+    These are two or more, of ascending numbers of ranks. For other arguments see
+    :func:`~lightning_gnn.tools.advising.advice.advise`.
+    """
+    wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
+    with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as told:
+        overhead = overhead_seconds()
+        for machine in machines:
+            only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
+            advice = advise_on(machine, module, data, only=only, overhead=overhead)
+            rehearsed.append({str(each.candidate): each for each in advice})
+            told(1)
+    found = []
+    for name, last in rehearsed[-1].items():
+        known = [
+            (machine.ranks, advice[name])
+            for machine, advice in zip(machines, rehearsed)
+            if name in advice and advice[name].applies
+        ]
+        if len(known) < 2:
+            continue
+
+        def at(value: Callable[[Advice], float], known: Sequence[tuple[int, Advice]] = known) -> float:
+            values = np.array([value(advice) or 0 for _, advice in known], np.float64)
+            if not values.all():
+                return float(values[-1])
+            sizes = np.log([size for size, _ in known])
+            slope, begin = np.polyfit(sizes, np.log(values), 1)
+            return float(np.exp(begin + slope * np.log(ranks)))
+
+        values: dict[str, Any] = {name: at(attrgetter(name)) for name in ("compute_seconds", "exchange_seconds", "replication")}
+        values |= {name: round(at(attrgetter(name))) for name in ("steps", "bytes_sent", "messages")}
+        values["seconds"] = values["compute_seconds"] + values["exchange_seconds"]
+        values["steps"] = max(1, values["steps"])
+        if last.bytes_sent is None:
+            values["bytes_sent"] = None
+        for kind in ("peaks", "peaks_recomputed"):
+            if getattr(last, kind):
+                values[kind] = (Peak(**{phase: round(at(_largest(kind, phase))) for phase in PHASES}),)
+        found.append(replace(last, **values, extrapolated_from=tuple(size for size, _ in known)))
+    return explained(found)
+
+
+def _largest(kind: str, phase: str) -> Callable[[Advice], float]:
+    return lambda advice: max((getattr(peak, phase) for peak in getattr(advice, kind)), default=0)

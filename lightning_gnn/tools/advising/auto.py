@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.base import GNNStrategy
-from lightning_gnn.tools.advising.advice import Advice, advise_on
-from lightning_gnn.tools.advising.candidates import Candidate, candidates
+from lightning_gnn.tools.advising.advice import Advice, Candidate, advise_on, candidates
 from lightning_gnn.tools.advising.machine import Machine, available_cores
 
 

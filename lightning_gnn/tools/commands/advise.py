@@ -14,12 +14,10 @@ from lightning_gnn.console import text_table
 from lightning_gnn.extensions.plans.presets import PRESETS
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES
 from lightning_gnn.strategy.scheme import Scheme
-from lightning_gnn.tools.advising.advice import Advice, advise_on
-from lightning_gnn.tools.advising.candidates import chosen
-from lightning_gnn.tools.advising.extrapolate import extrapolate, smaller
+from lightning_gnn.tools.advising.advice import Advice, advise_on, chosen, extrapolate, smaller
 from lightning_gnn.tools.advising.machine import Machine
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
-from lightning_gnn.tools.commands.plan_print import memory_table
+from lightning_gnn.tools.commands.plan_report import memory_table
 
 
 class AdviseCLI(GraphCLI):

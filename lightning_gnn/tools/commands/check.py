@@ -10,9 +10,7 @@ from typing_extensions import override
 
 from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
-from lightning_gnn.tools.parity import check_parity, explain_steps
-from lightning_gnn.tools.parity.check import make_strategies
-from lightning_gnn.tools.parity.report import explanation_table
+from lightning_gnn.tools.parity import check_parity, explain_steps, explanation_table, make_strategies
 
 
 class CheckCLI(GraphCLI):

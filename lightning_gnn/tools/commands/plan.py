@@ -1,4 +1,4 @@
-"""``lightning-gnn plan``: what a plan puts on each link, and what one exchange of rows takes; printed by ``plan_print.py``."""
+"""``lightning-gnn plan``: what a plan puts on each link, and what one exchange of rows takes; reported by ``plan_report.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lightning_gnn.strategy.memory import memory_advice
 from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
-from lightning_gnn.tools.commands.plan_print import memory_table, printed
-from lightning_gnn.tools.commands.plan_report import PlanReport
+from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, printed
 from lightning_gnn.tools.parser import check_folder
 
 PAPER_LAYERS = 2

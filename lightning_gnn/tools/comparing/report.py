@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_gnn.callbacks.pictures import GREY, INK, KINDS, new_figure
-from lightning_gnn.tools.comparing.results import PARTS
-from lightning_gnn.tools.comparing.table import columns, number
+from lightning_gnn.tools.comparing.results import PARTS, columns, number
 
 Cells = Sequence[Mapping[str, Any]]
 

@@ -25,8 +25,7 @@ from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_co
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
-from lightning_gnn.tools.comparing.results import parity, summarise
-from lightning_gnn.tools.comparing.table import ComparisonTable, number, parity_text
+from lightning_gnn.tools.comparing.results import ComparisonTable, number, parity, parity_text, summarise
 from lightning_gnn.tools.parser import check_folder
 
 LAST_LINES = 15

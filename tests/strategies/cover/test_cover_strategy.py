@@ -46,8 +46,7 @@ from lightning_gnn.partition.shard import Relabelling
 from lightning_gnn.registry import costs_of
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.cover.strategy import CoverScheme
-from lightning_gnn.tools.advising.advice import advise_on
-from lightning_gnn.tools.advising.candidates import Candidate
+from lightning_gnn.tools.advising.advice import Candidate, advise_on
 from lightning_gnn.tools.advising.machine import Machine
 
 

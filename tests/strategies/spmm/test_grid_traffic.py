@@ -31,11 +31,11 @@ from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict
 from lightning_gnn.partition.shard import Relabelling, halo_plan
 from lightning_gnn.strategies.dgcl.costs import plan_exchanges
 from lightning_gnn.strategies.spmm.blocks import BlockMatrix
-from lightning_gnn.strategies.spmm.by_call import MatrixByCall
 from lightning_gnn.strategies.spmm.costs import cube_exchange, grid_exchanges, product_exchanges
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
 from lightning_gnn.strategies.spmm.summa import SummaMatrix
 from lightning_gnn.strategies.spmm.traffic import (
+    MatrixByCall,
     block_cost,
     block_traffic,
     busiest,

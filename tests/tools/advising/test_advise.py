@@ -24,9 +24,17 @@ from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.topology import machines, uniform
 from lightning_gnn.strategies import register
 from lightning_gnn.strategy.scheme import bind_module
-from lightning_gnn.tools.advising.advice import CLOSE, Advice, advise_on, explained
-from lightning_gnn.tools.advising.candidates import Candidate, candidates, chosen
-from lightning_gnn.tools.advising.extrapolate import extrapolate, smaller
+from lightning_gnn.tools.advising.advice import (
+    CLOSE,
+    Advice,
+    Candidate,
+    advise_on,
+    candidates,
+    chosen,
+    explained,
+    extrapolate,
+    smaller,
+)
 from lightning_gnn.tools.advising.machine import Machine, measured_contention, timing, with_trainer_messages
 from lightning_gnn.tools.advising.rehearsal import Compute, Event, Rehearsal, Send, Take, rehearse
 from lightning_gnn.tools.cli import main

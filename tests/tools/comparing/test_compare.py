@@ -35,8 +35,16 @@ from lightning_gnn.checks.draws import draws_random_numbers
 from lightning_gnn.tools.commands.compare import compare as command
 from lightning_gnn.tools.comparing.cells import Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.tools.comparing.report import report_html
-from lightning_gnn.tools.comparing.results import PARTS, curve_distance, middle_half, parity, split_time, summarise
-from lightning_gnn.tools.comparing.table import ComparisonTable, parity_text
+from lightning_gnn.tools.comparing.results import (
+    PARTS,
+    ComparisonTable,
+    curve_distance,
+    middle_half,
+    parity,
+    parity_text,
+    split_time,
+    summarise,
+)
 
 GRAPH = {"num_nodes": 300, "num_features": 12, "num_classes": 5, "seed": 3}
 GCN = {"in_channels": 12, "hidden_channels": 8, "num_layers": 2, "out_channels": 5}

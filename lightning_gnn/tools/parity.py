@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.checks.differences import (
@@ -34,7 +36,7 @@ from lightning_gnn.checks.record import compared, differing
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
 from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.console import progress_bar
+from lightning_gnn.console import progress_bar, text_of, text_table
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
@@ -43,7 +45,129 @@ from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
-from lightning_gnn.tools.parity.report import GROUPS, ParityReport, SchemeParity
+
+GROUPS = ("outputs", "loss", "gradients", "metrics")
+
+
+@dataclass(frozen=True)
+class SchemeParity:
+    """One scheme held against one device.
+
+    Attributes:
+        scheme: the strategy's name, and what marks it out.
+        approximation: what makes it differ by design; empty if nothing does.
+        not_compared: what was not compared, and why; empty if all was.
+        steps: those that were compared.
+        differences: by `GROUPS`, the largest, of the largest value; None where there is none.
+        finding: the first place that differs, of a scheme that should not.
+    """
+
+    scheme: str
+    approximation: str = ""
+    not_compared: str = ""
+    steps: Sequence[str] = ()
+    differences: Mapping[str, float | None] = field(default_factory=dict)
+    finding: Finding | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``"same"``, ``"differs"``, ``"approximate"``, ``"evaluation same"`` or ``"not compared"``."""
+        if self.finding is not None:
+            return "differs"
+        if not self.steps or self.approximation:
+            return "approximate" if self.steps else "not compared"
+        return "evaluation same" if self.not_compared else "same"
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What was compared, and what was found.
+
+    Attributes:
+        schemes: in the order given.
+        ranks: that the graph was split over.
+        nodes, edges: looked at.
+        of_nodes: that the graph has.
+        dtype: that all was computed in.
+        tolerance: up to which difference numbers are the same.
+        seconds: that it took.
+        notes: what else is to be known.
+    """
+
+    schemes: Sequence[SchemeParity]
+    ranks: int
+    nodes: int
+    edges: int
+    of_nodes: int
+    dtype: str
+    tolerance: float
+    seconds: float
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was compared, and no scheme that should give the numbers of one device gives others."""
+        return any(each.steps for each in self.schemes) and not self.findings
+
+    @property
+    def findings(self) -> dict[str, list[str]]:
+        """What differs, in words, and under which schemes."""
+        found: dict[str, list[str]] = {}
+        first: dict[tuple[str, str, str], str] = {}
+        for each in self.schemes:
+            if each.finding is not None:
+                key = (each.finding.step, each.finding.where, each.finding.why)
+                found.setdefault(first.setdefault(key, str(each.finding)), []).append(each.scheme)
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        schemes = [{**asdict(each), "verdict": each.verdict} for each in self.schemes]
+        return {**asdict(self), "schemes": schemes, "ok": self.ok}
+
+    def table(self) -> Table:
+        """Returns a row per scheme."""
+        looked_at = f"{self.nodes:,} nodes" + (f" of {self.of_nodes:,}" if self.nodes < self.of_nodes else "")
+        title = f"{self.ranks} ranks against one device: {looked_at}, {self.edges:,} edges, {self.dtype}"
+        made = Table("scheme", *GROUPS, "verdict", title=title, title_justify="left")
+        for column in made.columns[1:5]:
+            column.justify = "right"
+        for each in self.schemes:
+            cells = [each.differences.get(group) for group in GROUPS]
+            made.add_row(each.scheme, *("-" if cell is None else f"{cell:.1e}" for cell in cells), each.verdict)
+        return made
+
+    def lines(self) -> list[str]:
+        """Returns what the table has no room for: what differs and why, what was left out."""
+        found = [f"{', '.join(schemes)}: {text}" for text, schemes in self.findings.items()]
+        for kind in ("approximation", "not_compared"):
+            by_text: dict[str, list[str]] = {}
+            for each in self.schemes:
+                if getattr(each, kind):
+                    by_text.setdefault(getattr(each, kind), []).append(each.scheme)
+            how = "" if kind == "not_compared" else "approximate by design, after a few training steps; "
+            found += [f"{', '.join(schemes)}: {how}{text}." for text, schemes in by_text.items()]
+        steps = dict.fromkeys(step for each in self.schemes for step in each.steps)
+        compared = f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
+        return [*found, *self.notes, compared]
+
+    def __str__(self) -> str:
+        return text_of(self.table(), *self.lines(), width=120).rstrip()
+
+
+def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
+    """Returns a row for each operation that communicates; messages and bytes are those of the rank that sends the most."""
+    heads = "step", "pass", "line", "operation", "rows", "messages", "bytes per rank"
+    made = text_table(*heads, title=title, left=5)
+    for each in explanations:
+        for sender, sent in each.bytes_sent.items():
+            numbers = (f"{max(counts):,}" for counts in (each.messages[sender], sent))
+            line = Path(sender.line).name or "-"
+            made.add_row(each.step, sender.direction, line, sender.operation, sender.rows or "-", *numbers)
+        total = [sum(of_rank) for of_rank in zip(*each.bytes_sent.values())]
+        made.add_row(each.step, "", "", "all", "", "", f"{max(total, default=0):,}", end_section=True)
+    return made
+
 
 STEPS = 3
 """Training steps of approximate schemes: caches send everything in the first one."""
@@ -78,7 +202,7 @@ def check_parity(
         datamodule: the graph; its ``partition`` is used, if it has one.
         strategies: by name, or with arguments of their own; by default all that are registered and can run on so many ranks.
         devices, num_nodes: as of the Trainer: how many ranks.
-        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.tools.parity.check.ball`. By default the whole graph,
+        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.tools.parity.ball`. By default the whole graph,
             or a sample of one that is too large for it.
         seed: of the sample, and of random numbers, which are the same for a node or an edge on any number of ranks.
 
