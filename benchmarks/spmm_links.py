@@ -38,9 +38,8 @@ from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
 from lightning_gnn.partition.adjacency import Adjacency
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
-from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.matrices import BlockMatrix, SummaMatrix
 
 COLUMNS = ["topology", "graph", "system", "MB", "MB out", "forward ms", "/ dgcl", "bound", "/ bound"]
 COLUMNS += ["backward ms", "back / dgcl", "load"]

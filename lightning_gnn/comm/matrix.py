@@ -105,7 +105,7 @@ class SparseMatrix(Matrix):
     rank that reads or adds to them: directly, or down the trees of a plan, and partial results up such trees, added on the way.
 
     Args:
-        entries, offsets: see :class:`~lightning_gnn.strategies.spmm.blocks.BlockMatrix`.
+        entries, offsets: see :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`.
         holders: who multiplies which entry.
         make_exchange: of the rows of columns, and of partial results.
         row_offsets: as `offsets`, of the nodes that rows are of, where these are others: the matrix is then not square.

@@ -220,7 +220,7 @@ def check_parity(
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
     with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
         check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
-        check.run_references(module)
+        check.run_references()
         for strategy in chosen:
             schemes.append(check.scheme(strategy))
             told(1)
@@ -249,7 +249,7 @@ def explain_steps(
     """
     with aside(), uncompiled(), quietly():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
-        return [check.explain(module, stage, strategy) for stage in check.stages(module)]
+        return [check.explain(stage, strategy) for stage in check.stages()]
 
 
 def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
@@ -288,7 +288,7 @@ class _Check:
         nodes: int | None,
         seed: int,
     ) -> None:
-        graph = datamodule.load()
+        self._module, graph = module, datamodule.load()
         if isinstance(graph, HeteroData):
             raise ValueError(
                 "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs "
@@ -318,9 +318,9 @@ class _Check:
     def tolerance(self) -> float:
         return TOLERANCES[self.dtype]
 
-    def stages(self, module: pl.LightningModule) -> list[str]:
-        """Returns the stages whose steps a module has; raises ValueError if there is none."""
-        stages: list[str] = []
+    def stages(self) -> list[str]:
+        """Returns the stages whose steps the module has; raises ValueError if there is none."""
+        module, stages = self._module, list[str]()
         counts = whole_graph(self.graph).mask_counts
         for stage, (step, mask) in STAGES.items():
             if not is_overridden(step, module, pl.LightningModule):
@@ -333,9 +333,9 @@ class _Check:
             raise ValueError("There is no step to compare: the module has none, or no node is in a mask.")
         return stages
 
-    def run_references(self, module: pl.LightningModule) -> None:
+    def run_references(self) -> None:
         """Runs the steps on one device."""
-        stages = self.stages(module)
+        stages = self.stages()
         tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
         given = self.graph
         for self.dtype in TOLERANCES:
@@ -344,7 +344,7 @@ class _Check:
             errors: dict[str, Exception] = {}
             for stage in stages:
                 try:
-                    found.append(self._reference(module, stage))
+                    found.append(self._reference(stage))
                 except UnsupportedModelError:
                     raise
                 except Exception as problem:
@@ -366,24 +366,24 @@ class _Check:
         ]
         self._references = found
 
-    def _trial(self, module: pl.LightningModule, stage: str, explanation: Explanation | None = None) -> Trial:
+    def _trial(self, stage: str, explanation: Explanation | None = None) -> Trial:
         trainer = QuietTrainer(quiet_trainer(), stage, self._data)
-        prepared = quiet(copied(module), trainer)
+        prepared = quiet(copied(self._module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
         dtype = self.dtype if explanation is None else None
         return Trial(prepared, self.graph, stage, trainer, dtype, explanation=explanation)
 
-    def _reference(self, module: pl.LightningModule, stage: str) -> _Reference:
-        trial = self._trial(module, stage)
+    def _reference(self, stage: str) -> _Reference:
+        trial = self._trial(stage)
         whole, again = trial.on_whole(seed=self._seed), trial.on_whole(seed=self._seed)
         kept = first_difference(whole, again, self.tolerance)
         return _Reference(trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}."))
 
-    def explain(self, module: pl.LightningModule, stage: str, strategy: GNNStrategy) -> Explanation:
+    def explain(self, stage: str, strategy: GNNStrategy) -> Explanation:
         """Returns what ranks send each other in a step under a scheme."""
         explanation = Explanation(STAGES[stage][0])
-        trial = self._trial(module, stage, explanation)
+        trial = self._trial(stage, explanation)
         try:
             self._on_parts(strategy, self._shards(strategy), trial, 1)
         except Parted as error:

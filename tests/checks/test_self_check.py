@@ -26,8 +26,8 @@ from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
+from lightning_gnn.strategies.spmm.matrices import SummaMatrix
 from lightning_gnn.strategies.spmm.strategy import CubeScheme
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
 from lightning_gnn.strategy.scheme import bind_module, twin_of
 
 

@@ -27,8 +27,7 @@ def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
     hosts, cuda = hosts_of(world), world.device.type == "cuda"
     if len(hosts) == 1 and not cuda:
         return uniform(world.size, SHARED_MEMORY, "detected", **SOCKET_LATENCY)
-    from lightning_gnn.extensions.plans.hardware import device_uuid, local_machine  # most runs need none of it
-    from lightning_gnn.extensions.plans.machine_topology import Machine, detected
+    from lightning_gnn.extensions.plans.hardware import Machine, detected, device_uuid, local_machine  # most runs need none of it
 
     uuids = world.all_gather_object(device_uuid(world.device))
     ranks = next(host for host in hosts if world.rank in host)

@@ -168,7 +168,6 @@ def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, hold
     Each by the plan that is the fastest for rows of the width of `work`; the way up takes as long as the way down.
     """
     offsets = work.relation.offsets
-    check_devices(work.relation, topology)
     found = []
     for ends in work.edge_index:
         needed_by = np.zeros(int(offsets[-1]), np.uint64)
@@ -200,10 +199,4 @@ def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
         for owner in range(num_ranks):
             traffic[stage, owner] = used[offsets[owner] : offsets[owner + 1]].sum(0)
     traffic[1] = traffic[1].T.copy()
-    return _without_own(traffic)
-
-
-def _without_own(traffic: Ids) -> Ids:
-    ranks = np.arange(traffic.shape[1])
-    traffic[:, ranks, ranks] = 0
-    return traffic
+    return traffic * (1 - np.eye(num_ranks, dtype=np.int64))

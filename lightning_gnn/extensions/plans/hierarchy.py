@@ -53,7 +53,7 @@ def plan_through_hosts(rank: int, hosts: Hosts, rows: HaloPlan, halos: Sequence[
         offsets: first id of each rank and the end, ``[P + 1]``.
     """
     size, owned, halo = len(offsets) - 1, rows.num_owned, np.asarray(halos[rank])
-    host_of = hosts.host_of()
+    host_of = hosts.host_of
     near_ranks = hosts.ranks[host_of[rank]]
     sends: list[Ids] = list(rows.send_rows)
     for host, ranks in enumerate(hosts.ranks):
@@ -87,7 +87,7 @@ def plan_through_hosts(rank: int, hosts: Hosts, rows: HaloPlan, halos: Sequence[
 def loads(rank: int, hosts: Hosts, rows: HaloPlan, tables: RankPlan) -> NDArray[np.int64]:
     """Returns what :func:`prices` needs of a rank, int64 ``[3, 4]``: directly, in the first stage and in the second, the rows
     that it sends to and receives from other machines, the most from a rank of its own, and its messages."""
-    near = hosts.host_of() == hosts.host_of()[rank]
+    near = hosts.host_of == hosts.host_of[rank]
     direct = np.array([len(each) for each in rows.send_rows]), np.array(rows.recv_counts)
     stages = [tuple(np.array([len(each) for each in ends]) for ends in (s.sends, s.receives)) for s in tables.forward]
     found = []
@@ -106,7 +106,7 @@ def prices(hosts: Hosts, loads: NDArray[np.int64]) -> tuple[tuple[float, float],
         loads: of each rank, ``[P, 3, 4]``, see :func:`loads`.
     """
     port = np.zeros((len(hosts.ranks), 3, 2), np.int64)
-    np.add.at(port, hosts.host_of(), loads[:, :, :2])
+    np.add.at(port, hosts.host_of, loads[:, :, :2])
     per_byte = np.maximum(port.max((0, 2)) / ETHERNET, loads[:, :, 2].max(0) / SHARED_MEMORY) / 1e9
     messages = loads[:, :, 3].max(0)
     stage, more = SOCKET_LATENCY["stage_seconds"], SOCKET_LATENCY["message_seconds"]

@@ -109,9 +109,7 @@ def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates:
     There are too many of these to distinguish, and they share hops: from a device to its gate and back there is an arrow for
     the time that its own rows take, and from gate to gate one for the busiest hop. A host with one device has no gate.
     """
-    host = np.empty(topology.num_devices, np.int64)
-    for number, devices in enumerate(topology.hosts):
-        host[list(devices)] = number
+    host = topology.host_of
     arrows: list[Arrow] = []
     between: dict[tuple[int, int], float] = {}
     own = np.zeros((2, topology.num_devices))  # sent and received over gates

@@ -183,32 +183,25 @@ class Balance:
     Attributes:
         kinds: seconds of an exchange if all other kinds took none, by kind.
         others_seconds: the same for all kinds but NVLink together, as the paper has them; None without NVLink or others.
+        spread: how much longer the slowest kind takes than the fastest, as a share of the latter; None if a kind is idle.
+        paper_spread: the same for NVLink and all others together: the paper's relative difference.
     """
 
     kinds: dict[str, float]
     others_seconds: float | None
-
-    @property
-    def spread(self) -> float | None:
-        """How much longer the slowest kind takes than the fastest, as a share of the latter; None if a kind is idle."""
-        return _difference(list(self.kinds.values()))
-
-    @property
-    def paper_spread(self) -> float | None:
-        """The same for NVLink and all others together: the paper's relative difference."""
-        return None if self.others_seconds is None else _difference([self.kinds["nvlink"], self.others_seconds])
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"spread": self.spread, "paper_spread": self.paper_spread}
+    spread: float | None
+    paper_spread: float | None
 
 
 def balance(cost: PlanCost, row_bytes: float = 1) -> Balance:
     """Returns the time of each kind of hops in an exchange of rows of `row_bytes`."""
     kinds = cost.kind_seconds(row_bytes)
+    spread = _difference([*kinds.values()])
     if "nvlink" not in kinds or len(kinds) == 1:
-        return Balance(kinds, None)
+        return Balance(kinds, None, spread, None)
     others = np.array([hop.kind != "nvlink" for hop in cost.topology.hops])
-    return Balance(kinds, float(cost.hop_seconds[:, others].max(1).sum() * row_bytes))
+    others_seconds = float(cost.hop_seconds[:, others].max(1).sum() * row_bytes)
+    return Balance(kinds, others_seconds, spread, _difference([kinds["nvlink"], others_seconds]))
 
 
 def _difference(seconds: Sequence[float]) -> float | None:

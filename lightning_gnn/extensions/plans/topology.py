@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, product
 from pathlib import Path
@@ -174,31 +174,30 @@ class Topology:
                 f"Topology {self.name!r} has {self.num_devices} devices, but there are {num_ranks} ranks. "
                 "Name a topology with at least one device per rank."
             )
-        return self.among(tuple(range(num_ranks)))
-
-    def among(self, devices: tuple[int, ...]) -> Topology:
-        """Returns the topology of some of the devices, renumbered in the order given, with the links between them."""
-        new_device = {old: new for new, old in enumerate(devices)}
 
         def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-            smaller = (tuple(new_device[device] for device in group if device in new_device) for group in groups)
-            return tuple(group for group in smaller if group)
+            smaller = (tuple(device for device in group if device < num_ranks) for group in groups)
+            return tuple(filter(None, smaller))
 
-        links = {pair: via for pair, via in self.links.items() if new_device.keys() >= set(pair)}
-        memory = tuple(self.memory[device] for device in devices) if self.memory else ()
+        links = {pair: via for pair, via in self.links.items() if max(pair) < num_ranks}
+        memory = self.memory[:num_ranks]
         used = {hop & ~1 for via in (*links.values(), *memory) for hop in via}
         new_hop = {old: new for new, old in enumerate(sorted(used | {hop ^ 1 for hop in used}))}
-        return Topology(
-            f"{self.name}, {len(devices)} of {self.num_devices}",
-            len(devices),
-            tuple(self.hops[old] for old in new_hop),
-            {(new_device[a], new_device[b]): tuple(new_hop[hop] for hop in via) for (a, b), via in links.items()},
-            kept(self.hosts),
-            kept(self.sockets),
-            tuple(tuple(new_hop[hop] for hop in via) for via in memory),
-            self.stage_seconds,
-            self.message_seconds,
+        return replace(
+            self,
+            name=f"{self.name}, {num_ranks} of {self.num_devices}",
+            num_devices=num_ranks,
+            hops=tuple(self.hops[old] for old in new_hop),
+            links={pair: tuple(new_hop[hop] for hop in via) for pair, via in links.items()},
+            hosts=kept(self.hosts),
+            sockets=kept(self.sockets),
+            memory=tuple(tuple(new_hop[hop] for hop in via) for via in memory),
         )
+
+    @cached_property
+    def host_of(self) -> NDArray[np.int64]:
+        """The machine of each device, int64 ``[P]``."""
+        return _host_of(self.hosts)
 
 
 @dataclass(frozen=True)
@@ -216,12 +215,17 @@ class Hosts:
     def name(self) -> str:
         return f"{len(self.ranks)} machines"
 
+    @cached_property
     def host_of(self) -> NDArray[np.int64]:
-        """Returns the machine of each rank, int64 ``[P]``."""
-        host_of = np.empty(sum(map(len, self.ranks)), np.int64)
-        for host, ranks in enumerate(self.ranks):
-            host_of[list(ranks)] = host
-        return host_of
+        """The machine of each rank, int64 ``[P]``."""
+        return _host_of(self.ranks)
+
+
+def _host_of(hosts: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+    host_of = np.empty(sum(map(len, hosts)), np.int64)
+    for host, ranks in enumerate(hosts):
+        host_of[list(ranks)] = host
+    return host_of
 
 
 class Wiring:

@@ -42,8 +42,11 @@ def _(scheme: SpMMScheme, work: Workload, topology: Topology | None) -> Sequence
 
 @exchange_costs.register
 def _(scheme: CubeScheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-    found = cube_exchange(work, topology, scheme.dimensions, scheme.keep_blocks)
-    return [] if found is None else [replace(found, followed=True)]
+    try:
+        cube = ProcessCube.of(work.relation.num_devices, scheme.dimensions)
+    except ValueError:  # neither a square nor a cube
+        return []
+    return [replace(cube_exchange(work, topology, cube, scheme.keep_blocks), followed=True)]
 
 
 @exchange_costs.register
@@ -97,9 +100,7 @@ def product_exchanges(work: Workload, topology: Topology | None) -> list[Exchang
         if isinstance(product.grid, ProcessGrid):
             each = named.get(str(product)) or edge_exchange(str(product), work, topology, holder)
         else:
-            cube = cube_exchange(work, topology, product.grid.dimensions)
-            assert cube is not None
-            each = cube
+            each = cube_exchange(work, topology, product.grid)
         least = costs[-1] < min(costs[:-1], default=(np.inf, np.inf))
         if least:
             found = [replace(other, followed=False) for other in found]
@@ -108,23 +109,16 @@ def product_exchanges(work: Workload, topology: Topology | None) -> list[Exchang
     return found
 
 
-def cube_exchange(work: Workload, topology: Topology | None, dimensions: int, keep_blocks: bool = True) -> ExchangeCost | None:
-    """Returns what the 2D or 3D product exchanges; None unless the ranks are a square or a cube.
-
-    With `keep_blocks`, the matrix has travelled before.
-    """
-    offsets, ranks, columns = work.relation.offsets, work.relation.num_devices, work.columns
-    try:
-        cube = ProcessCube.of(ranks, dimensions)
-    except ValueError:
-        return None
+def cube_exchange(work: Workload, topology: Topology | None, cube: ProcessCube, keep_blocks: bool = True) -> ExchangeCost:
+    """Returns what the 2D or 3D product exchanges. With `keep_blocks`, the matrix has travelled before."""
+    offsets, columns = work.relation.offsets, work.columns
     matrix = matrix_traffic(cube, offsets, work.edge_index, work.value_bytes)
     if keep_blocks:
         matrix[:] = 0
     # Words and the matrix in units of rows: the narrower these are, the more the matrix counts.
     traffic = summa_traffic(cube, offsets, columns) / columns + matrix / work.row_bytes
     return sent_directly(
-        f"spmm_{dimensions}d",
+        f"spmm_{cube.dimensions}d",
         traffic,
         work,
         topology,

@@ -6,7 +6,6 @@ Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,9 +29,8 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.partition.shard import HaloPlan, Ids
-from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.matrices import BlockMatrix, SummaMatrix
 from lightning_gnn.strategies.spmm.traffic import MatrixByCall, block_cost, choose, sparse_cost
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
@@ -50,9 +48,8 @@ class ProductScheme(Scheme):
             raise ValueError(f"permute must be 'metis', 'random' or None (got {shown(permute)}).")
         self.permute = permute
 
-    @abstractmethod
     def check_ranks(self, world_size: int) -> None:
-        """Raises ValueError unless the products can be made by so many ranks; names numbers that can."""
+        """Raises ValueError unless the products can be made by so many ranks; names numbers that can. In 1D, any can."""
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -166,10 +163,6 @@ class CubeScheme(ProductScheme):
 
 class AnyProductScheme(ProductScheme):
     """Products in the way that sends least; see :class:`SpMMStrategy`."""
-
-    @override
-    def check_ranks(self, world_size: int) -> None:
-        """Any number of ranks multiplies in 1D."""
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:

@@ -1,9 +1,8 @@
 """What products on a process grid move (CAGNET): who sends whom how much, the replication factor, and the grid of each product.
 
 Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, in the forms of
-``strategies/spmm/blocks.py`` and ``strategies/spmm/summa.py``, whose messages are counted here without ranks. All are of a
-forward product. A backward one multiplies with the transpose: its rows go the other way round in the sparse form, and the same
-way in the others.
+``strategies/spmm/matrices.py``, whose messages are counted here without ranks. All are of a forward product. A backward one
+multiplies with the transpose: its rows go the other way round in the sparse form, and the same way in the others.
 
 n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
 L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` are the first node of each rank and the end,
@@ -30,7 +29,7 @@ from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.partition.shard import HaloPlan, Ids, owners_of
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.matrices import SummaMatrix
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def own_edge_traffic(product: Product, reach: NDArray[np.bool_], rank: int) -> I
 
 
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
-    """Returns the rows of :class:`~lightning_gnn.strategies.spmm.blocks.BlockMatrix`, int64 ``[S, P, P]``.
+    """Returns the rows of :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`, int64 ``[S, P, P]``.
 
     The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
     are empty for c = 1. Between them, sub-blocks go around each process column.
@@ -183,7 +182,7 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
 
 
 def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
-    """Returns the words of rows of :class:`~lightning_gnn.strategies.spmm.summa.SummaMatrix`, int64 ``[q + 3, P, P]``.
+    """Returns the words of rows of :class:`~lightning_gnn.strategies.spmm.matrices.SummaMatrix`, int64 ``[q + 3, P, P]``.
 
     Stages: rows are turned into columns of blocks; q of SUMMA; the sum over layers (empty in 2D); columns are turned back.
     """
@@ -236,9 +235,7 @@ def summa_work(cube: ProcessCube, offsets: Ids, edge_index: Ids, columns: int) -
 
 
 def _without_own(traffic: Ids) -> Ids:
-    ranks = np.arange(traffic.shape[1])
-    traffic[:, ranks, ranks] = 0
-    return traffic
+    return traffic * (1 - np.eye(traffic.shape[1], dtype=np.int64))
 
 
 class MatrixByCall(Matrix):
@@ -252,7 +249,7 @@ class MatrixByCall(Matrix):
     Memory beside the matrices: the entries of this rank's rows.
 
     Args:
-        entries, offsets, world, meter: see :class:`~lightning_gnn.strategies.spmm.blocks.BlockMatrix`.
+        entries, offsets, world, meter: see :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`.
         plan: the rows that others read of this rank's.
     """
 

@@ -79,8 +79,7 @@ class Machine:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        hosts = self.topology.hosts
-        return tuple(next(number for number, host in enumerate(hosts) if rank in host) for rank in range(self.ranks))
+        return tuple(self.topology.host_of.tolist())
 
     @property
     def ranks(self) -> int:

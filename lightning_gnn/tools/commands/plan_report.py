@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -116,7 +116,7 @@ class PlanReport:
             "stages": plan.num_stages,
             "stage_seconds": cost.stage_seconds(work.row_bytes).tolist(),
             "links": [load.as_dict(work.row_bytes) for load in self.links],
-            "balance": self.balance.as_dict(),
+            "balance": asdict(self.balance),
             "tables": {
                 "table_bytes": list(self.table_bytes),
                 "training_bytes": list(self.training_bytes),

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 import torch_geometric
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.utils._pytree import tree_leaves
 
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.strategies import GNNStrategy, registered
@@ -195,7 +196,7 @@ class Comparison:
                 "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             },
             "format": FORMAT,
-            "code": _own_code([self.model, self.data, cell.arguments]),
+            "code": _own_code([dict(each) for each in (self.model, self.data, cell.arguments)]),
         }
 
     def key(self, cell: Cell) -> str:
@@ -205,23 +206,16 @@ class Comparison:
 def _own_code(values: Any) -> dict[str, str]:
     """Returns digests of the files that define what import paths in `values` name; those of installed packages have versions."""
     found: dict[str, str] = {}
-
-    def look(value: Any) -> None:
-        if isinstance(value, Mapping):
-            look(list(value.values()))
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                look(each)
-        elif isinstance(value, str) and "." in value and all(map(str.isidentifier, value.split("."))):
-            try:
-                spec = importlib.util.find_spec(value.rpartition(".")[0])
-            except (ImportError, ValueError, AttributeError):
-                return
-            file = Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
-            if file is not None and "site-packages" not in file.parts and PACKAGE not in file.parents:
-                found[value] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-
-    look(values)
+    for value in tree_leaves(values):
+        if not isinstance(value, str) or "." not in value or not all(map(str.isidentifier, value.split("."))):
+            continue
+        try:
+            spec = importlib.util.find_spec(value.rpartition(".")[0])
+        except (ImportError, ValueError, AttributeError):
+            continue
+        file = Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
+        if file is not None and "site-packages" not in file.parts and PACKAGE not in file.parents:
+            found[value] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -275,15 +274,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def write_json(output: Path, found: Mapping[str, Any]) -> None:
     """Writes ``comparison.json``, whole or not at all; what is no number is null there."""
-    write_atomically(output / "comparison.json", json.dumps(_finite(found), indent=1) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)  # of NaN and the infinities
+    write_atomically(output / "comparison.json", json.dumps(finite, indent=1) + "\n")
 
 
 def _in_a_line(cell: Mapping[str, Any]) -> str:

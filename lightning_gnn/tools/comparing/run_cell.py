@@ -67,8 +67,8 @@ class EpochTimes(pl.Callback):
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._losses: list[float] = []
         self._backward_ended: tuple[float, float] | None = None  # when, and the seconds of sums until then
-        self._batches = self._gradients = self._outside = self._sums = self._waited = 0.0
-        self._steps = 0
+        self._outside = 0.0
+        self._epoch: dict[str, Any] = {"seconds": 0.0, "batches": 0.0, "gradients": 0.0, "sums": 0.0, "waited": 0.0, "steps": 0}
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,7 +89,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batches += time.perf_counter() - self._ended
+        self._epoch["batches"] += time.perf_counter() - self._ended
         self._before = dict(_meter(trainer).by_layer)
         self._count(trainer, -1)
 
@@ -102,8 +102,8 @@ class EpochTimes(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self._backward_ended is not None:
             ended, sums = self._backward_ended
-            self._gradients += self._now(pl_module) - ended
-            self._sums -= _world_seconds(trainer)[0] - sums
+            self._epoch["gradients"] += self._now(pl_module) - ended
+            self._epoch["sums"] -= _world_seconds(trainer)[0] - sums
             self._backward_ended = None
 
     @override
@@ -112,7 +112,7 @@ class EpochTimes(pl.Callback):
     ) -> None:
         self._ended = self._now(pl_module)
         self._count(trainer, 1)
-        self._steps += 1
+        self._epoch["steps"] += 1
         for key, now in _meter(trainer).by_layer.items():
             self._traffic[key] = self._traffic.get(key, Traffic()) + now - self._before.get(key, Traffic())
         if trainer.num_training_batches != 1 and self.loss in trainer.callback_metrics:
@@ -131,18 +131,8 @@ class EpochTimes(pl.Callback):
             f"{layer} {direction}": [each.bytes_sent, each.messages, each.rows, each.seconds]
             for (layer, direction), each in self._traffic.items()
         }
-        self.epochs.append(
-            {
-                "seconds": self._ended - self._start - self._outside,
-                "batches": self._batches,
-                "gradients": self._gradients,
-                "sums": self._sums,
-                "waited": self._waited,
-                "exchange": exchange,
-                "steps": self._steps,
-                "logged": logged,
-            }
-        )
+        self._epoch["seconds"] = self._ended - self._start - self._outside
+        self.epochs.append({**self._epoch, "exchange": exchange, "logged": logged})
         if self._file is not None:
             with self._file.open("a") as file:
                 file.write(json.dumps(self.epochs[-1]) + "\n")
@@ -151,9 +141,8 @@ class EpochTimes(pl.Callback):
         """Adds what the ranks' connections count, at the end of a step, to what it was at its begin."""
         sums, waited = _world_seconds(trainer)
         gradients, of_sums = getattr(trainer.strategy, "gradient_seconds", (0.0, 0.0))
-        self._gradients += sign * gradients
-        self._sums += sign * (sums - of_sums)
-        self._waited += sign * waited
+        for name, seconds in (("gradients", gradients), ("sums", sums - of_sums), ("waited", waited)):
+            self._epoch[name] += sign * seconds
 
     @staticmethod
     def _now(module: pl.LightningModule) -> float:

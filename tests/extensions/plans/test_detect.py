@@ -22,8 +22,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.extensions.plans import detect as detect_module
 from lightning_gnn.extensions.plans import hardware
 from lightning_gnn.extensions.plans.detect import detect
-from lightning_gnn.extensions.plans.hardware import UnknownGPUsError, device_uuid, local_gpus
-from lightning_gnn.extensions.plans.machine_topology import (
+from lightning_gnn.extensions.plans.hardware import (
     HOST_BRIDGE,
     NUMA_NODE,
     ONE_SWITCH,
@@ -33,7 +32,10 @@ from lightning_gnn.extensions.plans.machine_topology import (
     LocalGPUs,
     Machine,
     Port,
+    UnknownGPUsError,
     detected,
+    device_uuid,
+    local_gpus,
 )
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.presets import _CUBE_MESH, dgx1, find_topology, nccl_latency, pcie8

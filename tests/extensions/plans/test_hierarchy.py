@@ -53,7 +53,7 @@ def problems(draw):
 @given(problems())
 def test_rows_cross_once_and_reach_each_reader_once(drawn):
     hosts, offsets, halos = drawn
-    size, host_of = len(offsets) - 1, hosts.host_of()
+    size, host_of = len(offsets) - 1, hosts.host_of
     rows = [halo_plan(rank, offsets, halos) for rank in range(size)]
     tables = [plan_through_hosts(rank, hosts, rows[rank], halos, offsets) for rank in range(size)]
     ids = [np.concatenate([np.arange(*offsets[rank : rank + 2]), halos[rank]]) for rank in range(size)]

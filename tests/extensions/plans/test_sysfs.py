@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gnn.extensions.plans.hardware import PCIeDevice, interfaces, pcie_device, rdma_ports
-from lightning_gnn.extensions.plans.machine_topology import HOST_BRIDGE, NUMA_NODE, ONE_SWITCH, PCIE3_X16, SYSTEM
+from lightning_gnn.extensions.plans.hardware import (
+    HOST_BRIDGE,
+    NUMA_NODE,
+    ONE_SWITCH,
+    PCIE3_X16,
+    SYSTEM,
+    PCIeDevice,
+    interfaces,
+    pcie_device,
+    rdma_ports,
+)
 
 
 class Tree:

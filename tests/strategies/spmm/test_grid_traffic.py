@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,10 +31,9 @@ from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict, uniform
 from lightning_gnn.partition.shard import Relabelling, halo_plan
 from lightning_gnn.strategies.dgcl.costs import plan_exchanges
-from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.costs import cube_exchange, grid_exchanges, product_exchanges
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
+from lightning_gnn.strategies.spmm.matrices import BlockMatrix, SummaMatrix
 from lightning_gnn.strategies.spmm.traffic import (
     MatrixByCall,
     block_cost,
@@ -342,8 +342,11 @@ def workload(num_ranks: int, **options: Any) -> Workload:
 
 
 def all_products(work: Workload, topology: Topology | None) -> dict[str, ExchangeCost]:
-    found = [*grid_exchanges(work, topology), *(cube_exchange(work, topology, dimensions) for dimensions in (2, 3))]
-    return {each.scheme: each for each in found if each is not None}
+    found = grid_exchanges(work, topology)
+    for dimensions in (2, 3):
+        with suppress(ValueError):  # neither a square nor a cube
+            found.append(cube_exchange(work, topology, ProcessCube.of(work.relation.num_devices, dimensions)))
+    return {each.scheme: each for each in found}
 
 
 def test_products_are_priced_by_stage():
@@ -382,14 +385,14 @@ def by_hand(stage: np.ndarray, topology: Topology) -> list[float]:
 def test_the_matrix_takes_time_too(value_bytes, columns):
     work, topology, cube = workload(4, value_bytes=value_bytes), uniform(4), ProcessCube.of(4, 2)
     work = replace(work, columns=columns)
-    kept, found = (cube_exchange(work, topology, 2, keep_blocks) for keep_blocks in (True, False))
+    kept, found = (cube_exchange(work, topology, cube, keep_blocks) for keep_blocks in (True, False))
     offsets = work.relation.offsets
     matrix = matrix_traffic(cube, offsets, work.edge_index, value_bytes)
-    assert found is not None and found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0
+    assert found.scheme == "spmm_2d" and found.matrix_bytes == matrix.sum() > 0
     assert found.rows == round(cube.words(offsets, columns) / columns)
     sent = summa_traffic(cube, offsets, columns) * 4 + matrix
     assert found.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
-    assert kept is not None and kept.matrix_bytes == 0 and kept.rows == found.rows
+    assert kept.matrix_bytes == 0 and kept.rows == found.rows
     sent -= matrix
     assert kept.seconds == pytest.approx(np.array([by_hand(stage, topology) for stage in sent]).max(1).sum())
 

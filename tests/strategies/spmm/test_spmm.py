@@ -52,10 +52,9 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.spmm.blocks import BlockMatrix
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, legal_replications, on_grid
+from lightning_gnn.strategies.spmm.matrices import BlockMatrix, SummaMatrix
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, _partial_sums
-from lightning_gnn.strategies.spmm.summa import SummaMatrix
 from lightning_gnn.strategies.spmm.traffic import GridCost, block_cost, choose, sparse_cost
 from lightning_gnn.strategy.scheme import bind_module
 
