@@ -283,26 +283,29 @@ def uniform(num_devices: int, gb_per_s: float = 1.0, name: str = "uniform", **la
     return made.topology(**latency)
 
 
-def machines(ranks_per_host: Sequence[int]) -> Topology:
+def machines(
+    ranks_per_host: Sequence[int], inside_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET
+) -> Topology:
     """Returns machines whose ranks are all alike inside, joined by one full duplex network port each.
-
-    Each two ranks of a machine have a link for themselves; all traffic of a machine with others shares its port.
 
     Args:
         ranks_per_host: number of ranks of each machine; those of a machine follow each other. With one machine, the topology
             is :func:`uniform`.
+        inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves.
+        between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
+            DGCL measured it (Table 1).
     """
     counts = list(ranks_per_host)
     if not counts or min(counts) < 1:
         raise ValueError(f"Each machine needs one or more ranks (got {counts}).")
     if len(counts) == 1:
-        return uniform(counts[0], SHARED_MEMORY)
+        return uniform(counts[0], inside_gb_per_s)
     made, to_port = Wiring(f"{len(counts)} machines"), dict[int, list[str]]()
     for number, (count, end) in enumerate(zip(counts, accumulate(counts))):
         ranks = range(end - count, end)
         made.host(ranks)
-        made.link_each_two(ranks, SHARED_MEMORY)
-        port = made.hop(f"port{number}", "network", ETHERNET)
+        made.link_each_two(ranks, inside_gb_per_s)
+        port = made.hop(f"port{number}", "network", between_gb_per_s)
         to_port |= {rank: [port] for rank in ranks}
     made.link_hosts(to_port)
     return made.topology(**SOCKET_LATENCY)

@@ -216,13 +216,13 @@ def test_several_machines(monkeypatch):
 
 
 def test_machines():
-    two = machines([2, 1])
+    two = machines([2, 1], 24.22, 6.37)
     assert two.hosts == ((0, 1), (2,))
-    assert [two.hops[hop].gb_per_s for hop in two.links[0, 1]] == [8.0]
-    assert [two.hops[hop].gb_per_s for hop in two.links[2, 0]] == [3.12, 3.12]
+    assert [two.hops[hop].gb_per_s for hop in two.links[0, 1]] == [24.22]
+    assert [two.hops[hop].gb_per_s for hop in two.links[2, 0]] == [6.37, 6.37]
     assert [two.hops[hop].name for hop in two.links[2, 0]] == ["port1", "-port0"]
     assert two.links[0, 2] == two.links[1, 2]
-    assert sharing(machines([3])) == sharing(uniform(3, 8.0)) and machines([3]).uniform
+    assert sharing(machines([3], 2.0)) == sharing(uniform(3, 2.0)) and machines([3]).uniform
     assert not machines([1, 1, 1]).uniform  # a rank's port is shared by its links
     for counts in ([], [2, 0]):
         with pytest.raises(ValueError, match="Each machine needs one or more ranks"):
