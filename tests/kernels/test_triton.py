@@ -19,7 +19,7 @@ from conftest import RankPool
 from torch import Tensor
 from warm import cold
 
-from lightning_gnn.extensions.codecs import kernels as codes
+from lightning_gnn.extensions.codecs import codec as codes
 from lightning_gnn.kernels import CSR, attention, loops, spmm, sums
 from lightning_gnn.kernels import run as runner
 

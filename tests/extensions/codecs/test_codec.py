@@ -219,7 +219,7 @@ def test_error_is_that_of_what_was_encoded(name, threads):
 @given(rows_of_any_kind(), st.sampled_from(tuple(BITS.values())))
 def test_other_devices_do_alike(rows, bits):
     """What CUDA ranks compute, here on the CPU: the same but for numbers that lie half way between two steps."""
-    from lightning_gnn.extensions.codecs import kernels as codes
+    from lightning_gnn.extensions.codecs import codec as codes
 
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if rows.numel():
