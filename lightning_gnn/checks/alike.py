@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import numpy as np
@@ -42,8 +41,6 @@ _SHOWN = 4
 """Things that differ, of which a message has the names."""
 _SHORT = 100
 """Entries of a list that are looked at."""
-_compared: WeakSet[pl.LightningModule] = WeakSet()
-"""Modules whose own attributes have been compared before steps changed them, which may keep values of a rank in some."""
 
 
 def check_alike(world: World, own: Description) -> None:
@@ -78,12 +75,15 @@ def _text(first: Description, other: Description, rank: int, differing: list[str
     )
 
 
-def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer) -> Description:
-    """Returns what a module and a Trainer are, but not the values of parameters, which ranks get from rank 0."""
+def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begun: bool) -> Description:
+    """Returns what a module and a Trainer are, but not the values of parameters, which ranks get from rank 0.
+
+    Args:
+        has_begun: a stage has begun with the module before, whose steps may have left values of a rank in its own attributes.
+    """
     found = {"the strategy": type(trainer.strategy).__name__, "the module": type(module).__name__}
     # Rank 0 alone runs prepare_data, which may set attributes.
-    compared = module in _compared or is_overridden("prepare_data", module, pl.LightningModule)
-    _compared.add(module)
+    compared = has_begun or is_overridden("prepare_data", module, pl.LightningModule)
     for name, value in _leaves(module.hparams):
         if not _is_of_a_rank(name, value):
             found[f"the hyperparameter {name!r}"] = repr(value)

@@ -37,6 +37,17 @@ from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.rows.graph import GraphRows
 
+
+def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module | None = None) -> int:
+    """Returns what a rank holds whatever its model: rows, halo rows, edges in CSR both ways, weights and gradients.
+
+    Activations come on top. Rows and edges are those of the rank, replicas included; `row_bytes` are those of a node's features.
+    """
+    columns = edges * 8  # columns, for A and its transpose
+    parameters = 0 if module is None else sum(2 * parameter.nbytes for parameter in module.parameters())
+    return (rows + halo_rows) * row_bytes + columns + parameters
+
+
 SORTING_BYTES = 40
 """Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
 

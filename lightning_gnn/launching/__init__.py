@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
 
-from lightning_gnn.launching.failures import RankFailedError
-from lightning_gnn.launching.processes import ProcessLauncher
-from lightning_gnn.launching.script import InPlaceLauncher, ScriptLauncher, join_parent
-from lightning_gnn.launching.strategy import Launchable
+from lightning_gnn.checkpoints import with_whole_last
+
+if TYPE_CHECKING:
+    from lightning_gnn.launching.strategy import Launchable
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
-__all__ = ["RankFailedError", "ScriptLauncher", "StartMethod", "join_parent", "make_launcher"]
-
+STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
+"""Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
 
 _MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
 """Of the environment of a process that Open MPI, MPICH or Intel MPI, or MVAPICH has started."""
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has failed: its traceback, if it had one, and at the end a line that says why and where."""
+
+
+def join_parent() -> None:
+    """Takes up the pipe to its parent, in a rank that was started by the script launcher."""
+    if STARTED_BY in os.environ:
+        from lightning_gnn.launching import script
+
+        script.join_parent()
+
+
+class InPlaceLauncher(_Launcher):
+    """Starts nothing: this process is the only rank."""
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        return function(*with_whole_last(trainer, args), **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """There is no other process."""
 
 
 def make_launcher(strategy: Launchable, start_method: StartMethod) -> _Launcher:
@@ -31,6 +63,8 @@ def make_launcher(strategy: Launchable, start_method: StartMethod) -> _Launcher:
     if not environment.creates_processes_externally:
         _check_mpi(ranks)
     if start_method == "popen":
+        from lightning_gnn.launching.script import ScriptLauncher
+
         return ScriptLauncher(strategy)
     if environment.creates_processes_externally:
         raise ValueError(
@@ -42,6 +76,8 @@ def make_launcher(strategy: Launchable, start_method: StartMethod) -> _Launcher:
             f"start_method={start_method!r} starts ranks on this machine only (num_nodes={strategy.num_nodes}). Use "
             f"strategy='{strategy.strategy_name}' in a script that is started on each machine, or torchrun."
         )
+    from lightning_gnn.launching.processes import ProcessLauncher
+
     return ProcessLauncher(strategy, start_method)
 
 

@@ -17,6 +17,7 @@ from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import is_about_peers
 from lightning_gnn.comm.processes import here
 from lightning_gnn.comm.watchdog import EXIT_STATUS
+from lightning_gnn.launching import RankFailedError
 
 GRACE_S = 3.0
 """How long ranks may take to end by themselves once one has failed; then they are ended."""
@@ -31,10 +32,6 @@ _REPORT = "_lightning_gnn_report"
 
 STOP_S = 60.0
 """How long ranks that were asked to end may take, for a checkpoint, say."""
-
-
-class RankFailedError(RuntimeError):
-    """Another rank has failed: its traceback, if it had one, and at the end a line that says why and where."""
 
 
 @dataclass

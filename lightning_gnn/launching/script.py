@@ -28,7 +28,7 @@ from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.listening import hold
 from lightning_gnn.comm.processes import end_after, end_with_parent, here
-from lightning_gnn.launching import program
+from lightning_gnn.launching import STARTED_BY, program
 from lightning_gnn.launching.failures import (
     GRACE_S,
     IMPORT_S,
@@ -45,9 +45,6 @@ from lightning_gnn.launching.strategy import Launchable
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE
 
-STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
-"""Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
-
 # The started ranks belong to the process, not to one Trainer: they follow it through the script.
 _supervisor: Supervisor | None = None
 _reporter: Reporter | None = None
@@ -62,28 +59,10 @@ _size: int | None = None  # the number of ranks, where this package has started 
 def join_parent() -> None:
     """Takes up the pipe, in a process that :class:`ScriptLauncher` has started."""
     global _reporter, _size, _parent, _waits
-    if STARTED_BY in os.environ:
-        _parent, rank, _size, descriptor = map(int, os.environ.pop(STARTED_BY).split())
-        os.set_inheritable(descriptor, False)
-        _reporter, _waits = Reporter(rank, Connection(descriptor)), True
-        show_once()
-
-
-class InPlaceLauncher(_Launcher):
-    """Starts nothing: this process is the only rank."""
-
-    @property
-    @override
-    def is_interactive_compatible(self) -> bool:
-        return True
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        return function(*with_whole_last(trainer, args), **kwargs)
-
-    @override
-    def kill(self, signum: Any) -> None:
-        """There is no other process."""
+    _parent, rank, _size, descriptor = map(int, os.environ.pop(STARTED_BY).split())
+    os.set_inheritable(descriptor, False)
+    _reporter, _waits = Reporter(rank, Connection(descriptor)), True
+    show_once()
 
 
 class ScriptLauncher(_Launcher):

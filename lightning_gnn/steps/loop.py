@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_gnn.comm.call import Step
@@ -85,15 +86,20 @@ def without_example(module: pl.LightningModule) -> Iterator[None]:
         module._example_input_array = given
 
 
+def hooks_move_batches(module: pl.LightningModule, data: pl.LightningDataModule) -> bool:
+    """Returns whether a hook of the user's module or datamodule sees batches before they are on the device, or moves them there:
+    then they are left to Lightning."""
+    users = ((module, pl.LightningModule), (data, pl.LightningDataModule))
+    hooks = "on_before_batch_transfer", "transfer_batch_to_device"
+    return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
+
+
 class Progress(pl.Callback):
-    """Notes where this rank is, for those that ask once it has ended or hangs."""
+    """Notes where this rank is, for those that ask once it has ended or hangs. Each stage has its own, which counts steps anew:
+    workers that trained independently may have made different numbers of them."""
 
     def __init__(self) -> None:
         self._steps: Counter[str] = Counter()
-
-    def begin_stage(self) -> None:
-        """Counts steps anew: workers that trained independently may have made different numbers of them."""
-        self._steps.clear()
 
     def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:
         """Notes that a step of a stage begins, in messages of the watchdog, too; returns which."""

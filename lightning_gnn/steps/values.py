@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +16,6 @@ from lightning_gnn.data.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import NotExactError
 from lightning_gnn.steps.logs import GlobalLogs
-from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.weights import scale_by
 
 
@@ -40,26 +38,14 @@ class StepValues:
     ) -> None:
         self._module, self._world, self._shard, self._loss_reduction = module, world, shard, loss_reduction
         self._rows, self._is_whole = rows, False
-        self.logs = self._wrapped()
+        callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+        self.logs = GlobalLogs(module, world, callbacks, rows)
         self.scale = 1.0
         given = shard.predicted(shard.batch)
         self._versions = {name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None}
 
-    def _wrapped(self) -> GlobalLogs:
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        return GlobalLogs(self._module, self._world, callbacks, self._rows)
-
     def release(self) -> None:
         self.logs.release()
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """While open, the module has its own ``log`` and metrics."""
-        self.logs.release()
-        try:
-            yield
-        finally:
-            self.logs = self._wrapped()
 
     @contextmanager
     def step(self, batch: Any, mask: str | None, whole: bool = True) -> Iterator[None]:
@@ -135,8 +121,3 @@ class StepValues:
             return self._shard.mask_counts[mask]
         own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])
         return tuple(self._world.all_gather_object(own))
-
-    def predicted(self, output: Any, mode: Predictions, folder: Path) -> Any:
-        """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
-        assert self._rows is not None
-        return PredictedRows(self._world, self._rows.mode, mode, folder)(output)

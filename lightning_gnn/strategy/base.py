@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.checks.alike import check_alike, module_and_trainer, optimizers_and_schedulers
-from lightning_gnn.checks.unregistered import unregistered
-from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
-from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.convs import kernel_groups
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
-from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.hooks import in_hooks
-from lightning_gnn.steps.loop import asking_whether_to_end, loss_in_outputs, without_example
+from lightning_gnn.rows.graph import whole_value
+from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
+from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.model import SharedModel
 from lightning_gnn.steps.predictions import Predictions
-from lightning_gnn.steps.random_streams import RandomStreams
-from lightning_gnn.steps.values import StepValues
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
-from lightning_gnn.strategy.graph_kinds import check_for_layout, check_model, predicts_memory
-from lightning_gnn.strategy.memory import check_memory, check_own_memory
-from lightning_gnn.strategy.run_checks import RunChecks
+from lightning_gnn.steps.weights import gather_rows
+from lightning_gnn.strategy.checks import Checks, Run, RunChecks
+from lightning_gnn.strategy.graph_kinds import check_for_layout, check_model
+from lightning_gnn.strategy.ranks import RankStrategy
 from lightning_gnn.strategy.run_config import log_run, part_sizes
-from lightning_gnn.strategy.scheme import Scheme, bind_module
-from lightning_gnn.strategy.self_checks import SelfChecks
-from lightning_gnn.strategy.steps import StepStrategy
+from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme, bind_module
+from lightning_gnn.strategy.steps import NoSteps, Steps
 
 _REMOVED = {
     "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
@@ -60,7 +55,7 @@ def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: st
             raise ValueError(f"{name}={options[name]!r} is of no use. {because}")
 
 
-class GNNStrategy(StepStrategy):
+class GNNStrategy(RankStrategy):
     """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
 
     Every node has one owner. A rank's batch holds the rows that it owns. Inside a step on the whole graph, every tensor stands
@@ -109,6 +104,10 @@ class GNNStrategy(StepStrategy):
 
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the losses of steps on a rank's own batch are over its rows; a loss of the whole graph is taken as it is."""
+    redraw_every = 1
+    """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
+    trains_on_batches = False
+    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
 
     def __init__(
         self,
@@ -135,8 +134,8 @@ class GNNStrategy(StepStrategy):
         check_flags(stochastic_rounding=stochastic_rounding)
         if codec is not None or stochastic_rounding:
             codecs().make_codec(codec, stochastic_rounding)
-        self._out_of_core = out_of_core(host_memory, host_memory_dir, shared_memory)
-        self.host_memory, self.host_memory_dir = self._out_of_core and self._out_of_core.most_bytes, host_memory_dir
+        self.ranks = out_of_core(host_memory, host_memory_dir, shared_memory) or self.ranks
+        self.host_memory, self.host_memory_dir = self.ranks.most_bytes, host_memory_dir
         if recompute and stochastic_rounding:
             raise ValueError(
                 "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
@@ -145,18 +144,63 @@ class GNNStrategy(StepStrategy):
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
         self.keep_constant, self.recompute = keep_constant, recompute
-        self.predictions = predictions
+        self.predictions: Predictions = predictions
         self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
         self.meter = Meter()
-        self._codec: Any = None
-        self._shard: Shard | None = None
-        self._checks = SelfChecks(self)
-        self._callbacks: list[pl.Callback] = []
+        self.checks = Checks()
+        self.steps: Steps = NoSteps()
+        self._saved: Mapping[str, Any] | None = None
 
     @property
     def approximation(self) -> str:
         """What makes training differ from that of one device, in a few words; empty if nothing does."""
         return ", ".join(filter(None, [self.scheme.approximation, f"codec {self.codec}" if self.codec else ""]))
+
+    def layout(self) -> LayoutSpec:
+        """Returns what the datamodule must give each rank."""
+        return self.scheme.layout(self.world_size, self.num_nodes)
+
+    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
+        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
+        assert trainer.state.fn is not None
+        return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
+
+    def binds(self, shard: Shard) -> bool:
+        """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
+        return True
+
+    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
+        """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
+        check_model(module, of, self.recompute)
+
+    def check_data(self, data: Any) -> GraphDataModule:
+        """Returns the datamodule of a run; raises ValueError for any that has no graph."""
+        if not isinstance(data, GraphDataModule):
+            given = "no datamodule" if data is None else type(data).__name__
+            raise ValueError(
+                f"{type(self).__name__} needs a graph that it can split (got {given}). "
+                "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
+            )
+        return data
+
+    def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer) -> Run:
+        """Returns what checks look at."""
+        first = self.node_rank * self.num_processes
+        return Run(
+            type(self).__name__,
+            self.scheme,
+            module,
+            trainer,
+            self.checked_stages(trainer),
+            self.trains_on_batches,
+            self.self_check,
+            self.keep_constant,
+            self.recompute,
+            self.root_device,
+            self.world_size,
+            self.num_nodes,
+            range(first, first + self.num_processes),
+        )
 
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
         """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
@@ -185,10 +229,11 @@ class GNNStrategy(StepStrategy):
         if not layout.reads_edges(cut.types):
             return
         self._warm_up(module, trainer)
-        if self._out_of_core is None and predicts_memory(cut):
-            check_memory(self, data, module, trainer)
+        run = self._run_for_checks(module, trainer)
+        if self.host_memory is None:
+            self.checks.memory_ahead(run, cut)
         if self_check:
-            self._checks.ahead(module, cut, trainer)
+            self.checks.ahead(run, cut)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -198,44 +243,24 @@ class GNNStrategy(StepStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
-        shard = self._shard = self.check_data(getattr(trainer, "datamodule", None)).shard
+        data = self.check_data(getattr(trainer, "datamodule", None))
+        shard = data.shard
         log_run(self, trainer, shard)
-        self._check_stage(module, shard, trainer)
+        run = self._run_for_checks(module, trainer)
+        self.checks.module_alike(run, self.world)
+        self.check_model(module, shard)
+        if self.binds(shard):
+            # One rank of a machine compiles, and the others load what it has kept.
+            if self.local_rank == 0:
+                self._warm_up(module, trainer)
+            self.world.barrier()
+            if self.local_rank != 0:
+                self._warm_up(module, trainer)
+            self.checks.before_stage(run, self.world, shard)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._check_optimizers(trainer)
+            self.checks.optimizers(run, self.world, data, self.optimizers, self.lr_scheduler_configs)
         self.begin_stage(trainer, shard)
-
-    def _check_stage(self, module: pl.LightningModule, shard: Shard, trainer: pl.Trainer) -> None:
-        """Checks on ranks, whose parts of the graph are there."""
-        check_alike(self.world, module_and_trainer(module, trainer))
-        self.check_model(module, shard)
-        if not self.binds(shard):
-            return
-        # One rank of a machine compiles, and the others load what it has kept.
-        if self.local_rank == 0:
-            self._warm_up(module, trainer)
-        self.world.barrier()
-        if self.local_rank != 0:
-            self._warm_up(module, trainer)
-        self._checks.before_stage(module, shard, trainer)
-        if predicts_memory(shard):
-            check_own_memory(self, trainer, shard)
-
-    def _check_optimizers(self, trainer: pl.Trainer) -> None:
-        """Refuses, on all ranks, what ``configure_optimizers`` has returned, if ranks could not train it together."""
-        failure: ValueError | None = None
-        if self.trains_on_batches and any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers):
-            failure = ValueError(
-                "LBFGS decides by the loss of a rank's own batch how far to step. Use Adam, AdamW or SGD, or a strategy whose "
-                "steps are of the whole graph."
-            )
-        elif self.world_size > 1:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            failure = data.trained_by(self.optimizers) or unregistered(self._module, self.optimizers)
-        raise_together(self.world, failure, "The optimizers cannot be used on ranks")
-        made = optimizers_and_schedulers(self._module, self.optimizers, self.lr_scheduler_configs)
-        check_alike(self.world, made)
 
     def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
         """Compiles what layers run, unless PyG's own code runs in all steps: then there is none to check either."""
@@ -249,49 +274,28 @@ class GNNStrategy(StepStrategy):
         if seconds:
             rank_zero_info(f"Compiled in {seconds:.1f} s")
 
-    def binds(self, shard: Shard) -> bool:
-        """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
-        return True
-
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
-        module = self._module
-        self.progress.begin_stage()
-        self.random = RandomStreams(self.world)
+        module, world, in_parts = self._module, self.world, self.binds(shard)
+        keeps_memory = self.keep_memory and self.root_device.type == "cpu"
+        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.redraw_every)
         if self.codec is not None:
-            self._codec = codecs().make_codec(self.codec, self.stochastic_rounding, self.random.seed)
-            self.world.wrap_transport(partial(codecs().EncodingTransport, codec=self._codec))
-        in_parts = self.binds(shard)
-        self._in_use = ExitStack()
+            steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
+            world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
         if in_parts:
             shard.batch.to(self.root_device)
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
-        self._shared = SharedModel(module, self.world, shard, *of_run)
+        steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            self._binding = bind_module(self.scheme, module, shard, self.world, self.meter, self.keep_constant)
+            binding = bind_module(self.scheme, module, shard, world, self.meter, self.keep_constant)
             if self.recompute:
-                self._binding.recompute()
-            self._in_use.enter_context(graph_in_use(self._binding.context))
-            if self.world_size > 1:
-                self._in_use.enter_context(without_example(module))
-            draws = partial(self.random.inside, False)
-            self._rows = GraphRows(shard, self.world, draws, expand, reduce)
-            self._rows.place_state(module, self.world)
-        self._steps = 0
-        values = self._values = StepValues(module, self.world, shard, self.loss_reduction, self._rows)
-        self._in_use.enter_context(in_hooks(trainer, lambda: values.hook(not (self.trains_on_batches and trainer.training))))
-        self._callbacks = [*self.stage_callbacks(shard), RunChecks()]
-        trainer.callbacks[:0] = self._callbacks  # type: ignore[attr-defined]
-        self._in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
-        self._in_use.enter_context(asking_whether_to_end(trainer, self.world))
+                binding.recompute()
+            steps.bind(binding)
+            steps.see_whole_graph(module, shard)
+        steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
+        steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:
             self.log_exchange(trainer, shard)
-
-    @property
-    def bound(self) -> GraphContext:
-        """What bound layers know of this rank; there while a stage binds the model."""
-        assert self._binding is not None
-        return self._binding.context
 
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Tells the loggers how rows travel in this run, where arguments do not."""
@@ -300,85 +304,10 @@ class GNNStrategy(StepStrategy):
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the user's."""
-        assert self._shared is not None
-        of_steps = None if self._rows is None else self._rows.ranks
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), self._shared.replicas, of_steps)
-        return [metrics, self.progress, self._checks]
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self._out_of_core is not None:
-            self._out_of_core.check(self.parallel_devices or [], self.num_nodes)
-        super()._configure_launcher()
-
-    @override
-    def _make_world(self) -> World:
-        if self._out_of_core is None:
-            return super()._make_world()
-        of_run = self.global_rank, self.world_size, self.root_device, self.timeout
-        return self._out_of_core.make_world(self._trainer.default_root_dir, *of_run)
-
-    @contextmanager
-    @override
-    def _step(self, name: str) -> Iterator[None]:
-        with nullcontext() if self._out_of_core is None else self._out_of_core.turn(), super()._step(name):
-            yield
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with nullcontext() if self._out_of_core is None else self._out_of_core.turn():
-            return super().backward(*args, **kwargs)
-
-    def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
-        """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        check_model(module, of, self.recompute)
-
-    def check_data(self, data: Any) -> GraphDataModule:
-        """Returns the datamodule of a run; raises ValueError for any that has no graph."""
-        if not isinstance(data, GraphDataModule):
-            given = "no datamodule" if data is None else type(data).__name__
-            raise ValueError(
-                f"{type(self).__name__} needs a graph that it can split (got {given}). "
-                "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
-            )
-        return data
-
-    def hooks_move_batches(self, data: Any) -> bool:
-        """Returns whether a hook of the user's module or datamodule sees batches before they are on the device, or moves them
-        there: then they are left to Lightning."""
-        users = ((self._module, pl.LightningModule), (data, pl.LightningDataModule))
-        hooks = "on_before_batch_transfer", "transfer_batch_to_device"
-        return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
-
-    @contextmanager
-    def unbound(self) -> Iterator[None]:
-        """While open, the module is as its user made it."""
-        assert self._values is not None
-        with self._values.released(), ExitStack() as stack:
-            if self._binding is not None:
-                self._binding.release(for_good=False)
-                stack.callback(self._binding.bind)
-            yield
-
-    @override
-    def teardown(self) -> None:
-        trainer = self._trainer
-        if trainer is not None:
-            # A LearningRateFinder that fails leaves others in their place.
-            trainer.callbacks[:] = [each for each in trainer.callbacks if each not in self._callbacks]
-            data = getattr(trainer, "datamodule", None)
-            if self._start_method != "popen" and isinstance(data, GraphDataModule):
-                data.tell_of_changes("its process ends with this call")
-        self._in_use.close()
-        for part in (self._values, self._shared, self._binding):
-            if part is not None:
-                part.release()
-        if self._rows is not None:
-            self._rows.release(self._module)
-        self._callbacks = []
-        self._values = self._shared = self._binding = self._shard = self.random = self.loss = self._checks.shard = None
-        self._rows = self._codec = None
-        super().teardown()
+        steps = self.steps
+        of_steps = None if steps.rows is None else steps.rows.ranks
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, of_steps)
+        return [metrics, steps.progress, self.checks]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -390,38 +319,120 @@ class GNNStrategy(StepStrategy):
         return dataloader
 
     @override
+    def on_train_start(self) -> None:
+        state, self._saved = self._saved, None
+        if state is not None:
+            self.scheme.load_state_dict(state.get("scheme", {}))
+            self.steps.load(state, self.global_rank, self.world_size)
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.world.watch.place = "end of training"
-        if self._binding is not None:
-            self._binding.context.drain()
-        assert self._shared is not None
-        self._shared.end_training()
+        self.steps.end_training()
 
     @override
+    def teardown(self) -> None:
+        data = getattr(self._trainer, "datamodule", None)
+        if self._start_method != "popen" and isinstance(data, GraphDataModule):
+            data.tell_of_changes("its process ends with this call")
+        self.steps.end()
+        self.steps = NoSteps()
+        super().teardown()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint["lightning_gnn"] = self.kept_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def kept_state(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"scheme": self.scheme.state_dict()}
-        if self._world is not None and self._world.size > 1 and self.random is not None:
-            common, own = self.random.state()
-            rounding = self._codec.random_state() if self._codec is not None else None
-            streams, seeds, roundings = zip(*self.world.all_gather_object((own, self.random.seed, rounding)))
-            kept["random_streams"] = {"common": common, "own": [*streams], "seeds": [*seeds], "rounding": [*roundings]}
-        if self._binding is not None:
-            exchanges = self.world.all_gather_object(self._binding.context.state_dict())
-            if any(exchanges):
-                kept["exchanges"] = exchanges
-        return kept
+        """Returns what checkpoints keep beside Lightning's; on all ranks."""
+        return {"scheme": self.scheme.state_dict(), **self.steps.state()}
+
+    def outcome(self) -> dict[str, Any]:
+        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
+        return {}
 
     @override
-    def take_state(self, state: Mapping[str, Any]) -> None:
-        self.scheme.load_state_dict(state.get("scheme", {}))
-        exchanges = state.get("exchanges", [])
-        if len(exchanges) == self.world_size and self._binding is not None:
-            self._binding.context.load_state_dict(exchanges[self.global_rank])
-        streams = state.get("random_streams", {"own": []})
-        if len(streams["own"]) == self.world_size and self.random is not None:
-            self.random.load(streams["common"], streams["own"][self.global_rank])
-            if "seeds" in streams:
-                self.random.seed = streams["seeds"][self.global_rank]
-            if self._codec is not None and "rounding" in streams:
-                self._codec.set_random_state(streams["rounding"][self.global_rank])
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved = checkpoint.get("lightning_gnn")
+        return checkpoint
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.train(super().training_step, batch, *args, **kwargs)
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluate(super().validation_step, "validation", "val_mask", batch, *args, **kwargs)
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluate(super().test_step, "test", "test_mask", batch, *args, **kwargs)
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self.steps.evaluate(super().predict_step, "prediction", None, batch, *args, **kwargs)
+        return self.steps.predicted(output, self.predictions)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
+        # on_before_backward is given the loss as the step returned it.
+        module, precision, steps = self._module, self.precision_plugin, self.steps
+        with steps.in_backward():
+            with steps.random.inside(False):
+                self.pre_backward(closure_loss)
+                loss = precision.pre_backward(closure_loss, module)
+            with steps.differentiating():
+                precision.backward(loss * steps.values.scale, module, optimizer, *args, **kwargs)
+            with steps.random.inside(False):
+                steps.sum_gradients(closure_loss)
+                loss = precision.post_backward(loss, module)
+                self.post_backward(loss)
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.steps.random.inside(False):
+            return super().optimizer_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
+        with self.steps.shared.gradients.blocked():
+            yield None
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if active_mode() is not None:
+            return whole_value(tensor, reduce_op)
+        is_mean, weights = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"), self.steps.weights
+        if is_mean and weights is not None and self.world.size > 1 and group in (None, self.world.everyone):
+            return weights.mean(tensor, "A mean over ranks")
+        return _sync_ddp_if_available(tensor.to(self.root_device), group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        with local_rows():  # decisions of ranks are counted
+            return super().reduce_boolean_decision(decision, all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks, which may have different numbers of rows; see
+        :func:`~lightning_gnn.steps.weights.gather_rows`."""
+        if self._world is None or self._world.size == 1:
+            return tensor
+        if group not in (None, self.world.everyone):
+            return super().all_gather(tensor, group, sync_grads)
+        mode = active_mode()
+        of = placement_of(tensor)
+        if mode is not None and tensor.requires_grad and of is not None and of.rows is None:
+            return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
+        with local_rows():
+            found = gather_rows(tensor, self.world, self.steps.weights if mode is None else None, sync_grads)
+        return found if mode is None else place(found, FROM_ROWS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_gnn.checks.small_graph import SmallGraph, small_graph
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.nn.bind import Binding, check_module
@@ -16,6 +15,9 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
+
+if TYPE_CHECKING:
+    from lightning_gnn.checks.small_graph import SmallGraph
 
 
 def check_model(module: torch.nn.Module, of: Shard | Cut, recompute: bool) -> None:
@@ -34,6 +36,8 @@ def bind(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Sh
 
 def make_small_graph(shard: Shard) -> Callable[..., SmallGraph]:
     """Returns what makes small graphs that look like a shard's."""
+    from lightning_gnn.checks.small_graph import small_graph
+
     types = shard.types
     return partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
 

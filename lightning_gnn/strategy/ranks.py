@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -27,8 +28,36 @@ MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
 
 
+class SideBySide:
+    """Ranks that compute side by side, each with all it needs in memory; an extension may have others in their place.
+
+    Args:
+        shared_memory: let CPU ranks of one machine exchange through it.
+    """
+
+    most_bytes: int | None = None
+
+    def __init__(self, shared_memory: bool) -> None:
+        self._shared_memory = shared_memory
+
+    def check(self, devices: Sequence[torch.device], machines: int) -> None:
+        """Any devices will do."""
+
+    def make_world(self, folder: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> World:
+        """Returns the ranks of a run; all ranks call it."""
+        return World(rank, size, device, timeout, self._shared_memory)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """While open, this rank computes."""
+        return nullcontext()
+
+
 class RankStrategy(ParallelStrategy):
-    """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`."""
+    """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+
+    Attributes:
+        ranks: connects them, and has them compute side by side, or one after the other.
+    """
 
     survives_lost_ranks = False
     """Whether the other ranks may go on when one has failed."""
@@ -49,10 +78,10 @@ class RankStrategy(ParallelStrategy):
             raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
         check_flags(shared_memory=shared_memory)
         self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
+        self.ranks: Any = SideBySide(shared_memory)
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None
-        self._saved: Mapping[str, Any] | None = None
 
     @property
     def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
@@ -79,7 +108,9 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        for device in self.parallel_devices or []:
+        devices = self.parallel_devices or []
+        self.ranks.check(devices, self.num_nodes)
+        for device in devices:
             backend_of(device)
         self._launcher = make_launcher(self, self._start_method)  # type: ignore[arg-type]
 
@@ -132,7 +163,8 @@ class RankStrategy(ParallelStrategy):
         self._world = self._make_world()
 
     def _make_world(self) -> World:
-        return World(self.global_rank, self.world_size, self.root_device, self.timeout, self.shared_memory)
+        folder = self._trainer.default_root_dir
+        return self.ranks.make_world(folder, self.global_rank, self.world_size, self.root_device, self.timeout)
 
     @override
     def model_to_device(self) -> None:
@@ -163,34 +195,6 @@ class RankStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        checkpoint["lightning_gnn"] = self.kept_state()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def kept_state(self) -> dict[str, Any]:
-        """Returns what checkpoints keep beside Lightning's; on all ranks."""
-        return {}
-
-    def take_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`kept_state` gave, perhaps on other ranks."""
-
-    def outcome(self) -> dict[str, Any]:
-        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
-        return {}
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = checkpoint.get("lightning_gnn")
-        return checkpoint
-
-    @override
-    def on_train_start(self) -> None:
-        state, self._saved = self._saved, None
-        if state is not None:
-            self.take_state(state)
 
     @override
     def teardown(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import lightning.pytorch as pl
@@ -24,16 +24,13 @@ from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.registry import cutter_of
 from lightning_gnn.strategy.graph_kinds import described
 
-if TYPE_CHECKING:
-    from lightning_gnn.strategy.steps import StepStrategy
-
 _NOT_TOLD = (
     *("self", "scheme", "model", "optimizers", "lr_schedulers"),
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
 )
 
 
-def arguments_of(strategy: StepStrategy) -> dict[str, Any]:
+def arguments_of(strategy: Any) -> dict[str, Any]:
     """Returns the arguments of a strategy's constructor by name, its base's included, as they are in use; plain values.
 
     Strategies and their schemes keep them under their names, or as ``num_name`` or ``_name``.
@@ -49,7 +46,7 @@ def arguments_of(strategy: StepStrategy) -> dict[str, Any]:
     return found
 
 
-def run_config(strategy: StepStrategy, shard: Shard) -> dict[str, Any]:
+def run_config(strategy: Any, shard: Shard) -> dict[str, Any]:
     """Returns the configuration of a run beside that of its module: ``strategy``, ``graph``, ``partition``, and sizes."""
     nodes, edges = sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
@@ -107,7 +104,7 @@ def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
     return files
 
 
-def log_run(strategy: StepStrategy, trainer: pl.Trainer, shard: Shard) -> None:
+def log_run(strategy: Any, trainer: pl.Trainer, shard: Shard) -> None:
     """Tells the loggers what is trained, on which parts of which graph."""
     log_config(trainer, run_config(strategy, shard))
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, singledispatch
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
 
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
@@ -58,6 +62,55 @@ class Scheme(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
+
+
+class EdgeCutScheme(Scheme):
+    """Each rank holds all in-edges of its nodes; S fetches the halo rows directly from their owners, R is the identity."""
+
+    @override
+    def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
+        return LayoutSpec.edge_cut(world_size)
+
+    @override
+    def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
+        return HaloExchange(shard.plan, world, meter)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call of the Trainer under a scheme, as checks look at it.
+
+    Attributes:
+        strategy: the name of the strategy's class.
+        stages: whose steps must give the numbers of one device.
+        on_batches: training steps are on batches, else on the whole graph.
+        self_check, keep_constant, recompute: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+        device: of this rank.
+        here: the ranks on this machine.
+    """
+
+    strategy: str
+    scheme: Scheme
+    module: pl.LightningModule
+    trainer: pl.Trainer
+    stages: Sequence[str]
+    on_batches: bool
+    self_check: bool
+    keep_constant: bool
+    recompute: bool
+    device: torch.device
+    world_size: int
+    machines: int
+    here: range
+
+    @property
+    def layout(self) -> LayoutSpec:
+        return self.scheme.layout(self.world_size, self.machines)
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether its steps are a fit's on the whole graph, whose activations may not fit into memory."""
+        return self.trainer.state.fn == TrainerFn.FITTING and not self.on_batches
 
 
 @singledispatch

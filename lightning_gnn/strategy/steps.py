@@ -1,158 +1,203 @@
-"""StepStrategy: what a rank's steps, losses and gradients are to those of all ranks."""
+"""The steps of a stage on a rank: what they give is made that of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gnn.comm.call import Step
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.nn.bind import Binding
-from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.registry import explained
-from lightning_gnn.rows.graph import GraphRows, whole_value
-from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
-from lightning_gnn.rows.placement import FROM_ROWS
-from lightning_gnn.steps.loop import SKIPPED, Progress
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.hooks import in_hooks
+from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.steps.loop import SKIPPED, Progress, asking_whether_to_end, loss_in_outputs, without_example
 from lightning_gnn.steps.model import SharedModel
-from lightning_gnn.steps.predictions import Predictions
+from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
-from lightning_gnn.steps.weights import gather_rows
-from lightning_gnn.strategy.ranks import RankStrategy
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.steps.weights import RowWeights
 
 
-class StepStrategy(RankStrategy):
-    """Runs the module's steps, and sums gradients over ranks; a subclass binds the module. Between set-up and teardown, `random`
-    are its streams of random numbers; after a step's backward, `loss` is that of all ranks."""
+class Unbound:
+    """In place of a binding, and of its context, where steps take their batches as they are."""
 
-    strategy_name: str
-    scheme: Scheme
-    self_check: bool
-    keep_constant: bool
-    keep_memory: bool
-    recompute: bool
-    predictions: Predictions
-    redraw_every = 1
-    """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
-    trains_on_batches = False
-    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
+    propagations: Mapping[str, int] = {}
 
-    def __init__(self, *options: Any, **plugins: Any) -> None:
-        super().__init__(*options, **plugins)
-        self.progress = Progress()
-        self.random: RandomStreams | None = None
-        self.loss: Tensor | None = None
-        self._binding: Binding | None = None
-        # Of a stage, between set-up and teardown.
-        self._values: StepValues | None = None
-        self._rows: GraphRows | None = None  # of the whole graph, where layers are bound to it
-        self._shared: SharedModel | None = None
-        self._in_use = ExitStack()
-        self._steps = 0
+    @property
+    def context(self) -> Unbound:
+        return self
 
-    def layout(self) -> LayoutSpec:
-        """Returns what the datamodule must give each rank."""
-        return self.scheme.layout(self.world_size, self.num_nodes)
+    def bind(self) -> None:
+        """There is nothing to bind."""
 
-    def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
-        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
-        assert trainer.state.fn is not None
-        return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
+    def release(self) -> None:
+        """Nothing is bound."""
+
+    def begin_step(self, step: Step) -> None:
+        """Nothing travels."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+class Steps:
+    """The steps of a stage on this rank. What they need is given to :meth:`share`, :meth:`bind`, :meth:`see_whole_graph` and
+    :meth:`begin`, in this order; only the first and the last are called in every stage. :meth:`end` undoes all.
+
+    Args:
+        turn: is open while this rank computes.
+        keeps_memory: what a step frees stays with this process for the next one.
+        redraws_every: epochs whose training steps draw the same random numbers.
+
+    Attributes:
+        random: streams of random numbers.
+        progress: where this rank is.
+        rounding: what rounds the rows that travel, with a state of its own; None if none does.
+        binding: of the module to the rank's part of the graph.
+        shared: the module as all ranks have it.
+        values: what steps give.
+        rows: of the whole graph, where layers are bound to it.
+        weights: of the ranks' values; None outside of stages.
+        loss: that of all ranks, after the backward of a step.
+        in_use: what is open until the end.
+    """
+
+    shared: SharedModel
+    values: StepValues
+    weights: RowWeights | None = None
+    loss: Tensor | None = None
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        world: World,
+        turn: Callable[[], AbstractContextManager[None]],
+        keeps_memory: bool,
+        redraws_every: int,
+    ) -> None:
+        self._trainer, self._world, self._turn = trainer, world, turn
+        self._keeps_memory, self._redraws_every = keeps_memory, redraws_every
+        self.random, self.progress = RandomStreams(world), Progress()
+        self.rounding: Any = None
+        self.binding: Any = Unbound()
+        self.rows: GraphRows | None = None
+        self.in_use = ExitStack()
+        self._count = 0
+
+    def share(self, shared: SharedModel) -> None:
+        self.shared = shared
+        self.in_use.callback(shared.release)
+
+    def bind(self, binding: Any) -> None:
+        """Lets layers see the graph that a module is bound to."""
+        self.binding = binding
+        self.in_use.callback(binding.release)
+        self.in_use.enter_context(graph_in_use(binding.context))
+
+    def see_whole_graph(self, module: pl.LightningModule, shard: Shard) -> None:
+        """Lets steps stand for those on the whole graph, of which this rank has a part."""
+        if self._world.size > 1:
+            self.in_use.enter_context(without_example(module))
+        self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), expand, reduce)
+        self.in_use.callback(rows.release, module)
+        rows.place_state(module, self._world)
+
+    def begin(self, module: pl.LightningModule, shard: Shard, loss_reduction: str, on_batches: bool) -> None:
+        """Makes what steps give that of all ranks.
+
+        Args:
+            loss_reduction: of losses of a rank's own batch.
+            on_batches: training steps are on a rank's own batch.
+        """
+        self._module, self._on_batches, trainer = module, on_batches, self._trainer
+        self.values = values = StepValues(module, self._world, shard, loss_reduction, self.rows)
+        self.in_use.callback(values.release)
+        self.weights = values.logs.weights
+        self.in_use.enter_context(in_hooks(trainer, lambda: values.hook(not (on_batches and trainer.training))))
+        self.in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
+        self.in_use.enter_context(asking_whether_to_end(trainer, self._world))
+
+    def add_callbacks(self, *callbacks: pl.Callback, place: int = 0) -> None:
+        """Adds callbacks to those of the Trainer, from a `place` on."""
+        known: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        known[place:place] = callbacks
+
+        def remove() -> None:
+            # A LearningRateFinder that fails leaves others in their place.
+            known: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+            known[:] = [each for each in known if each not in callbacks]
+
+        self.in_use.callback(remove)
 
     @property
     def gradient_seconds(self) -> tuple[float, float]:
         """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
-        total = None if self._shared is None else self._shared.gradients
-        return (0.0, 0.0) if total is None else (total.seconds, total.collective_seconds)
+        gradients = self.shared.gradients
+        return gradients.seconds, gradients.collective_seconds
 
-    @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._steps += 1
+    def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `step` returns, Lightning's training step; or `SKIPPED`."""
+        self._count += 1
         # From the second on: the first frees much that no later one needs.
-        if self._steps == 2 and self.keep_memory and self.root_device.type == "cpu":
-            self._in_use.enter_context(keeping_freed_memory())
+        if self._count == 2 and self._keeps_memory:
+            self.in_use.enter_context(keeping_freed_memory())
         self.loss = None
-        values = self._begin_step("training")
-        with (
-            self._step("training_step"),
-            self._drawing_to_train(),
-            self._approximating(),
-            values.step(batch, "train_mask", whole=not self.trains_on_batches),
-        ):
-            output = super().training_step(batch, *args, **kwargs)
-        values.leave(output, trains=True)
-        if output is None and self.world_size > 1 and self._module.automatic_optimization:
-            self._compare_skipped()
+        draws = self.random.inside()
+        if self._redraws_every > 1:
+            draws = self.random.repeated(self._trainer.current_epoch // self._redraws_every)
+        of_step = self.values.step(batch, "train_mask", whole=not self._on_batches)
+        with self._computing("training"), draws, self._approximating(), of_step:
+            output = step(batch, *args, **kwargs)
+        self.values.leave(output, trains=True)
+        if output is None and self._trainer.world_size > 1 and self._module.automatic_optimization:
+            # Ranks whose step has returned a loss meet this one, which has none, where they sum gradients: all are told.
+            none = torch.zeros((), device=self._world.device)
+            self.shared.gradients.before()
+            self.values.check_loss(none, self.shared.gradients.after(none))
             return SKIPPED
         return output
 
-    def _compare_skipped(self) -> None:
-        """Ranks whose step has returned a loss meet this one, which has none, where they sum gradients: all are told."""
-        assert self._shared is not None and self._values is not None
-        gradients, none = self._shared.gradients, torch.zeros((), device=self.root_device)
-        gradients.before()
-        self._values.check_loss(none, gradients.after(none))
-
-    @override
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, "validation", "val_mask", batch, *args, **kwargs)
-
-    @override
-    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, "test", "test_mask", batch, *args, **kwargs)
-
-    def _evaluate(self, step: Callable[..., Any], stage: str, mask: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        values = self._begin_step(stage)
-        with self._step(f"{stage}_step"), self._drawing(), values.step(batch, mask):
+    def evaluate(self, step: Callable[..., Any], stage: str, mask: str | None, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `step` returns, Lightning's step of a stage whose values count a mask; none where it predicts."""
+        with self._computing(stage), self.random.inside(), self.values.step(batch, mask):
             output = step(batch, *args, **kwargs)
-        values.leave(output)
+        if mask is not None:
+            self.values.leave(output)
         return output
 
-    @override
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        values = self._begin_step("prediction")
-        with self._step("predict_step"), self._drawing(), values.step(batch, None):
-            output = super().predict_step(batch, *args, **kwargs)
-        return values.predicted(output, self.predictions, self._predictions_folder)
+    def predicted(self, output: Any, mode: Predictions) -> Any:
+        """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
+        assert self.rows is not None
+        return PredictedRows(self._world, self.rows.mode, mode, self.predictions_folder)(output)
 
     @property
-    def _predictions_folder(self) -> Path:
-        return Path(self._module.trainer.default_root_dir) / "predictions"
-
-    def _drawing(self, step: bool = True) -> AbstractContextManager[None]:
-        """While open, random numbers are those of a step, or those of a hook within one."""
-        return nullcontext() if self.random is None else self.random.inside(step)
-
-    def _drawing_to_train(self) -> AbstractContextManager[None]:
-        """As :meth:`_drawing`, but what is drawn is the same for :attr:`redraw_every` epochs."""
-        if self.random is None or self.redraw_every == 1:
-            return self._drawing()
-        return self.random.repeated(self._module.trainer.current_epoch // self.redraw_every)
-
-    def _begin_step(self, stage: str) -> StepValues:
-        assert self._values is not None
-        step = self.progress.begin_step(stage, self._module.trainer, self.world)
-        if self._binding is not None:  # none where a step takes its batch as it is
-            self._binding.context.begin_step(step)
-        return self._values
+    def predictions_folder(self) -> Path:
+        return Path(self._trainer.default_root_dir) / "predictions"
 
     @contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        """While open, the module's step of that name runs."""
+    def _computing(self, stage: str) -> Iterator[None]:
+        """While open, a step of a stage runs."""
+        self.binding.context.begin_step(self.progress.begin_step(stage, self._trainer, self._world))
         try:
-            yield
+            with self._turn():
+                yield
         except AttributeError as error:
+            name = f"{'predict' if stage == 'prediction' else stage}_step"
             said = explained(str(error), f"{type(self._module).__name__}.{name}")
             if said is None:
                 raise
@@ -160,85 +205,77 @@ class StepStrategy(RankStrategy):
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
-        trainer = self._module.trainer
-        return self.world.transport.approximating(trainer.current_epoch + 1 != trainer.max_epochs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
-        # on_before_backward is given the loss as the step returned it.
-        self.progress.at("backward", self._module.trainer)
-        assert self._shared is not None and self._values is not None
-        gradients, scale = self._shared.gradients, self._values.scale
-        module, precision = self._module, self.precision_plugin
-        with local_rows():
-            with self._drawing(False):  # hooks draw alike on all ranks, in manual optimisation too
-                self.pre_backward(closure_loss)
-                loss = precision.pre_backward(closure_loss, module)
-            gradients.before()
-            with self._approximating(), self._computing_again():
-                precision.backward(loss * scale, module, optimizer, *args, **kwargs)
-            with self._drawing(False):
-                self.loss = gradients.after(closure_loss.detach() * scale)
-                self._values.check_loss(closure_loss.detach(), self.loss)
-                loss = precision.post_backward(loss, module)
-                self.post_backward(loss)
-        self.progress.at("the optimizer's step", self._module.trainer)
-        return loss
-
-    def _computing_again(self) -> AbstractContextManager[Any]:
-        """While open, what a backward computes again, such as checkpoints, is what it was the first time."""
-        is_whole = self._rows is not None and not self.trains_on_batches
-        if not is_whole or self._rows is None:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(self._rows.mode.differentiating())
-        stack.enter_context(self._rows.mode.opened(in_backward=True))
-        return stack
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._drawing(False):
-            return super().optimizer_step(*args, **kwargs)
+        return self._world.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
 
     @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator:
-        """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
-        assert self._shared is not None
-        with self._shared.gradients.blocked():
-            yield None
+    def in_backward(self) -> Iterator[None]:
+        """While open, a backward and its hooks run; these draw alike on all ranks, in manual optimisation too."""
+        self.progress.at("backward", self._trainer)
+        with self._turn(), local_rows():
+            yield
+        self.progress.at("the optimizer's step", self._trainer)
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """While open, gradients are computed. What that computes again, such as checkpoints, is what it was the first time."""
+        self.shared.gradients.before()
+        with ExitStack() as stack:
+            stack.enter_context(self._approximating())
+            if self.rows is not None and not self._on_batches:
+                stack.enter_context(self.rows.mode.differentiating())
+                stack.enter_context(self.rows.mode.opened(in_backward=True))
+            yield
+
+    def sum_gradients(self, loss: Tensor) -> None:
+        """Sums what the backward of a loss has given."""
+        self.loss = self.shared.gradients.after(loss.detach() * self.values.scale)
+        self.values.check_loss(loss.detach(), self.loss)
+
+    def end_training(self) -> None:
+        """Waits for what is under way, and compares the ranks' models."""
+        self._world.watch.place = "end of training"
+        self.binding.context.drain()
+        self.shared.end_training()
+
+    def state(self) -> dict[str, Any]:
+        """Returns what checkpoints keep of ranks; on all ranks."""
+        kept, world = dict[str, Any](), self._world
+        if world.size > 1:
+            common, own = self.random.state()
+            rounding = None if self.rounding is None else self.rounding.random_state()
+            streams, seeds, roundings = zip(*world.all_gather_object((own, self.random.seed, rounding)))
+            kept["random_streams"] = {"common": common, "own": [*streams], "seeds": [*seeds], "rounding": [*roundings]}
+        if not isinstance(self.binding, Unbound):
+            exchanges = world.all_gather_object(self.binding.context.state_dict())
+            if any(exchanges):
+                kept["exchanges"] = exchanges
+        return kept
+
+    def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """Goes on with what :meth:`state` returned, perhaps on other ranks."""
+        exchanges, streams = state.get("exchanges", []), state.get("random_streams", {"own": []})
+        if len(exchanges) == world_size:
+            self.binding.context.load_state_dict(exchanges[rank])
+        if len(streams["own"]) == world_size:
+            self.random.load(streams["common"], streams["own"][rank])
+            if "seeds" in streams:
+                self.random.seed = streams["seeds"][rank]
+            if self.rounding is not None and "rounding" in streams:
+                self.rounding.set_random_state(streams["rounding"][rank])
+
+    def end(self) -> None:
+        """Leaves the module, the Trainer and this process as they were."""
+        self.in_use.close()
+
+
+class NoSteps(Steps):
+    """Before and after a stage."""
+
+    gradient_seconds = 0.0, 0.0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.binding, self.in_use = Unbound(), ExitStack()
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if active_mode() is not None:
-            return whole_value(tensor, reduce_op)
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        if is_mean and self._values is not None and self.world.size > 1 and group in (None, self.world.everyone):
-            return self._values.logs.weights.mean(tensor, "A mean over ranks")
-        return _sync_ddp_if_available(tensor.to(self.root_device), group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        with local_rows():  # decisions of ranks are counted
-            return super().reduce_boolean_decision(decision, all)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all ranks, which may have different numbers of rows; see
-        :func:`~lightning_gnn.steps.weights.gather_rows`."""
-        if self._world is None or self._world.size == 1:
-            return tensor
-        if group not in (None, self.world.everyone):
-            return super().all_gather(tensor, group, sync_grads)
-        mode = active_mode()
-        of = placement_of(tensor)
-        if mode is not None and tensor.requires_grad and of is not None and of.rows is None:
-            return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
-        weights = None if self._values is None or mode is not None else self._values.logs.weights
-        with local_rows():
-            found = gather_rows(tensor, self.world, weights, sync_grads)
-        return found if mode is None else place(found, FROM_ROWS)
+    def state(self) -> dict[str, Any]:
+        return {}

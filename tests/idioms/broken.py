@@ -19,7 +19,7 @@ class NoHalo(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
             strategy: Any = trainer.strategy
-            strategy._binding.context.exchange.start_expand = _expand_to_zeros
+            strategy.steps.binding.context.exchange.start_expand = _expand_to_zeros
 
 
 def _expand_to_zeros(x: Tensor, halo: Tensor, call: Any) -> Any:

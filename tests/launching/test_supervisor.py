@@ -16,7 +16,8 @@ import torch
 from lightning_gnn import DGCLStrategy
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.processes import Progress
-from lightning_gnn.launching.failures import Failure, RankFailedError
+from lightning_gnn.launching import RankFailedError
+from lightning_gnn.launching.failures import Failure
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor
 

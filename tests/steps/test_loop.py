@@ -21,7 +21,7 @@ def test_steps_are_counted_anew_in_each_stage():
         progress, world = Progress(), SimpleNamespace(watch=SimpleNamespace(place=""))
         for number in range(apart):
             assert progress.begin_step("validation", trainer, world) == Step("validation", 0, number)
-        progress.begin_stage()
+        progress = Progress()  # as each stage has
         assert progress.begin_step("validation", trainer, world).number == 0
         places.append(world.watch.place)
     assert places[0] == places[1] == "validation step 1"

@@ -11,7 +11,7 @@ from processes import REPOSITORY, environment
 
 STRATEGY = """
 from lightning_gnn import GNNStrategy
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.scheme import EdgeCutScheme
 class Mine(GNNStrategy):
     strategy_name = "mine"
     def __init__(self, **options):

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch_geometric.data import HeteroData
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, UnsupportedModelError
-from lightning_gnn.launching import ScriptLauncher
+from lightning_gnn.launching.script import ScriptLauncher
 
 CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
 
@@ -204,7 +204,7 @@ def test_found_out_before_ranks_are_let_in(error, words, make):
 
 
 def test_too_little_memory(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 10_000)
+    monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 10_000)
     with pytest.raises(
         ValueError, match=r"The 2 ranks on this machine need at least 1\.\d+e-05 GB .* Use more machines"
     ):
@@ -212,6 +212,6 @@ def test_too_little_memory(monkeypatch):
 
 
 def test_memory_that_is_enough_lets_ranks_in(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 10**9)
+    monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 10**9)
     with pytest.raises(AssertionError, match="ranks were let in"):
         fit(NodeClassifier(build("gcn")), {"datamodule": graph()})

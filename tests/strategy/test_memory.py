@@ -46,7 +46,8 @@ from lightning_gnn.strategies import (
     SpMM15DStrategy,
     VertexCutStrategy,
 )
-from lightning_gnn.strategy.memory import memory_advice, warn_of_memory
+from lightning_gnn.strategy.memory import memory_advice
+from lightning_gnn.strategy.memory_checks import warn_of_memory
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.rehearsal import rehearse
 from lightning_gnn.tools.commands.plan import plan
@@ -302,7 +303,7 @@ def test_rows_on_their_way_are_counted(monkeypatch):
 
 def available(monkeypatch: pytest.MonkeyPatch, count: int, **options: Any) -> list[str]:
     """Returns what is said before ranks start where so many bytes are available."""
-    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: count)
+    monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: count)
     strategy = DGCLStrategy(self_check=False, **options)
     module = NodeClassifier(build("own"), num_classes=CLASSES)
     trainer = quiet_trainer(strategy, 2)
@@ -331,19 +332,22 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
     strategy = DGCLStrategy(parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
     monkeypatch.setattr(type(strategy), "root_device", torch.device("cuda", 0))
     module = NodeClassifier(build("own"), num_classes=CLASSES)
+    trainer = quiet_trainer("dgcl", 2)
+    trainer.state.fn = TrainerFn.FITTING
+    run = strategy._run_for_checks(module, trainer)
     size = Sizes(1000, 500, 500, 6000, 100, 6000)
     peak = memory_advice(SCHEME).steps(module, whole_graph(graph).batch).footprint(size).peak().most
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        warn_of_memory(strategy, module, None, whole_graph(graph), [size], peak)
+        warn_of_memory(run, whole_graph(graph), [size], peak)
         assert not heard
-        warn_of_memory(strategy, module, None, whole_graph(graph), [size], peak - 1)
+        warn_of_memory(run, whole_graph(graph), [size], peak - 1)
     [said] = [str(each.message) for each in heard]
     assert "A rank is predicted to need" in said and "recompute=True" in said and "devices=4, at most" in said
 
 
 def test_a_rank_alone_is_looked_at_too(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 20_000)
+    monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 20_000)
     with pytest.warns(UserWarning, match="A rank is predicted to need .* are available"):
         fitted(OwnModel(FEATURES, CLASSES), 1)
 

@@ -22,8 +22,7 @@ from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.ways import PricedPlan, fastest, fastest_plans
 from lightning_gnn.partition.replicas import replication_factors
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
-from lightning_gnn.strategy.scheme import Scheme
+from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme
 
 
 @dataclass(frozen=True)

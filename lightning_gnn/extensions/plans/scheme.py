@@ -29,7 +29,7 @@ from lightning_gnn.extensions.plans.detect import detect, hosts_of
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology, machines
 from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine, several_alike
 from lightning_gnn.partition.shard import HaloPlan, Ids
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 PlanName = Literal["auto", "p2p", "spst", "swap"]
 PartitionName = Literal["auto", "flat", "hierarchical"]

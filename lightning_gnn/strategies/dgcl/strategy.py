@@ -207,7 +207,7 @@ class DGCLStrategy(GNNStrategy):
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
-        scheme, exchange = self.scheme, self.bound.exchange
+        scheme, exchange = self.scheme, self.steps.binding.context.exchange
         if isinstance(exchange, ReplicatedExchange):
             exchange = exchange.inner
         between = None if scheme.plan == "replicate" else scheme.links(self.world)

@@ -30,10 +30,10 @@ from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
 from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, STORE_VARIABLE
-from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
 from lightning_gnn.strategies.gossip.clusters import Begun, Clusters, LeftOver
@@ -45,7 +45,7 @@ from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedK
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
+from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
@@ -277,18 +277,17 @@ class ClusterStrategy(GNNStrategy):
         super().begin_stage(trainer, shard)
         if self._fits:
             for owner in (self._module, getattr(trainer, "datamodule", None)):
-                self._in_use.enter_context(self._left_over_first(owner))
+                self.steps.in_use.enter_context(self._left_over_first(owner))
         if self._history is not None:
-            self._binding = HistoryBinding(self._module, self._history)
-            self._in_use.enter_context(graph_in_use(self._binding.context))
+            self.steps.bind(HistoryBinding(self._module, self._history))
 
     def _turn_to(self, batch: Any) -> None:
         """Has layers see a batch and the history of what is not in it."""
         if self._history is not None:
-            assert self._fit is not None and isinstance(self._binding, HistoryBinding)
+            assert self._fit is not None
             halo = batch.halo
             self._history.turn_to(torch.from_numpy(halo.own), torch.from_numpy(halo.ids), self._fit.worker.reached)
-            self._binding.turn_to(batch.x, halo.x, batch.edge_index, batch.get("edge_weight"))
+            self.steps.binding.turn_to(batch.x, halo.x, batch.edge_index, batch.get("edge_weight"))
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +351,7 @@ class ClusterStrategy(GNNStrategy):
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         if self._fit is None:
             return super().stage_callbacks(shard)
-        return [self.progress, GossipMetrics(self._fit.worker, self._history), self._fit]
+        return [self.steps.progress, GossipMetrics(self._fit.worker, self._history), self._fit]
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
@@ -369,7 +368,7 @@ class ClusterStrategy(GNNStrategy):
         if self._fit is None or not isinstance(dataloader, OneBatch):
             return dataloader
         # On the CPU, a thread would take the time that it saves from training.
-        ahead = self.root_device.type != "cpu" and not self.hooks_move_batches(self._trainer.datamodule)
+        ahead = self.root_device.type != "cpu" and not hooks_move_batches(self._module, self._trainer.datamodule)
         batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None)
         return dataloader if batches is None else batches
 

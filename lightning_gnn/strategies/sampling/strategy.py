@@ -41,6 +41,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
+from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (
@@ -58,8 +59,7 @@ from lightning_gnn.strategies.sampling.sampler import fanouts_by_type
 from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
-from lightning_gnn.strategy.edge_cut import EdgeCutScheme
-from lightning_gnn.strategy.steps import StepStrategy
+from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 T = TypeVar("T")
 
@@ -304,7 +304,7 @@ class SamplingStrategy(GNNStrategy):
             seed,
             self.prefetch,
             lambda: progress.processed,
-            torch.device("cpu") if self.hooks_move_batches(data) else self.root_device,
+            torch.device("cpu") if hooks_move_batches(module, data) else self.root_device,
             others,
         )
         return self._loaders[mask]
@@ -384,6 +384,7 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        self._input_type = shard.types.input_type
         super().begin_stage(trainer, shard)
         if shard.types.is_hetero and not self.binds(shard):
             self.log_exchange(trainer, shard)
@@ -440,8 +441,7 @@ class SamplingStrategy(GNNStrategy):
             SamplingMetrics(lambda: self._loaders.get("train_mask"), self.world),
             StrategyCallback(on_train_epoch_end=lambda *_: self._end_training()),
         ]
-        self._callbacks.extend(ours)
-        trainer.callbacks[1:1] = ours  # type: ignore[attr-defined]
+        self.steps.add_callbacks(*ours, place=1)
 
     def _depth(self, propagations: Mapping[str, int]) -> int:
         """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
@@ -468,14 +468,12 @@ class SamplingStrategy(GNNStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._trained = True
-        if self._binding is not None:
-            self._binding.release()
+        self.steps.binding.release()
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
             batch.seed_counts = tuple(self.world.all_gather(own, "Counting training nodes").view(-1).tolist())
-        if self._shared is not None:
-            for rows in self._shared.learned_rows:
-                rows.begin_step(idle=batch.seed_counts[self.global_rank] == 0)
+        for rows in self.steps.shared.learned_rows:
+            rows.begin_step(idle=batch.seed_counts[self.global_rank] == 0)
         with graph_in_use(None):
             return super().training_step(batch, *args, **kwargs)
 
@@ -490,15 +488,13 @@ class SamplingStrategy(GNNStrategy):
         for buffer in self._module.buffers():
             if buffer.is_floating_point():
                 self.world.all_reduce_(buffer, "Averaging running statistics").div_(self.world_size)
-        if self._binding is not None:
-            self._binding.bind()
+        self.steps.binding.bind()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._end_training()
         output = super().validation_step(*args, **kwargs)
-        if self._binding is not None:
-            self._compare_depth(self._depth(self._binding.context.propagations))
+        self._compare_depth(self._depth(self.steps.binding.context.propagations))
         return output
 
     @override
@@ -514,14 +510,13 @@ class SamplingStrategy(GNNStrategy):
         return self._gather_predictions(self._predict_batches(batch, *args, **kwargs))
 
     def _predict_batches(self, batches: SampledBatches, *args: Any, **kwargs: Any) -> Any:
-        shard: Any = self._shard
         pieces: list[list[Tensor]] = []
         spec: Any = None
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
-            output = super(StepStrategy, self).predict_step(batch, *args, **kwargs)
+            output = super(GNNStrategy, self).predict_step(batch, *args, **kwargs)
             leaves, spec = torch.utils._pytree.tree_flatten(output)
-            batch_type = shard.types.input_type
+            batch_type = self._input_type
             nodes = part_of(batch, batch_type)
             for leaf in leaves:
                 found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -541,7 +536,7 @@ class SamplingStrategy(GNNStrategy):
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
         if self.predictions == "file":
             own = ids.split(counts)[self.global_rank].cpu()
-            return in_files(self.world, self._predictions_folder, output, own, len(ids))
+            return in_files(self.world, self.steps.predictions_folder, output, own, len(ids))
 
         def gather(leaf: Tensor) -> Tensor:
             rows = self.world.all_gather_rows(leaf.contiguous(), counts)

@@ -266,7 +266,7 @@ class SpMM15DStrategy(GNNStrategy):
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
-        exchange = self.bound.exchange
+        exchange = self.steps.binding.context.exchange
         assert isinstance(exchange, GridExchange)
         log_config(trainer, {"plan": {"name": "products", "replication": exchange.grid.replication}})
 

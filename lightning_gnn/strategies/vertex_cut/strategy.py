@@ -244,15 +244,14 @@ class VertexCutStrategy(GNNStrategy):
 
     @override
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
-        loaded = LoadedEdges(self.bound, shard.edge_counts)
+        loaded = LoadedEdges(self.steps.binding.context, shard.edge_counts)
         return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.scheme.messages is not None:
-            assert self._values is not None
             with local_rows():
-                self.scheme.messages.add_loss(closure_loss.detach() * self._values.scale)
+                self.scheme.messages.add_loss(closure_loss.detach() * self.steps.values.scale)
         return super().backward(closure_loss, *args, **kwargs)
 
     @override

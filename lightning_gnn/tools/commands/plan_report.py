@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from lightning_gnn.checks.footprint import PHASES, Peak
-from lightning_gnn.checks.memory import training_bytes
+from lightning_gnn.checks.footprint import PHASES, Peak, least_bytes
 from lightning_gnn.console import text_table
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload
@@ -46,7 +45,8 @@ class PlanReport:
         links: of the plan that is followed, the busiest first; empty if it is none, and so is what follows.
         balance: between kinds of hops.
         table_bytes: of the send and receive tables, of each rank.
-        training_bytes: a low estimate of each rank's peak, see :func:`~lightning_gnn.checks.memory.training_bytes`.
+        training_bytes: a low estimate of each rank's peak: what it holds without weights, each layer's output and its gradient,
+            and one buffer of halo and relayed rows and its gradient, which layers share.
     """
 
     work: Workload
@@ -72,8 +72,9 @@ class PlanReport:
             return report
         ranks = [rank_plan(followed.plan, rank) for rank in range(topology.num_devices)]
         peaks = (
-            training_bytes(*size, work.feature_bytes, work.row_bytes, work.num_layers, rank.num_relayed)
-            for size, rank in zip(cut.sizes(), ranks)
+            least_bytes(rows, halo_rows, edges, work.feature_bytes)
+            + 2 * (work.num_layers * rows + halo_rows + rank.num_relayed) * work.row_bytes
+            for (rows, halo_rows, edges), rank in zip(cut.sizes(), ranks)
         )
         assert followed.cost is not None
         return replace(

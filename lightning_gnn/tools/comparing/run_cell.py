@@ -140,7 +140,8 @@ class EpochTimes(pl.Callback):
     def _count(self, trainer: pl.Trainer, sign: int) -> None:
         """Adds what the ranks' connections count, at the end of a step, to what it was at its begin."""
         sums, waited = _world_seconds(trainer)
-        gradients, of_sums = getattr(trainer.strategy, "gradient_seconds", (0.0, 0.0))
+        steps = getattr(trainer.strategy, "steps", None)
+        gradients, of_sums = (0.0, 0.0) if steps is None else steps.gradient_seconds
         for name, seconds in (("gradients", gradients), ("sums", sums - of_sums), ("waited", waited)):
             self._epoch[name] += sign * seconds
 

@@ -233,7 +233,7 @@ def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
     class Look(L.Callback):
         def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             boxes = trainer.strategy.world._memory._outboxes  # type: ignore[attr-defined]
-            exchange: Any = trainer.strategy.bound.exchange  # type: ignore[attr-defined]
+            exchange: Any = trainer.strategy.steps.binding.context.exchange  # type: ignore[attr-defined]
             kept[0] = sum(map(len, exchange.buffers._free.values()))
             found.extend(os.readlink(f"/proc/self/fd/{box.segment.fd}") for box in boxes if box.segment is not None)
 

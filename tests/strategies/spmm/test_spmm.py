@@ -589,7 +589,7 @@ def test_refused_before_ranks_start():
 
 
 def test_too_little_memory_is_told_with_the_legal_factors(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.strategy.memory.available_bytes", lambda: 40_000)
+    monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 40_000)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     trainer = quiet_trainer(SpMM15DStrategy(replication=2, sparsity_aware=False), 2)
     with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication .legal: 1, 2."):

@@ -1,0 +1,175 @@
+"""What is checked before a run and in it: that ranks can give, and go on giving, the numbers of one device.
+
+Most of it is imported where there are several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gnn import devices
+from lightning_gnn.callbacks.loggers import log_values
+from lightning_gnn.comm.group import World, raise_together
+from lightning_gnn.data.lazy_ids import stored_ids
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.strategy.graph_kinds import predicts_memory
+from lightning_gnn.strategy.memory import PLENTY
+from lightning_gnn.strategy.scheme import Run
+
+if TYPE_CHECKING:
+    from lightning_gnn.checks.self_check import SelfCheck
+
+_trained: WeakSet[pl.LightningModule] = WeakSet()
+"""Modules with which a stage has begun: steps may have left values of a rank in their attributes."""
+
+
+class Checks(pl.Callback):
+    """Checks before a stage. Of the self-check, one rank tries out a step, and tells the others; ``check/seconds`` is what it has
+    taken."""
+
+    def __init__(self) -> None:
+        self._outcomes: Mapping[str, SelfCheck] = {}
+        self._done = False  # before ranks were started
+        self._seconds = 0.0
+
+    def ahead(self, run: Run, cut: Cut) -> None:
+        """Runs the self-check in the process that starts the ranks."""
+        from lightning_gnn.strategy.self_checks import checkers, judged, outcome_of
+
+        found = checkers(run, cut.shard(0))
+        outcomes = {stage: outcome_of(run, cut.shard(rank), stage) for stage, rank in found.items()}
+        # Else once more on the ranks: the module's own setup() may still make its layers.
+        if all(outcome.not_run is None for outcome in outcomes.values()):
+            self._seconds += judged(run, outcomes)
+            self._outcomes, self._done = outcomes, True
+
+    def memory_ahead(self, run: Run, cut: Cut) -> None:
+        """Looks whether CPU ranks of this machine have memory, in the process that starts them."""
+        if predicts_memory(cut):
+            from lightning_gnn.strategy.memory_checks import check_memory
+
+            check_memory(run, cut)
+
+    def module_alike(self, run: Run, world: World) -> None:
+        """Refuses, on all ranks, modules or Trainers that are not the same on all."""
+        has_begun = run.module in _trained
+        _trained.add(run.module)
+        if world.size > 1:
+            from lightning_gnn.checks.alike import check_alike, module_and_trainer
+
+            check_alike(world, module_and_trainer(run.module, run.trainer, has_begun))
+
+    def before_stage(self, run: Run, world: World, shard: Shard) -> None:
+        """Runs the self-check on ranks, unless that has been done before they were started; and looks at their memory."""
+        done, self._done = self._done, False
+        if world.size > 1 and world.broadcast_object(done):
+            # Of the process that has started the others, perhaps: they check later with it.
+            self._outcomes = world.broadcast_object(self._outcomes)
+        elif world.size > 1:
+            from lightning_gnn.strategy.self_checks import judged, outcomes_of_ranks
+
+            self._outcomes = outcomes_of_ranks(run, world, shard)
+            self._seconds = judged(run, self._outcomes)
+        if predicts_memory(shard) and _may_lack_memory(run, shard):
+            from lightning_gnn.strategy.memory_checks import check_own_memory
+
+            check_own_memory(run, world, shard)
+
+    def optimizers(
+        self, run: Run, world: World, data: GraphDataModule, optimizers: Sequence[Optimizer], schedulers: Iterable[Any]
+    ) -> None:
+        """Refuses, on all ranks, what ``configure_optimizers`` has returned, if ranks could not train it together."""
+        failure: ValueError | None = None
+        if run.on_batches and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            failure = ValueError(
+                "LBFGS decides by the loss of a rank's own batch how far to step. Use Adam, AdamW or SGD, or a strategy whose "
+                "steps are of the whole graph."
+            )
+        elif run.world_size > 1:
+            from lightning_gnn.checks.unregistered import unregistered
+
+            failure = data.trained_by(optimizers) or unregistered(run.module, optimizers)
+        raise_together(world, failure, "The optimizers cannot be used on ranks")
+        if world.size > 1:
+            from lightning_gnn.checks.alike import check_alike, optimizers_and_schedulers
+
+            check_alike(world, optimizers_and_schedulers(run.module, optimizers, schedulers))
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._outcomes:
+            log_values(trainer, {"check/seconds": self._seconds})
+
+
+class RunChecks(pl.Callback):
+    """Refuses what has changed since the stage began, and ranks would not follow, before the next epoch's first step.
+
+    Beside the graph, that is what optimizers hold, in callbacks that unfreeze layers, say. Looks at it again where groups of
+    parameters have come or gone, and in the first step at what its loss comes from.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._before: list[Tensor] = []
+        self._steps = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = list(pl_module.parameters())
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
+            from lightning_gnn.checks.unregistered import unregistered
+
+            self._sizes = sizes
+            failure = unregistered(pl_module, trainer.optimizers, self._before)
+            if failure is not None:
+                raise failure
+        if batch_idx == 0:
+            _check_graph(trainer.datamodule)  # type: ignore[attr-defined]
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if trainer.world_size > 1 and self._steps == 0:
+            from lightning_gnn.checks.unregistered import unregistered_in_loss
+
+            failure = unregistered_in_loss(pl_module, loss)
+            if failure is not None:
+                raise failure
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+
+
+def _may_lack_memory(run: Run, shard: Shard) -> bool:
+    """Returns whether it is predicted what this rank needs; several CPU ranks were looked at before they were started."""
+    if run.device.type != "cpu":
+        return run.keeps_activations
+    if run.world_size > 1 or not run.keeps_activations:
+        return False
+    available = devices.available_bytes()
+    held = sum(stored_ids(each).nbytes for each in shard.batch.to_dict().values() if isinstance(each, Tensor))
+    return available is not None and available < PLENTY * held
+
+
+def _check_graph(data: GraphDataModule) -> None:
+    changed = data.changed_in_stage()
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} of the graph that was given to GraphDataModule changed in place during fit. Ranks go on "
+            "with the graph as it was when fit began, and one device would train on the changed one. Change the graph "
+            "between calls of the Trainer, or, for one step, a copy in its batch: "
+            f"batch.{changed[0]} = batch.{changed[0]}.clone()."
+        )

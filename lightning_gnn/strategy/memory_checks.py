@@ -1,0 +1,121 @@
+"""Whether a run will fit into memory, said before it starts, with what would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_gnn import devices
+from lightning_gnn.checks.footprint import PHASES, Peak, Sizes, least_bytes, memory_of
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.nn.learned_rows import learned_rows
+from lightning_gnn.strategy.memory import PLENTY, memory_advice
+from lightning_gnn.strategy.scheme import Run
+
+_TIMES_RANKS = (2, 4, 8, 16, 32, 64)
+
+
+def check_memory(run: Run, cut: Cut) -> None:
+    """Refuses a run whose graph and weights do not fit into this machine's memory, and warns if training will not.
+
+    In the process that starts the ranks, which are CPU ranks; others look at their devices themselves.
+    """
+    available = devices.available_bytes()
+    if run.device.type != "cpu" or available is None:
+        return
+    replicas, module, here = run.layout.replicas, run.module, slice(run.here.start, run.here.stop)
+    row_bytes = cut.attributes["node"]["x"][:1].nbytes
+    sizes = cut.sizes(replicas)[here]
+    advice = memory_advice(run.scheme)
+    working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
+    rows = sum(owned for owned, _, _ in sizes)
+    needed += rows * sum(each.row_bytes for each in learned_rows(module, cut))
+    if needed > available:
+        parts = "their parts of the graph"
+        if replicas is not None:
+            parts += f" with all that lies within {replicas.hops} hops"
+        raise ValueError(
+            f"The {len(run.here)} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
+            f"weights, without activations, but {available / 1e9:.3g} GB are available. "
+            f"{advice.less(run.world_size)}"
+        )
+    if run.keeps_activations and available < PLENTY * needed:
+        warn_of_memory(run, cut.shard(here.start), Sizes.of_ranks(cut, module, replicas)[here], available, working)
+
+
+def check_own_memory(run: Run, world: World, shard: Shard) -> None:
+    """Warns if what a rank needs does not fit onto its device."""
+    on_cpu = run.device.type == "cpu"
+    own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", run.module)][world.rank])
+    free = devices.available_bytes() if on_cpu else devices.free_bytes(run.device)
+    here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
+    found = [(free + here * on_cpu, own)] if free is not None and free < PLENTY * here else []
+    found = [each for of_rank in world.all_gather_object(found) for each in of_rank]
+    if found and world.rank == 0:  # the rank that holds most, on the device that has least
+        least, _ = min(found, key=lambda each: each[0])
+        warn_of_memory(run, shard, [max((sizes for _, sizes in found), key=sum)], least)
+
+
+def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: int, working_bytes: int = 0) -> None:
+    """Warns if ranks that share memory will need more than there is; names what would fit.
+
+    Args:
+        shard: of one of the ranks, on the CPU.
+        sizes: of the ranks that share the memory.
+        available: bytes of it.
+        working_bytes: that each rank needs beside.
+    """
+    try:
+        steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.keep_constant)
+    except RuntimeError as error:
+        rank_zero_info(f"How much memory training takes is not predicted: {error}")
+        return
+
+    def peaks(recompute: bool, times: int = 1) -> list[Peak]:
+        return [steps.footprint(each.among(times), working_bytes).peak(recompute) for each in sizes]
+
+    def needed(recompute: bool, times: int = 1) -> int:
+        return sum(each.most for each in peaks(recompute, times))
+
+    total = needed(run.recompute)
+    if total <= available:
+        return
+    largest = max(peaks(run.recompute), key=lambda peak: peak.most)
+    phase = max(PHASES, key=lambda name: getattr(largest, name))
+    when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
+    who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
+    of_one = f", {_gb(largest.most)} of them on one," if len(sizes) > 1 else ""
+    less = "; ".join(_ways(run, needed, available))
+    rank_zero_warn(
+        f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "
+        f"become very slow, or be ended. What takes less: {less}. docs/memory.md has more."
+    )
+
+
+def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]:
+    """Yields what would fit, and what takes less in any case."""
+    least = needed(True)
+    if least <= available:
+        yield f"{run.strategy}(recompute=True), about {_gb(least)}"
+    replication = getattr(run.scheme, "replication", None)
+    if replication is not None and replication > 1:
+        yield f"a smaller replication than {replication}"
+    for times in _TIMES_RANKS:
+        # As many halo rows for each as now, which is more than there will be.
+        least = needed(run.recompute, times)
+        if least <= available:
+            more, each = f"num_nodes={times * run.machines}", "a machine"
+            if run.device.type != "cpu":
+                more, each = f"devices={times * len(run.here)}", "a device"
+            yield f"{more}, at most {_gb(least)} on {each}"
+            break
+    yield 'strategy="sampling", which trains on batches'
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
