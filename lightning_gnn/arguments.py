@@ -17,11 +17,13 @@ def shown(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def check_whole(**arguments: Any) -> None:
-    """Raises ValueError for the first argument that is no whole number."""
+def check_whole(least: int | None = None, /, **arguments: Any) -> None:
+    """Raises ValueError for the first argument that is no whole number, or below the least one."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number (got {shown(value)}).")
+        if least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least} (got {value}).")
 
 
 def check_numbers(**arguments: Any) -> None:

@@ -21,7 +21,6 @@ from lightning_gnn.strategies.gossip.operations import (
     Add,
     Await,
     Get,
-    InProcess,
     IsAlive,
     Notified,
     Notify,
@@ -33,6 +32,25 @@ from lightning_gnn.strategies.gossip.operations import (
 )
 from lightning_gnn.strategies.gossip.pairing import Pairing, Rule
 from lightning_gnn.strategies.gossip.pool import Pool
+
+
+class InProcess:
+    """A key-value store as SharedKeys, whose values can be seen and copied."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def get(self, key: str) -> str:
+        return str(self.values.get(key, ""))
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = int(self.values.get(key, 0)) + amount
+        return self.values[key]
+
+    def swap(self, key: str, expected: str, new: str) -> bool:
+        if self.get(key) == expected:
+            self.values[key] = new
+        return self.get(key) == new
 
 
 @dataclass(frozen=True)

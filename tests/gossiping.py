@@ -21,7 +21,7 @@ from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GossipStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.strategies.gossip import fit
-from lightning_gnn.strategies.gossip.snapshot import load_snapshot
+from lightning_gnn.strategies.gossip.fit import load_snapshot
 
 GRAPH = {"num_nodes": 600, "num_features": 8, "num_classes": 3, "seed": 3}
 WORKERS, CLUSTERS, EPOCHS, SLEEP_S = 3, 8, 6, 0.25

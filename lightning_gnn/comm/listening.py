@@ -11,13 +11,12 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-_AGENT_S = 5.0  # for an answer of torchrun's store
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 LISTENER_VARIABLE = "LIGHTNING_GNN_LISTENER"
@@ -69,28 +68,6 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if rank > 0:
         _wait_for_listener(address, port)
     return next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
-
-
-def end_for_lost_agents(agents: Collection[int]) -> None:
-    """Under torchrun, comes to the end in place of agents whose ranks were lost; called once, by a rank that is left.
-
-    An agent whose ranks have ended waits up to 300 s for all others to come to their end (``SimpleElasticAgent._exit_barrier``),
-    those that were lost included. Only where agents meet at the store that ranks know, by ``--master-addr``: that of
-    ``--rdzv-backend c10d`` is not known to them.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    # Without these names, as in another version of torch, or without the store, agents wait as long as they do.
-    with suppress(ImportError, AttributeError, RuntimeError, OSError):
-        from torch.distributed.elastic.agent.server import api
-        from torch.distributed.elastic.utils import store as barriers
-
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection((address, port), _AGENT_S).close()  # torch would try again, at length
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S))
-        of_agents = dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
-        for _ in agents:
-            barriers._barrier_nonblocking(of_agents, int(os.environ["GROUP_WORLD_SIZE"]), api._TERMINAL_STATE_SYNC_ID)
 
 
 def _wait_for_listener(address: str, port: int) -> None:

@@ -64,19 +64,9 @@ def spmm(
         none = dense.new_empty(0, dtype=wide)
         if dense.dtype == torch.bfloat16 and x.device.type not in BACKENDS:
             dense = dense.view(torch.uint16)
-        over_rows(
-            loops.spmm,
-            csr,
-            csr.indices,
-            none if weight is None else weight,
-            dense,
-            none if scale is None else scale,
-            target,
-            weight is not None,
-            scale is not None,
-            accumulate,
-            work=csr.num_edges * dense.size(1),
-        )
+        tensors = none if weight is None else weight, dense, none if scale is None else scale, target
+        given = weight is not None, scale is not None, accumulate
+        over_rows(loops.spmm, csr, csr.indices, *tensors, *given, work=csr.num_edges * dense.size(1))
     else:
         product = _torch_spmm(csr, dense.to(wide), weight)
         target = target.add_(product) if accumulate else target.copy_(product)

@@ -142,16 +142,7 @@ def _over_rows(kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: 
     block = min(128, triton.next_power_of_2(columns))
     count = 512 // block
     _launch(
-        kernel,
-        (-(-num_rows // count),),
-        *tensors,
-        num_rows,
-        columns,
-        *numbers,
-        fused=False,
-        ROWS=count,
-        BLOCK=block,
-        **constants,
+        kernel, (-(-num_rows // count),), *tensors, num_rows, columns, *numbers, fused=False, ROWS=count, BLOCK=block, **constants
     )
 
 
@@ -266,14 +257,7 @@ def _over_slots(csr: CSR, indices: Tensor | None, values: Tensor, rows: Tensor, 
 
 
 def _over_pairs(
-    csr: CSR,
-    indices: Tensor,
-    source: Tensor,
-    target: Tensor,
-    attention: Tensor,
-    slope: float,
-    out: Tensor,
-    additive: bool,
+    csr: CSR, indices: Tensor, source: Tensor, target: Tensor, attention: Tensor, slope: float, out: Tensor, additive: bool
 ) -> None:
     if out.numel() == 0:
         return

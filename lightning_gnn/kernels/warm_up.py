@@ -38,9 +38,7 @@ _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {
 
 
 def warm_up(
-    groups: Collection[str],
-    dtypes: Collection[torch.dtype],
-    others: Sequence[Callable[[torch.dtype], object]] = (),
+    groups: Collection[str], dtypes: Collection[torch.dtype], others: Sequence[Callable[[torch.dtype], object]] = ()
 ) -> float:
     """Loads loops from disk, and compiles those that are not there; returns the seconds of that, 0 if all were.
 

@@ -11,14 +11,18 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
+from lightning_gnn.launching import program  # where this program was started is known now only
 
 if TYPE_CHECKING:
-    from lightning_gnn.launching.strategy import Launchable
+    from lightning_gnn.launching.supervisor import Launchable
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
+__all__ = ["RankFailedError", "StartMethod", "join_parent", "make_launcher", "program"]
+
 STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 """Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
+
 
 _MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
 """Of the environment of a process that Open MPI, MPICH or Intel MPI, or MVAPICH has started."""
@@ -29,11 +33,11 @@ class RankFailedError(RuntimeError):
 
 
 def join_parent() -> None:
-    """Takes up the pipe to its parent, in a rank that was started by the script launcher."""
+    """Takes up the pipe to its parent, in a process that :class:`~lightning_gnn.launching.script.ScriptLauncher` has started."""
     if STARTED_BY in os.environ:
-        from lightning_gnn.launching import script
+        from lightning_gnn.launching.script import take_up
 
-        script.join_parent()
+        take_up(*map(int, os.environ.pop(STARTED_BY).split()))
 
 
 class InPlaceLauncher(_Launcher):

@@ -181,19 +181,6 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
         vars(owner)[attribute] = value
 
 
-class _Hash:
-    """A file that keeps nothing but a digest."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> None:
-        self._hash.update(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
-
-
 class _Limited(io.BytesIO):
     """A file that does not grow beyond :data:`MOST_BYTES`."""
 
@@ -203,16 +190,23 @@ class _Limited(io.BytesIO):
         return super().write(data)
 
 
-class _Looker(pickle.Pickler):
-    """Pickles a value to recognise it: what cannot be pickled, and what is large, by its address."""
+class _Pickler(pickle.Pickler):
+    """Pickles a value with shared objects as names."""
 
     def __init__(self, file: Any, names: Mapping[int, str]) -> None:
         super().__init__(file, protocol=4)
         self._names = names
 
     def persistent_id(self, value: Any) -> Any:
-        if id(value) in self._names:
-            return self._names[id(value)]
+        return self._names.get(id(value))
+
+
+class _Looker(_Pickler):
+    """Pickles a value to recognise it: what cannot be pickled, and what is large, by its address."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if (name := super().persistent_id(value)) is not None:
+            return name
         if isinstance(value, Tensor):
             version = 0 if value.is_inference() else value._version
             return "tensor", id(value), version, str(value.dtype), tuple(value.shape), _sample(value)
@@ -241,23 +235,16 @@ def _sample(value: Tensor) -> list[Any]:
 
 def _digest(value: Any, names: Mapping[int, str]) -> bytes:
     """Returns a number for a value; for one that cannot be looked at, another each time."""
-    found = _Hash()
+    file = io.BytesIO()
     try:
-        _Looker(found, names).dump(value)
+        _Looker(file, names).dump(value)
     except Exception:  # whatever an object raises as it is pickled
         return os.urandom(16)
-    return found.digest()
+    return hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
 
 
-class _Sender(pickle.Pickler):
-    """Pickles a value, with shared objects as names, and tensors of devices as tensors of the CPU."""
-
-    def __init__(self, file: Any, names: Mapping[int, str]) -> None:
-        super().__init__(file, protocol=4)
-        self._names = names
-
-    def persistent_id(self, value: Any) -> Any:
-        return self._names.get(id(value))
+class _Sender(_Pickler):
+    """Pickles a value, with tensors of devices as tensors of the CPU."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type == "cpu":

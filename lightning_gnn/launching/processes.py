@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -30,10 +30,7 @@ from lightning_gnn.comm.listening import hold
 from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
-from lightning_gnn.launching.ports import listener_of
-from lightning_gnn.launching.strategy import Launchable
-from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
-from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, store_for_children
+from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
 
 
 class ProcessLauncher(_Launcher):
@@ -71,7 +68,7 @@ class ProcessLauncher(_Launcher):
             )
         args = with_whole_last(trainer, args)
         shared = None if trainer is None else Shared(trainer)
-        supervisor, store = Supervisor(), ExitStack()
+        supervisor = Supervisor()
         try:
             if self._start_method == "spawn":
                 # They import while this process looks for what is wrong.
@@ -82,9 +79,6 @@ class ProcessLauncher(_Launcher):
             os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
             if trainer is not None:
                 begin_runs(trainer)
-            supervisor.survives_lost_ranks = strategy.survives_lost_ranks
-            supervisor.restarts = strategy.most_restarts
-            server = store.enter_context(store_for_children(supervisor.survives_lost_ranks))
             if self._start_method == "spawn":
                 given: tuple[Any, ...] = _collect_rng_states(), trainer, function, args, kwargs
                 supervisor.start_all((self, given), max(IMPORT_S, strategy.timeout.total_seconds()))
@@ -92,15 +86,12 @@ class ProcessLauncher(_Launcher):
                 given = None, trainer, function, args, kwargs
                 self._start(supervisor, self._run, *given)
             self._close_listener()  # rank 0 has it
-            supervisor.start_again = partial(self._start_again, given=given)
-            if server is not None:
-                server.start()
+            self._begin(supervisor, given)
             self._supervisor = supervisor
             results = torch.load(io.BytesIO(_result_of(supervisor)), weights_only=False)
         finally:
             self._supervisor = None
             supervisor.end(grace=0.0)
-            store.close()
             self._close_listener()
             os.environ.pop("MASTER_PORT", None)
         if trainer is not None:
@@ -126,13 +117,11 @@ class ProcessLauncher(_Launcher):
         theirs.close()
         return Child(rank, process.pid, partial(getattr, process, "exitcode"), ours)
 
-    def _start_again(self, lost: Child, place: str, given: Sequence[Any]) -> Child:
-        """Starts a rank that was lost, which finds the others at their place."""
-        os.environ[REJOIN_VARIABLE] = place
-        try:
-            return self._start_rank(lost.rank, self._run, given)
-        finally:
-            del os.environ[REJOIN_VARIABLE]
+    def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
+        """Begins to watch the ranks, which have been `given` what they run."""
+
+    def _sends_results(self, local_rank: int) -> bool:
+        return local_rank == 0
 
     def _run(
         self,
@@ -166,8 +155,7 @@ class ProcessLauncher(_Launcher):
                 for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
                     for tensor in (*module.parameters(), *module.buffers()):
                         tensor.data = tensor.data.clone()
-            # Of ranks that need not all survive, the first that has sends results.
-            sends = local_rank == 0 or self._strategy.survives_lost_ranks
+            sends = self._sends_results(local_rank)
             shared = Shared(trainer) if trainer is not None and sends else None
             before = {} if shared is None else shared.digests()
             output = function(*args, **kwargs)
@@ -188,11 +176,6 @@ class ProcessLauncher(_Launcher):
             self._listener.close()
             self._listener = None
 
-    def ranks_are_independent(self, place: str) -> None:
-        """Reports, in a rank, that from now on none needs another, and where they meet."""
-        assert self._reporter is not None
-        self._reporter.send("independent", place)
-
     @override
     def kill(self, signum: Any) -> None:
         """Passes a signal on to the ranks."""
@@ -212,7 +195,7 @@ def _enter(local_rank: int, parent: int, connection: Connection) -> None:
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
-    """Returns what rank 0 has sent, or the first that has survived, once all ranks are done; raises what a rank raised."""
+    """Returns what the first of the ranks that send results has sent, once all are done; raises what a rank raised."""
     waiting = list(supervisor.children)
     while waiting:
         failures = supervisor.look()
@@ -221,7 +204,7 @@ def _result_of(supervisor: Supervisor) -> bytes:
             raise _to_raise(supervisor.look()[0])
         waiting = [
             child
-            for child in supervisor.children  # some may have been started again
+            for child in supervisor.children  # the others may change
             if "result" not in child.received and not child.failures and child.exit_code() != 0
         ]
         wait([child.connection for child in waiting], timeout=0.2)

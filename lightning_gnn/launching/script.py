@@ -10,15 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    _HYDRA_AVAILABLE,
-    _hydra_subprocess_cmd,
-)
+from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -40,28 +38,36 @@ from lightning_gnn.launching.failures import (
     set_report,
     show_once,
 )
-from lightning_gnn.launching.ports import listener_of
-from lightning_gnn.launching.strategy import Launchable
-from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor, ignoring_interrupts
-from lightning_gnn.launching.worker_store import REJOIN_VARIABLE
-
-# The started ranks belong to the process, not to one Trainer: they follow it through the script.
-_supervisor: Supervisor | None = None
-_reporter: Reporter | None = None
-_parent: int | None = None  # of a started rank
-_watches = False  # it, from its first Trainer on
-_waits = False  # in a started rank, until its first call of a Trainer
-_calls = 0  # of Trainers with ranks, in the process that has started the others
-_goes_on = False  # in a started rank that needs no other, its parent included
-_size: int | None = None  # the number of ranks, where this package has started them
+from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
 
 
-def join_parent() -> None:
-    """Takes up the pipe, in a process that :class:`ScriptLauncher` has started."""
-    global _reporter, _size, _parent, _waits
-    _parent, rank, _size, descriptor = map(int, os.environ.pop(STARTED_BY).split())
+@dataclass
+class _Script:
+    """The ranks that run the script. They belong to the process, not to one Trainer: they follow it through the script.
+
+    Attributes:
+        supervisor: of the ranks that this process has started.
+        reporter, parent: of a started rank: its pipe, and the process that has started it.
+        watches: a started rank ends with its parent, from its first Trainer on.
+        waits: it has not come to its first call of a Trainer.
+        size: the number of ranks, where this package has started them.
+    """
+
+    supervisor: Supervisor | None = None
+    reporter: Reporter | None = None
+    parent: int | None = None
+    watches: bool = False
+    waits: bool = False
+    size: int | None = None
+
+
+_script = _Script()
+
+
+def take_up(parent: int, rank: int, size: int, descriptor: int) -> None:
+    """Takes up the pipe to the process that has started this rank."""
     os.set_inheritable(descriptor, False)
-    _reporter, _waits = Reporter(rank, Connection(descriptor)), True
+    _script.reporter, _script.parent, _script.size, _script.waits = Reporter(rank, Connection(descriptor)), parent, size, True
     show_once()
 
 
@@ -75,12 +81,14 @@ class ScriptLauncher(_Launcher):
     started them ends them; those of the same machine say which was gone.
     """
 
+    _script = _script  # of the process, so of all launchers
+
     def __init__(self, strategy: Launchable) -> None:
-        global _watches
         self._strategy = strategy
-        if _parent is not None and not _watches:
-            end_with_parent(_parent, unless=lambda: _goes_on)
-            _watches = True
+        reporter, parent = _script.reporter, _script.parent
+        if reporter is not None and parent is not None and not _script.watches:
+            end_with_parent(parent, unless=lambda: not reporter.needs_parent)
+            _script.watches = True
 
     @property
     @override
@@ -92,47 +100,50 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        global _waits, _goes_on, _calls
-        environment, strategy = self._strategy.cluster_environment, self._strategy
+        environment, strategy, script = self._strategy.cluster_environment, self._strategy, self._script
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
-        if _reporter is not None and _waits:  # in a started rank, at its first call of a Trainer
-            _waits = False
-            if REJOIN_VARIABLE in os.environ:  # the others run this call already
-                _reporter.send("arrived", here().address)
-            else:
-                _reporter.wait_for_start()
-        _goes_on = _goes_on and os.getppid() != _parent  # this call needs all ranks, and says so where one is gone
+        reporter = script.reporter
+        if reporter is not None:  # in a started rank
+            if script.waits:
+                script.waits = False
+                self._arrive(reporter)
+            # This call needs all ranks, and says so where one is gone.
+            reporter.needs_parent = reporter.needs_parent or os.getppid() == script.parent
         args = with_whole_last(trainer, args)
-        if not environment.creates_processes_externally:
+        starts = not environment.creates_processes_externally
+        if starts:
             self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
-        elif _size not in (None, ranks):
+        elif script.size not in (None, ranks):
             raise RuntimeError(
-                f"This script runs on {_size} ranks since its first Trainer, and this one asks for {ranks}. "
+                f"This script runs on {script.size} ranks since its first Trainer, and this one asks for {ranks}. "
                 f"Give all its Trainers as many devices, or use strategy='{strategy.strategy_name}_spawn' for each, whose ranks "
                 "last for one call."
             )
         _set_num_threads_if_needed(num_processes=strategy.num_processes)
-        if _supervisor is not None:
-            _supervisor.begin(strategy.survives_lost_ranks)
-            _supervisor.restarts, _calls = strategy.most_restarts, _calls + 1
-            if _calls == 1:  # a rank that is started again comes to the script's first call
-                _supervisor.start_again = self._start_again
-        if _supervisor is not None and _reporter is None:
-            return self._as_parent(_supervisor, function, args, kwargs)
+        if script.supervisor is not None:
+            self._begin(script.supervisor, starts)
+            return self._as_parent(script.supervisor, function, args, kwargs)
         try:
             return function(*args, **kwargs)
         except (Exception, SystemExit) as error:
-            if _reporter is not None:
-                _reporter.failed(error)
+            if reporter is not None:
+                reporter.failed(error)
             elif isinstance(error, Exception):
                 self._report_guest(error)
             raise
 
+    def _arrive(self, reporter: Reporter) -> None:
+        """Comes, in a started rank, to its first call of a Trainer."""
+        reporter.wait_for_start()
+
+    def _begin(self, supervisor: Supervisor, first: bool) -> None:
+        """Begins a call of a Trainer, in the process that has started the others; `first` if it was for this call."""
+        supervisor.begin()
+
     def _start(self, check: Callable[[], None]) -> None:
         """Starts the other ranks of this machine, which run once `check` has found nothing wrong."""
-        global _supervisor, _size
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
         size = strategy.num_processes * strategy.num_nodes
@@ -148,7 +159,6 @@ class ScriptLauncher(_Launcher):
                 with ignoring_interrupts():
                     supervisor.children.append(self._start_rank(local_rank, variables))
             check()
-            supervisor.survives_lost_ranks = strategy.survives_lost_ranks
             listener = listener_of(environment, size)
             if listener is not None:
                 hold(listener)  # this process is rank 0
@@ -158,9 +168,9 @@ class ScriptLauncher(_Launcher):
             supervisor.end(grace=0.0)
             raise
         os.environ.update(variables)
-        _supervisor, _size = supervisor, size
+        self._script.supervisor, self._script.size = supervisor, size
         show_once()
-        atexit.register(_see_off, _supervisor)
+        atexit.register(_see_off, supervisor)
 
     def _start_rank(self, local_rank: int, variables: Mapping[str, str]) -> Child:
         """Runs the script once more, with these variables in its environment."""
@@ -184,10 +194,6 @@ class ScriptLauncher(_Launcher):
         )
         theirs.close()
         return Child(rank, process.pid, process.poll, ours)
-
-    def _start_again(self, lost: Child, place: str) -> Child:
-        """Starts a rank that was lost, which finds the others at their place."""
-        return self._start_rank(lost.rank % self._strategy.num_processes, {REJOIN_VARIABLE: place})
 
     def _as_parent(self, supervisor: Supervisor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         show_once()
@@ -232,33 +238,24 @@ class ScriptLauncher(_Launcher):
             return failures[0].error()
         return None
 
-    def ranks_are_independent(self, place: str) -> None:
-        """Reports, in a rank, that from now on none needs another, and where they meet."""
-        global _goes_on
-        if _reporter is not None:
-            _goes_on = self._strategy.survives_lost_ranks
-            _reporter.send("independent", place)
-        elif _supervisor is not None:
-            _supervisor.independent, _supervisor.place = True, place
-        elif self._strategy.most_restarts:
-            raise ValueError(
-                f"restarts={self._strategy.most_restarts} is for ranks that this package starts, and "
-                f"{type(self._strategy.cluster_environment).__name__} says that others have. Leave it out, or start with python."
-            )
-
     @override
     def kill(self, signum: Any) -> None:
         """Passes a signal on to the other ranks; called by Lightning when this process is asked to end."""
         end_after(STOP_S, 128 + signum)
         what = f"was asked to end by {signal.Signals(signum).name}"
-        if _reporter is not None:
-            _reporter.send("failed", Failure(_reporter.rank, what, place=str(here())))
-        elif _supervisor is not None:
-            _supervisor.stopping = True
-            for child in _supervisor.running():
+        reporter, supervisor = self._script.reporter, self._script.supervisor
+        if reporter is not None:
+            reporter.send("failed", Failure(reporter.rank, what, place=str(here())))
+        elif supervisor is not None:
+            supervisor.stopping = True
+            for child in supervisor.running():
                 child.signal(signum)
-        elif report_ended_ranks(self._strategy.global_rank, what) and not self._strategy.survives_lost_ranks:
-            raise SystemExit(128 + signum)  # Lightning would go on to ask all ranks, and wait for these
+        elif report_ended_ranks(self._strategy.global_rank, what):
+            self._end_without_asking(128 + signum)
+
+    def _end_without_asking(self, code: int) -> None:
+        """Ends this rank, another having ended: Lightning would go on to ask all ranks, and wait for that one."""
+        raise SystemExit(code)
 
     def _report_guest(self, error: Exception) -> None:
         """Reports what a rank has raised that neither started others nor was started by this package."""

@@ -1,7 +1,8 @@
-"""Watches started ranks: one that fails ends the others, in bounded time.
+"""What launchers share: where ranks meet, and who watches them. One that fails ends the others, in bounded time.
 
 Each started rank has a pipe to the process that started it: it reports arrival at the Trainer's call, failures and its result,
-and gets what it is to run with, tensors in shared memory included.
+and gets what it is to run with, tensors in shared memory included. torchelastic's `start_processes` was tried: lost would be
+errors as objects, the caller's own way with Ctrl-C, imports while the first rank checks, and ranks that do without a lost one.
 """
 
 from __future__ import annotations
@@ -9,21 +10,48 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
+import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+
+from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import Progress, here
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
+
+
+class Launchable(Protocol):
+    """A strategy whose ranks a launcher can start."""
+
+    strategy_name: str
+    cluster_environment: ClusterEnvironment | None
+    num_nodes: int
+    timeout: timedelta
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+
+    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+        """Finds what is wrong while there is one process only."""
+
+    def outcome(self) -> Mapping[str, Any]:
+        """Returns attributes that a call of the Trainer has set, for the process that started the ranks."""
 
 
 class _SharesDescriptors:
@@ -36,19 +64,19 @@ class _SharesDescriptors:
         return descriptor
 
 
-Event = Literal["arrived", "started", "independent", "result", "failed"]
-"""What a rank sends: that it has arrived, with the address of its progress; that from now on no rank needs another, with the
-place where they meet; bytes; a failure."""
-
-
 class Reporter:
-    """A started rank's end of the pipe."""
+    """A started rank's end of the pipe.
+
+    Attributes:
+        needs_parent: this rank ends if its parent does.
+    """
 
     def __init__(self, rank: int, connection: Connection) -> None:
-        self.rank, self._connection = rank, connection
+        self.rank, self.needs_parent, self._connection = rank, True, connection
 
-    def send(self, event: Event, value: Any = None) -> None:
-        """Sends to the parent, unless it is gone."""
+    def send(self, event: str, value: Any = None) -> None:
+        """Sends to the parent, unless it is gone: that this rank has "arrived", with the address of its progress; that it has
+        "started"; bytes as its "result"; that it has "failed", with a failure; other events are for launchers of schemes."""
         with contextlib.suppress(OSError):
             self._connection.send((event, value))
 
@@ -109,22 +137,16 @@ class Supervisor:
     """The children of this process.
 
     Attributes:
-        survives_lost_ranks: a rank that fails does not concern the others once they are independent.
-        independent: no rank needs another any more.
         stopping: the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
-        start_again: starts the local rank of a child whose process was killed, when ranks are independent, given the place where
-            these meet; None to do without. It may be called `restarts` times for each rank.
+        ending: they are being ended.
     """
 
-    def __init__(self, children: Iterable[Child] = (), survives_lost_ranks: bool = False) -> None:
-        self.children, self.survives_lost_ranks = list(children), survives_lost_ranks
-        self.independent = self.stopping = False
-        self.start_again: Callable[[Child, str], Child] | None = None
-        self.restarts, self.place = 0, ""
+    def __init__(self, children: Iterable[Child] = ()) -> None:
+        self.children = list(children)
+        self.stopping = self.ending = False
+        self._of_concern: Callable[[list[Failure]], list[Failure]] = list
         self._environment = dict(os.environ)
         self._lock = threading.RLock()
-        self._shown: set[int] = set()
-        self._started_again: Counter[int] = Counter()
 
     def look(self) -> list[Failure]:
         """Returns the failures so far, those that are not about other ranks first."""
@@ -135,39 +157,13 @@ class Supervisor:
                 if code and not child.failures:
                     child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
-            for child in self.children:
-                if "independent" in child.received:
-                    self.independent, self.place = True, child.received["independent"]
-            if not (self.survives_lost_ranks and self.independent):  # else they would wait for each other
-                return sorted(found, key=lambda failure: failure.about_peers)
-            for failure in found:
-                if failure.rank not in self._shown:
-                    self._shown.add(failure.rank)
-                    again = self._start_again(failure)
-                    then = "it is started again, and the others go on" if again else "the others go on"
-                    print(f"{failure.traceback}{failure}; {then}.", file=sys.stderr, flush=True)
-        return []
+            return sorted(self._of_concern(found), key=lambda failure: failure.about_peers)
 
-    def _start_again(self, failure: Failure) -> bool:
-        """Starts a rank again, unless it has raised something, which it would again, or is rank 0, whose loggers have begun."""
-        [lost] = [child for child in self.children if child.rank == failure.rank]
-        was_killed = (lost.exit_code() or 0) < 0 and "result" not in lost.received
-        if self.start_again is None or self.stopping or not was_killed or lost.rank == 0:
-            return False
-        if self._started_again[lost.rank] >= self.restarts:
-            return False
-        self._started_again[lost.rank] += 1
-        self._shown.discard(lost.rank)
-        self.children[self.children.index(lost)] = self.start_again(lost, self.place)
-        return True
-
-    def begin(self, survives_lost_ranks: bool) -> None:
-        """Another call of a Trainer begins: ranks meet anew."""
+    def begin(self, of_concern: Callable[[list[Failure]], list[Failure]] = list) -> None:
+        """Another call of a Trainer begins, in which :meth:`look` returns those failures that are `of_concern` to all ranks."""
         with self._lock:
             self.look()  # receives what was sent in the call before
-            self.survives_lost_ranks, self.independent, self.start_again = survives_lost_ranks, False, None
-            for child in self.children:
-                child.received.pop("independent", None)
+            self._of_concern = of_concern
 
     def running(self) -> list[Child]:
         return [child for child in self.children if child.exit_code() is None]
@@ -231,13 +227,27 @@ class Supervisor:
 
     def end(self, grace: float = GRACE_S) -> None:
         """Ends all children: first by themselves, then by SIGTERM, then by SIGKILL."""
-        self.start_again = None
+        self.ending = True
         if not self.wait_for(lambda: not self.running(), grace):
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for child in self.running():
                     child.signal(number)
                 if self.wait_for(lambda: not self.running(), 1.5):
                     break
+
+
+def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | None:
+    """Returns a socket, for rank 0 of this machine, that listens where the ranks of an environment will meet; None elsewhere.
+
+    Unless the port is given (MASTER_PORT), the environment has another one after each call.
+    """
+    if environment.node_rank() > 0:
+        return None
+    is_given = not isinstance(environment, LightningEnvironment) or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
+    listener = listen_for_ranks(environment.main_address, environment.main_port if is_given else 0, size)
+    if listener is not None and not is_given:
+        environment._main_port = listener.getsockname()[1]  # type: ignore[attr-defined]
+    return listener
 
 
 @contextmanager

@@ -59,11 +59,6 @@ class RankStrategy(ParallelStrategy):
         ranks: connects them, and has them compute side by side, or one after the other.
     """
 
-    survives_lost_ranks = False
-    """Whether the other ranks may go on when one has failed."""
-    most_restarts = 0
-    """How often each rank that was killed is started again, where the others may go on without."""
-
     def __init__(
         self,
         start_method: StartMethod = "popen",

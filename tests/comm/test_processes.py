@@ -21,6 +21,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.processes import Progress
 from lightning_gnn.launching import script
 from lightning_gnn.launching.script import ScriptLauncher
+from lightning_gnn.strategies.gossip.launcher import SurvivingScriptLauncher
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14052: Connection reset by peer.")
 
@@ -48,7 +49,6 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> ScriptLauncher:
     monkeypatch.setattr(script, "show_once", lambda: None)
     environment = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)
     strategy: Any = SimpleNamespace(cluster_environment=environment, num_processes=3, num_nodes=1, global_rank=0)
-    strategy.survives_lost_ranks = False
     return ScriptLauncher(strategy)
 
 
@@ -102,8 +102,12 @@ def test_one_that_is_asked_to_end_names_the_rank_that_ended(other, launcher, cap
     with pytest.raises(SystemExit):  # it does not ask the others whether all should end
         launcher.kill(signal.SIGTERM)
     assert capfd.readouterr().err == "Rank 0 was asked to end by SIGTERM: rank 1 has ended in epoch 3, backward\n"
+    survivor = SurvivingScriptLauncher(launcher._strategy)
+    launcher._strategy.survives_lost_ranks = False
+    with pytest.raises(SystemExit):
+        survivor.kill(signal.SIGTERM)
     launcher._strategy.survives_lost_ranks = True
-    launcher.kill(signal.SIGTERM)
+    survivor.kill(signal.SIGTERM)
 
 
 def test_exit_status():

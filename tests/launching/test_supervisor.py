@@ -108,49 +108,6 @@ os.kill(os.getpid(), 9)
     assert Progress.of(address) is None  # too late, for others
 
 
-def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
-    lost, tells = child(1, "import sys; sys.exit(3)")
-    lives, _ = child(2, "print('ready', flush=True); import time; time.sleep(60)")
-    supervisor = Supervisor([lost, lives], survives_lost_ranks=True)
-    assert supervisor.wait_for(lambda: lost.exit_code() is not None, 10)
-    assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
-    tells.send("independent")
-    assert supervisor.look() == [] and supervisor.look() == []
-    told = capfd.readouterr().err
-    assert told == "Rank 1 ended with exit status 3: its output says why; the others go on.\n"
-    assert lives.exit_code() is None
-    supervisor.begin(survives_lost_ranks=True)
-    assert [failure.rank for failure in supervisor.look()] == [1]
-    supervisor.end(grace=0.0)
-
-
-KILLED = "import os; os.kill(os.getpid(), 9)"
-
-
-@pytest.mark.parametrize(
-    ("rank", "code", "again"), [(1, KILLED, True), (0, KILLED, False), (1, "import sys; sys.exit(3)", False)]
-)
-def test_ranks_that_were_killed_are_started_again_so_often(capfd, rank, code, again):
-    first, tells = child(rank, code)
-    supervisor, places = Supervisor([first], survives_lost_ranks=True), list[str]()
-
-    def start_again(lost: Child, place: str) -> Child:
-        places.append(place)
-        return child(lost.rank, code)[0]
-
-    supervisor.start_again, supervisor.restarts = start_again, 2
-    tells.send("independent", "where they meet")
-    for expected in range(1, 4):
-        [current] = supervisor.children
-        assert supervisor.wait_for(lambda: current.exit_code() is not None, 10)  # noqa: B023
-        assert supervisor.look() == [] and places == ["where they meet"] * (min(expected, 2) * again)
-    told = capfd.readouterr().err.splitlines()
-    told_again = [line.endswith("it is started again, and the others go on.") for line in told]
-    assert told_again == ([True, True, False] if again else [False])
-    supervisor.start_again = None
-    supervisor.end(grace=0.0)
-
-
 def test_what_cannot_be_sent_is_told_in_words():
     class Local(Exception):
         pass

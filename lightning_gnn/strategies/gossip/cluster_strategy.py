@@ -24,12 +24,10 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
 from lightning_gnn.comm.group import World, next_store
-from lightning_gnn.comm.listening import end_for_lost_agents
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import OneBatch
 from lightning_gnn.extensions.codecs.codec import make_codec
-from lightning_gnn.launching.worker_store import REJOIN_VARIABLE, STORE_VARIABLE
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
@@ -38,11 +36,12 @@ from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
 from lightning_gnn.strategies.gossip.clusters import Begun, Clusters, LeftOver
 from lightning_gnn.strategies.gossip.fit import WorkerFit
-from lightning_gnn.strategies.gossip.histories import HistoryBinding
-from lightning_gnn.strategies.gossip.history import History, HistoryExchange
+from lightning_gnn.strategies.gossip.history import History, HistoryBinding, HistoryExchange
+from lightning_gnn.strategies.gossip.launcher import REJOIN_VARIABLE, end_for_lost_agents, surviving
 from lightning_gnn.strategies.gossip.metrics import GossipMetrics, show
-from lightning_gnn.strategies.gossip.peers import Heartbeat, PeerServer, SharedKeys, StoreAddress, StoreProcess, own_address
+from lightning_gnn.strategies.gossip.peers import EXCHANGE_S, Heartbeat, PeerServer, SharedKeys, own_address
 from lightning_gnn.strategies.gossip.pool import Pool
+from lightning_gnn.strategies.gossip.store_process import StoreProcess
 from lightning_gnn.strategies.gossip.worker import Counts, Peers, Worker
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.scheme import EdgeCutScheme
@@ -50,9 +49,6 @@ from lightning_gnn.strategy.scheme import EdgeCutScheme
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
 HaloName = Literal["history"]
-
-EXCHANGE_S = 30.0
-"""Seconds that a worker may be silent in an exchange before the other goes on without."""
 
 
 class ClusterScheme(EdgeCutScheme):
@@ -102,6 +98,10 @@ class ClusterStrategy(GNNStrategy):
     """Whether workers do without one that fails in `fit`."""
     restarts = 0
     """How often each that was killed is started again."""
+    survives_lost_ranks = False
+    """Whether this call of the Trainer is a fit in which they do so."""
+    most_restarts = 0
+    """How often each is started again in it."""
     averages: tuple[str, ...] = get_args(Average)
 
     def __init__(
@@ -119,17 +119,12 @@ class ClusterStrategy(GNNStrategy):
         mode: Mode | None = None,
         **options: Any,
     ) -> None:
-        of_clusters = {"clusters": clusters, "clusters_per_batch": clusters_per_batch}
-        counts = {"averaging_interval": averaging_interval, **of_clusters}
-        check_whole(**counts)
+        check_whole(1, averaging_interval=averaging_interval, clusters=clusters, clusters_per_batch=clusters_per_batch)
         check_seed(seed)
         if monitor is not None:
             check_words(monitor=monitor)
         elif mode is not None:
             raise ValueError(f"mode={shown(mode)} says which value of monitor is best: name that, too.")
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1 (got {value}).")
         check_choice("average", average, self.averages)
         check_choice("assignment", assignment, get_args(Assignment))
         if halo not in (None, *get_args(HaloName)):
@@ -151,7 +146,7 @@ class ClusterStrategy(GNNStrategy):
         self._fit: WorkerFit | None = None  # in fit only
         self._history: HistoryExchange | None = None
         self._store: StoreProcess | None = None
-        self._starting: TrainerFn | None = None
+        self._fits = False  # this call of the Trainer is a fit
         self._lost: list[int] = []
         self._first = 0  # of the ranks that are left
         self._rejoins = ""  # in a rank that takes the place of one that was killed: where the others meet
@@ -190,11 +185,6 @@ class ClusterStrategy(GNNStrategy):
         """Whether this rank writes for all: after a fit that rank 0 has not survived, the first that has."""
         return self.global_rank == self._first
 
-    @property
-    def _fits(self) -> bool:
-        state = getattr(self._trainer, "state", None)
-        return (self._starting or getattr(state, "fn", None)) == TrainerFn.FITTING
-
     @override
     def layout(self) -> LayoutSpec:
         """Returns, in a fit, a layout whose parts are the clusters."""
@@ -212,15 +202,18 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
-        self._starting = None if trainer is None else trainer.state.fn
-        self._note_who_needs_whom()
-        try:
-            super().before_ranks_start(trainer, given, self_check)
-        finally:
-            self._starting = None
+        self._begin_call(trainer)
+        super().before_ranks_start(trainer, given, self_check)
 
-    def _note_who_needs_whom(self) -> None:
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.others_go_on:
+            self._launcher = surviving(self._launcher)
+
+    def _begin_call(self, trainer: pl.Trainer | None) -> None:
         """Workers of a fit do without each other; all others wait for each other in every layer."""
+        self._fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         self.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
         self.most_restarts = self.restarts if self.survives_lost_ranks else 0
 
@@ -231,12 +224,12 @@ class ClusterStrategy(GNNStrategy):
                 f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, and this needs all {self.world_size}. The "
                 "result is in the module: save a checkpoint, and validate, test or predict in a new run."
             )
-        self._note_who_needs_whom()
+        self._begin_call(self._trainer)
         self.layout()  # what it refuses, it refuses here on all ranks
         self._rejoins = os.environ.pop(REJOIN_VARIABLE, "")
         super().setup_environment()
         self._run = uuid.uuid4().hex
-        if self._fits and self.world_size > 1 and self.global_rank == 0 and STORE_VARIABLE not in os.environ:
+        if self._fits and self.world_size > 1 and self.global_rank == 0:
             # It comes up while the graph is partitioned.
             self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
 
@@ -247,7 +240,7 @@ class ClusterStrategy(GNNStrategy):
         if self._start_method == "popen":  # the script's next call is of all ranks again
             next_store(self.global_rank, self.world_size, self.timeout)
         data = self.check_data(getattr(self._trainer, "datamodule", None))
-        known = SharedKeys(StoreAddress.of(self._rejoins, EXCHANGE_S)).find("graph")
+        known = SharedKeys(self._rejoins).find("graph")
         assert known is not None
         vars(data).update(json.loads(known))
         data.prepare_for(self.layout())
@@ -326,22 +319,24 @@ class ClusterStrategy(GNNStrategy):
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
         worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
         comparison = Comparison(self.final, self.monitor, self.mode)
-        of_fit = worker, clusters, self.average == "gradients", comparison
         codec = make_codec(self.codec, self.stochastic_rounding, seed)
-        self._fit = WorkerFit(module, *of_fit, leaves_snapshots=self.most_restarts > 0, codec=codec)
+        # On the CPU, a thread would take the time that it saves from training.
+        ahead = self.root_device if self.root_device.type != "cpu" and not hooks_move_batches(module, data) else None
+        of_fit = self.average == "gradients", comparison, ahead, self.most_restarts > 0, codec
+        self._fit = WorkerFit(module, worker, clusters, *of_fit)
         if self._rejoins:
             seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # another than those of all others
         else:
             worker.enter()
             if worker.peers is not None and self.global_rank == 0:
-                worker.peers.keys.put("graph", json.dumps(data.known()).encode())
+                worker.keys.put("graph", json.dumps(data.known()).encode())
                 self._fit.leave_snapshot(trainer)
         torch.manual_seed(seed)
-        history = None if self.halo is None else History.shared(sum(shard.counts), self.world)
+        history = None if self.halo is None else History.shared(sum(shard.counts), self.world, worker.keys)
         self.world.barrier()
-        if worker.peers is not None:
+        if worker.peers is not None and self.survives_lost_ranks:
             launcher: Any = self._launcher
-            launcher.ranks_are_independent(worker.peers.store.place)
+            launcher.ranks_are_independent(worker.peers.place)
         self.world.close()
         self._world = World(0, 1, self.root_device, self.timeout)
         if history is not None:
@@ -355,21 +350,18 @@ class ClusterStrategy(GNNStrategy):
 
     def _connect(self) -> Peers:
         """Connects this worker to the others; runs on every rank."""
-        given = os.environ.get(STORE_VARIABLE) if self._store is None else self._store.address()
-        place = self._rejoins or self.world.broadcast_object(f"{given} {self._run}")  # rank 0's
-        store = StoreAddress.of(place, EXCHANGE_S)
-        keys = SharedKeys(store)
+        known = "" if self._store is None else f"{self._store.address()} {self._run}"
+        place = self._rejoins or self.world.broadcast_object(known)  # rank 0's
+        keys = SharedKeys(place)
         life = keys.add(f"lives/{self.global_rank}", 1) - 1
-        return Peers(store, keys, Heartbeat(store, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life)
+        return Peers(place, keys, Heartbeat(place, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self._fit is None or not isinstance(dataloader, OneBatch):
             return dataloader
-        # On the CPU, a thread would take the time that it saves from training.
-        ahead = self.root_device.type != "cpu" and not hooks_move_batches(self._module, self._trainer.datamodule)
-        batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}), self.root_device if ahead else None)
+        batches = self._fit.batches(dataloader.mask, (self._saved or {}).get("pool", {}))
         return dataloader if batches is None else batches
 
     @override

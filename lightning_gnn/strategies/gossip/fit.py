@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Any
 
@@ -15,13 +16,15 @@ from lightning_gnn.extensions.codecs.codec import Codec
 from lightning_gnn.strategies.gossip.averaging import Averages, Comparison, mean_of, weights_of
 from lightning_gnn.strategies.gossip.clusters import ClusterBatches, Clusters, PooledBatches
 from lightning_gnn.strategies.gossip.differences import Differences
-from lightning_gnn.strategies.gossip.snapshot import load_snapshot, snapshot_of
 from lightning_gnn.strategies.gossip.worker import Scores, Worker
 
 
 class WorkerFit(pl.Callback):
-    """Connects a worker with Lightning's loop; it averages gradients or else parameters. With `leaves_snapshots`, those that are
-    started again begin with another's; with a `codec`, workers that meet send each other differences, encoded."""
+    """Connects a worker with Lightning's loop; it averages gradients or else parameters.
+
+    Batches are made ahead for `device`, unless that is None. With `leaves_snapshots`, workers that are started again begin with
+    another's. With a `codec`, those that meet send each other differences, encoded.
+    """
 
     def __init__(
         self,
@@ -30,41 +33,40 @@ class WorkerFit(pl.Callback):
         clusters: Clusters,
         gradients: bool,
         comparison: Comparison,
-        leaves_snapshots: bool = False,
-        codec: Codec | None = None,
+        device: torch.device | None,
+        leaves_snapshots: bool,
+        codec: Codec | None,
     ) -> None:
         self.worker, self.comparison, self._leaves_snapshots = worker, comparison, leaves_snapshots
         self._module, self._clusters = module, clusters
         self._averages = Averages(module, gradients, worker.through_host)
         if codec is not None:
             worker.differences = Differences(codec, self._averages.sizes)
-        self._pooled: PooledBatches | None = None
+        self._pooled = PooledBatches(worker, clusters, self._epoch, device)
+        self._is_placed = False  # the pool begins where a checkpoint has left it
         self._validates_every: int | None = None  # epochs, as the Trainer was told
 
-    def batches(
-        self, mask: str | None, saved: dict[str, Any], device: torch.device | None
-    ) -> PooledBatches | ClusterBatches | None:
+    def _epoch(self) -> tuple[int, bool]:
+        """Returns the epoch, and whether it is the last."""
+        trainer = self._module.trainer
+        # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        return progress.processed, progress.processed + 1 == trainer.max_epochs
+
+    def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
         """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
-        is the :meth:`position` of the checkpoint that the run resumes with; empty without one. Batches are made ahead for
-        `device`, unless that is None."""
+        is the :meth:`position` of the checkpoint that the run resumes with; empty without one."""
         if mask == "val_mask":
             return ClusterBatches(self._clusters, self._clusters.validated())
-        if mask != "train_mask" or self._pooled is not None:
-            return self._pooled if mask == "train_mask" else None
-        trainer, pool = self._module.trainer, self.worker.pool
-
-        def epoch() -> int:
-            # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
-            progress: Any = trainer.fit_loop.epoch_progress.current
-            return progress.processed
-
-        # Only now is a checkpoint's epoch known.
-        pool.begin = epoch() * pool.size
-        if saved.get("size") == pool.size:
-            pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
-        if self.worker.life:
-            self.worker.give_back_all()
-        self._pooled = PooledBatches(self.worker, self._clusters, lambda: (epoch(), epoch() + 1 == trainer.max_epochs), device)
+        if mask != "train_mask":
+            return None
+        if not self._is_placed:  # only now is a checkpoint's epoch known
+            pool, self._is_placed = self.worker.pool, True
+            pool.begin = self._epoch()[0] * pool.size
+            if saved.get("size") == pool.size:
+                pool.begin, pool.done_before = saved["begin"], frozenset(saved["done"])
+            if self.worker.life:
+                self.worker.give_back_all()
         return self._pooled
 
     def position(self) -> dict[str, Any]:
@@ -74,12 +76,10 @@ class WorkerFit(pl.Callback):
 
     def arrived(self) -> Data:
         """Returns the batch that was begun first, on the device."""
-        assert self._pooled is not None
         return self._pooled.arrived()
 
     def left_over(self) -> Data | None:
         """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
-        assert self._pooled is not None
         self.worker.leave(self._averages.vector)
         return self._pooled.left_over()
 
@@ -91,8 +91,7 @@ class WorkerFit(pl.Callback):
     def end(self, seconds: float) -> dict[int, Scores]:
         """Returns the scores of the workers that have come to the end; waits for those that live, for some seconds."""
         self.worker.leave(self._averages.vector)
-        if self._pooled is not None:
-            self._pooled.give_back()
+        self._pooled.give_back()
         self.worker.publish(self._module.parameters())
         return self.worker.agree(self.comparison.scores, weights_of(self._module), seconds)
 
@@ -108,7 +107,6 @@ class WorkerFit(pl.Callback):
 
     def _rejoin(self, trainer: pl.Trainer) -> None:
         """Goes on in the place of a worker that was killed: with another's state, in the epoch that all are in now."""
-        assert self._pooled is not None
         other, snapshot = self.worker.newest_snapshot()
         load_snapshot(trainer, self._module, snapshot)
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -140,14 +138,12 @@ class WorkerFit(pl.Callback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Ends the thread that makes batches, and leaves the Trainer as its user made it."""
-        if self._pooled is not None:
-            self._pooled.close()
+        self._pooled.close()
         if self._validates_every is not None:
             trainer.check_val_every_n_epoch = self._validates_every
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert self._pooled is not None
         self._pooled.trained()
 
     @override
@@ -163,3 +159,25 @@ class WorkerFit(pl.Callback):
         self.worker.come_back()
         if self.worker.size > 1:
             self.comparison.end_validation(trainer)
+
+
+def snapshot_of(trainer: pl.Trainer, module: pl.LightningModule) -> bytes:
+    """Returns weights, buffers, and states of optimizers and schedulers, as they are between two epochs."""
+    file = io.BytesIO()
+    state = {
+        "weights": module.state_dict(),
+        "optimizers": [each.state_dict() for each in trainer.optimizers],
+        "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+    }
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def load_snapshot(trainer: pl.Trainer, module: pl.LightningModule, snapshot: bytes) -> None:
+    """Gives this worker the state that :func:`snapshot_of` returned for another."""
+    state = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
+    module.load_state_dict(state["weights"])
+    for optimizer, its_state in zip(trainer.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(its_state)
+    for config, its_state in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(its_state)

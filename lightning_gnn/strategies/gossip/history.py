@@ -1,33 +1,44 @@
-"""The history: rows of all nodes as they were computed last, for batches whose halo nodes are computed in other batches.
+"""The history: rows of all nodes as they were computed last, for batches whose halo nodes are computed in other batches; and the
+binding of a module to such batches.
 
 Source: Fey et al., "GNNAutoScale: Scalable and Expressive Graph Neural Networks via Historical Embeddings" (ICML 2021), section
 3; Chen et al., "Stochastic Training of Graph Convolutional Networks with Variance Reduction" (ICML 2018), section 4.
 
-N owned rows, H halo rows; ``...`` stands for any trailing dimensions.
+A layer's input rows of halo nodes are historical, and what the layer itself makes of them is not. So weights learn of all
+messages that reach the batch, and only what lies behind a halo row is taken as given. A conv therefore computes on N + H rows, of
+the batch and of its halo, and gives N.
+
+N nodes of the batch, its owned rows; H halo nodes; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import mmap
 import os
 import tempfile
+import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch_geometric.nn import DirGNNConv, MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange
+from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-
-_HEAD = 1 << 16
-"""Bytes at the beginning of the file: how many tables there are, then the name of each, as a number, and where it begins."""
+from lightning_gnn.nn.bind import Binding
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.convs import rule_of
+from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.partition.shard import HaloPlan
+from lightning_gnn.strategies.gossip.peers import SharedKeys
 
 
 @dataclass(frozen=True)
@@ -51,15 +62,17 @@ class History:
     Args:
         num_nodes: of the whole graph.
         file: opened for reading and writing, of no name any more; the same on all workers.
+        keys: of all workers: where tables begin.
+        machine: a number of the machine.
     """
 
-    def __init__(self, num_nodes: int, file: int) -> None:
+    def __init__(self, num_nodes: int, file: int, keys: SharedKeys, machine: int = 0) -> None:
         self.num_nodes, self._file = num_nodes, file
+        self._keys, self._name = keys, f"history/{machine}"
         self._tables: dict[Hashable, Table] = {}
-        self._grow(_HEAD)
 
     @classmethod
-    def shared(cls, num_nodes: int, world: World) -> History:
+    def shared(cls, num_nodes: int, world: World, keys: SharedKeys) -> History:
         """Returns the history that this rank shares with those of its machine; runs on every rank."""
         here = world.ranks_here()
         path = ""
@@ -68,7 +81,7 @@ class History:
             os.close(handle)
         path = world.all_gather_object(path)[here[0]]
         try:
-            history = cls(num_nodes, os.open(path, os.O_RDWR))
+            history = cls(num_nodes, os.open(path, os.O_RDWR), keys, here[0])
             world.barrier()
         finally:
             if world.rank == here[0]:
@@ -87,33 +100,19 @@ class History:
         return self._tables[key]
 
     def _place(self, name: str, num_bytes: int) -> int:
-        """Returns where the table of a name begins; one worker at a time may make one."""
-        import fcntl  # not on all systems
-
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        head = self._mapped(0, _HEAD).view(torch.int64)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        """Returns where the table of a name begins; of workers that ask for it at once, the first one's place counts."""
+        key, size = f"{self._name}/{name}", -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not self._keys.get(key):
+            self._keys.swap(key, "", str(self._keys.add(self._name, size) - size))
+        begin = int(self._keys.get(key))
         try:
-            count, entries = int(head[0]), head[2:].view(-1, 2)
-            known = (entries[:count, 0] == number).nonzero()
-            if len(known):
-                return int(entries[int(known), 1])
-            begin = -(-os.fstat(self._file).st_size // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._grow(begin + num_bytes)
-            entries[count, 0], entries[count, 1] = number, begin
-            head[0] = count + 1
-            return begin
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _grow(self, num_bytes: int) -> None:
-        try:
-            os.posix_fallocate(self._file, 0, num_bytes)  # never shrinks it, and fails where writing would kill
+            os.posix_fallocate(self._file, begin, num_bytes)  # never shrinks it, and fails where writing would kill
         except OSError as error:
             raise RuntimeError(
-                f"The history of halo rows needs {num_bytes / 1e6:,.0f} MB in {_folder()}, which has no room for it ({error}). "
-                "Make it larger, as by docker run --shm-size, or train without: halo=None."
+                f"The history of halo rows needs {(begin + num_bytes) / 1e6:,.0f} MB in {_folder()}, which has no room for it "
+                f"({error}). Make it larger, as by docker run --shm-size, or train without: halo=None."
             ) from error
+        return begin
 
     def _mapped(self, begin: int, num_bytes: int) -> Tensor:
         with open(self._file, "r+b", closefd=False) as file:
@@ -186,3 +185,93 @@ class HistoryExchange(Exchange):
             f"'{layer}' sums over the out-edges of each node, of which a batch has those inside it only. Use halo=None, which "
             "leaves all others out."
         )
+
+
+# Binding ######################################################################
+
+
+class _Beside(GraphContext):
+    """N + H rows as one graph in which edges end at the first N only; there is nothing to exchange."""
+
+    history: HistoryExchange
+
+    def scale_of_rows(self, scale: Tensor, layer: str) -> Tensor:
+        return self.history.expand(scale[: self.history.num_owned], layer)
+
+
+class HistoryBinding(Binding):
+    """Binds `module` to batches, one after the other: see :meth:`turn_to`.
+
+    Raises:
+        UnsupportedModelError: a layer reads out-edges; see :func:`~lightning_gnn.nn.bind.check_module` for others.
+    """
+
+    def __init__(self, module: torch.nn.Module, exchange: HistoryExchange) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, DirGNNConv):
+                raise UnsupportedModelError(
+                    f"'{name}' (DirGNNConv) reads out-edges, of which a batch has those inside it only. Use halo=None, which "
+                    "leaves all others out."
+                )
+        nothing = HaloPlan(0, (0,), (np.empty(0, np.int64),))
+        none, no_edges = torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64)
+        self._beside = _Beside(HaloExchange(nothing, exchange.world, exchange.meter), none, no_edges, None, 0)
+        self._beside.history = self.exchange = exchange
+        self._inside = False
+        self._x = self._halo_x = none
+        super().__init__(module, GraphContext(exchange, none, no_edges, None, 0))
+
+    def turn_to(self, x: Tensor, halo_x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
+        """Takes another batch, of which the exchange has been told.
+
+        Args:
+            x, halo_x: features, ``[N, F]`` and ``[H, F]``, which are right for halo nodes, too, where a conv reads x itself.
+            edge_index: ``[2, E]``, halo nodes from N on.
+            edge_weight: ``[E]``.
+        """
+        self._x, self._halo_x = x, halo_x
+        self._beside.exchange.num_owned = len(x) + len(halo_x)
+        for context in (self.context, self._beside):
+            context.turn_to(x, edge_index, edge_weight)
+
+    def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
+        several_hops = rule_of(type(conv)).several_hops
+        if several_hops:  # those of halo nodes come from the history each time
+            super()._bind(conv, layer, context)
+            return
+        super()._bind(conv, layer, self._beside)
+        forward, signature = conv.forward.__func__, inspect.signature(type(conv).forward)
+
+        def run(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # of a conv that has this one as a part, and has the rows
+                return forward(conv, *args, **kwargs)
+            given, known = signature.bind(conv, *args, **kwargs), dict[int, Tensor]()
+            for name, value in given.arguments.items():
+                if not name.startswith("edge"):
+                    given.arguments[name] = self._with_halo(value, conv, layer, known)
+            before, self._inside = self._beside.propagations[layer], True
+            try:
+                out = forward(*given.args, **given.kwargs)
+            finally:
+                self._inside = False
+            if several_hops is None and self._beside.propagations[layer] > before + 1:
+                raise UnsupportedModelError(
+                    f"'{layer}' ({type(conv).__name__}) propagates several times in a call, of which the second would read "
+                    "rows of halo nodes that are not there. Make it of several convs, or use halo=None."
+                )
+            rows = slice(0, self.context.num_owned)
+            return out[rows] if isinstance(out, Tensor) else (out[0][rows], *out[1:])
+
+        self._patch(conv, {"forward": types.MethodType(run, conv)})
+
+    def _with_halo(self, value: Any, conv: MessagePassing, layer: str, known: dict[int, Tensor]) -> Any:
+        """Returns an argument with the rows of halo nodes behind those of the batch's, where it has a row for each of these."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._with_halo(each, conv, layer, known) for each in value)
+        dim = conv.node_dim if isinstance(value, Tensor) and value.dim() > 1 else 0
+        if not isinstance(value, Tensor) or not value.dim() or value.size(dim) != self.context.num_owned:
+            return value
+        if id(value) not in known:  # what is given twice stays one
+            own = value is self._x
+            known[id(value)] = torch.cat([value, self._halo_x]) if own else self.exchange.expand(value, layer, dim)
+        return known[id(value)]

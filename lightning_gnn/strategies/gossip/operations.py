@@ -91,26 +91,7 @@ Steps: TypeAlias = Generator[Operation, Any, T]
 """Operations, and what they come to."""
 
 
-class InProcess:
-    """A key-value store as :class:`~.peers.SharedKeys`, for the only worker there is, and for tests."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    def get(self, key: str) -> str:
-        return str(self.values.get(key, ""))
-
-    def add(self, key: str, amount: int) -> int:
-        self.values[key] = int(self.values.get(key, 0)) + amount
-        return self.values[key]
-
-    def swap(self, key: str, expected: str, new: str) -> bool:
-        if self.get(key) == expected:
-            self.values[key] = new
-        return self.get(key) == new
-
-
-def answer(store: SharedKeys | InProcess, operation: Operation) -> Any:
+def answer(store: SharedKeys, operation: Operation) -> Any:
     if isinstance(operation, Get):
         return store.get(operation.key)
     if isinstance(operation, Add):

@@ -22,18 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_gnn.arguments import check_choice
-from lightning_gnn.strategies.gossip.operations import (
-    Add,
-    Await,
-    Get,
-    IsAlive,
-    Notified,
-    Notify,
-    Pick,
-    Steps,
-    Swap,
-    Visit,
-)
+from lightning_gnn.strategies.gossip.operations import Add, Await, Get, IsAlive, Notified, Notify, Pick, Steps, Swap, Visit
 
 Rule = Literal["any", "prompt", "active_passive"]
 

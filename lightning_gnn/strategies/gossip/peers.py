@@ -1,8 +1,8 @@
 """How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective but one.
 
-The store is a TCPStore in the process that starts the ranks, where that is none of them, or in one of its own: any rank may die.
+The store is a TCPStore in a process of its own: any rank may die, and the process that starts them may be one.
 Vectors travel over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a
-message.
+message; asyncio's streams have, but copy what arrives, and took 2 to 4 times the CPU time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,11 +24,14 @@ from torch import Tensor
 from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
 from lightning_gnn.devices import backend_of
-from lightning_gnn.launching.worker_store import LOCAL, MOST_WAITING
-from lightning_gnn.strategies.gossip import store_process
 
+LOCAL = "127.0.0.1"
+MOST_WAITING = 128
+"""Connections that wait to be accepted."""
 BEAT_S = 0.5
 """Seconds between two heartbeats."""
+EXCHANGE_S = 30.0
+"""Seconds that a worker, or the store, may be silent in an exchange before the other goes on without."""
 
 _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
@@ -39,44 +39,6 @@ _HEADER = struct.Struct("!qqq")  # who connects, in which meeting, and what it k
 _KNOWN = struct.Struct("!q")  # the answer: what this one knows of it
 _NOTIFY_S = 1.0
 _LOOK_S = 0.2  # how often a mailbox looks whether it is closed
-
-
-class StoreProcess:
-    """A store in a process of its own, which a rank starts and which outlives it: it ends soon after the last worker.
-
-    Args:
-        host: of this machine, as the workers know it.
-        run: prefix of their keys.
-        size: how many workers there are.
-        lease: seconds without a heartbeat after which a worker counts as dead.
-    """
-
-    def __init__(self, host: str, run: str, size: int, lease: float) -> None:
-        self._host = host
-        self._process = subprocess.Popen(
-            [sys.executable, store_process.__file__, host, run, str(size), str(lease)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # torchrun and Ctrl-C end whole groups of processes
-        )
-
-    def address(self) -> str:
-        """Returns ``host:port``, once it answers; raises CommunicationError if it does not."""
-        assert self._process.stdout is not None
-        port = self._process.stdout.readline().decode().strip()
-        if not port:
-            raise CommunicationError(
-                f"The store of the workers could not be started on {self._host}: its process ended with status "
-                f"{self._process.wait()}."
-            )
-        return f"{self._host}:{port}"
-
-    def leave(self) -> None:
-        """Leaves it to the workers that are left."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        threading.Thread(target=self._process.wait, daemon=True, name="waits for the workers' store").start()
 
 
 class Bring(Protocol):
@@ -93,59 +55,28 @@ class Bring(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StoreAddress:
-    """Where a store is.
-
-    Attributes:
-        host, port: of the store.
-        prefix: of all keys: of one run among several.
-        timeout: seconds for one answer.
-    """
-
-    host: str
-    port: int
-    prefix: str
-    timeout: float
-
-    @property
-    def place(self) -> str:
-        """Where it is and what its keys begin with, as text."""
-        return f"{self.host}:{self.port} {self.prefix}"
-
-    @classmethod
-    def of(cls, place: str, timeout: float) -> StoreAddress:
-        """Returns the address with that :attr:`place`."""
-        address, _, prefix = place.partition(" ")
-        host, _, port = address.rpartition(":")
-        return cls(host, int(port), prefix, timeout)
-
-    def connect(self) -> dist.Store:
-        """Returns a connection of its own."""
-        store = dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=False,
-            timeout=timedelta(seconds=self.timeout),
-            wait_for_workers=False,
-        )
-        return dist.PrefixStore(self.prefix, store)
+def connect_to_store(place: str) -> dist.Store:
+    """Returns a connection of its own to the store at a place, ``host:port prefix``; all keys begin with the prefix."""
+    address, _, prefix = place.partition(" ")
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=EXCHANGE_S)
+    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False))
 
 
 class SharedKeys:
     """A key-value store that processes share; each call is atomic.
 
     Args:
-        address: of the store.
+        place: of the store, see :func:`connect_to_store`; empty for one of this process alone.
 
     Raises:
         CommunicationError: also from all methods: the store is gone.
     """
 
-    def __init__(self, address: StoreAddress) -> None:
-        self._where = f"{address.host}:{address.port}"
+    def __init__(self, place: str = "") -> None:
+        self._where = place.partition(" ")[0]
         with self._naming():
-            self._store = address.connect()
+            self._store = connect_to_store(place) if place else dist.HashStore()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -196,13 +127,13 @@ class Heartbeat:
     """Beats for this worker, from a thread, and watches those of others.
 
     Args:
-        address: of the store, which is asked over connections of their own.
+        place: of the store, which is asked over connections of their own.
         me: this worker.
         patience: seconds without a beat after which a worker counts as dead.
     """
 
-    def __init__(self, address: StoreAddress, me: int, patience: float) -> None:
-        self._keys, self._beats = SharedKeys(address), SharedKeys(address)
+    def __init__(self, place: str, me: int, patience: float) -> None:
+        self._keys, self._beats = SharedKeys(place), SharedKeys(place)
         self._me, self._patience = me, patience
         self._seen: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
@@ -234,7 +165,7 @@ class WorkerGroup:
     """All workers at once, beside torch's default process group; all make its calls in the same order.
 
     Args:
-        address: of the store by which they find each other.
+        place: of the store by which they find each other.
         me, size: this worker and how many there are.
         timeout: seconds to wait for the others.
 
@@ -242,10 +173,10 @@ class WorkerGroup:
         CommunicationError: also from all methods: a worker does not answer.
     """
 
-    def __init__(self, address: StoreAddress, me: int, size: int, timeout: float) -> None:
-        self._address, self._me, self._size, self._limit = address, me, size, timedelta(seconds=timeout)
-        with self._naming(), gloo_beside(address.host):
-            self._hosts: Any = dist.ProcessGroupGloo(address.connect(), me, size, self._limit)
+    def __init__(self, place: str, me: int, size: int, timeout: float) -> None:
+        self._place, self._me, self._size, self._limit = place, me, size, timedelta(seconds=timeout)
+        with self._naming(), gloo_beside(place.rpartition(":")[0]):
+            self._hosts: Any = dist.ProcessGroupGloo(connect_to_store(place), me, size, self._limit)
         self._devices: Any = None
 
     def _of_devices(self, device: torch.device) -> Any:
@@ -254,7 +185,7 @@ class WorkerGroup:
             # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
             # this worker alone is none to split communicators from.
             make: Any = dist.distributed_c10d._new_process_group_helper
-            store, name, backend = self._address.connect(), f"workers of {self._address.prefix}", backend_of(device)
+            store, name, backend = connect_to_store(self._place), f"workers of {self._place}", backend_of(device)
             with no_process_group():
                 self._devices, _ = make(self._size, self._me, [], dist.Backend(backend), store, name, timeout=self._limit)
         return self._devices

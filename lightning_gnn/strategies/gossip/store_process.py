@@ -1,20 +1,61 @@
-"""The store of independent workers, in a process of its own, which outlives the rank that starts it: see
-:class:`~lightning_gnn.strategies.gossip.peers.StoreProcess`.
+"""The store of independent workers, in a process of its own, which outlives the rank that starts it.
 
     python store_process.py HOST RUN SIZE LEASE
 
-It imports nothing of this package, so that it is there soon.
+runs it. It imports nothing of this package, so that it is there soon.
 """
 
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+import threading
 import time
 
 import torch.distributed as dist
 
 _LOOK_S = 0.5
+
+
+class StoreProcess:
+    """Starts the store, and leaves it to the other workers: it ends soon after the last of them.
+
+    Args:
+        host: of this machine, as the workers know it.
+        run: prefix of their keys.
+        size: how many workers there are.
+        lease: seconds without a heartbeat after which a worker counts as dead.
+    """
+
+    def __init__(self, host: str, run: str, size: int, lease: float) -> None:
+        self._host = host
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, host, run, str(size), str(lease)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # torchrun and Ctrl-C end whole groups of processes
+        )
+
+    def address(self) -> str:
+        """Returns ``host:port``, once it answers; raises CommunicationError if it does not."""
+        assert self._process.stdout is not None
+        port = self._process.stdout.readline().decode().strip()
+        if not port:
+            from lightning_gnn.comm.group import CommunicationError
+
+            raise CommunicationError(
+                f"The store of the workers could not be started on {self._host}: its process ended with status "
+                f"{self._process.wait()}."
+            )
+        return f"{self._host}:{port}"
+
+    def leave(self) -> None:
+        """Leaves it to the workers that are left."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        threading.Thread(target=self._process.wait, daemon=True, name="waits for the workers' store").start()
 
 
 def serve(host: str, run: str, size: int, lease: float) -> None:

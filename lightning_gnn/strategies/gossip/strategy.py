@@ -80,9 +80,7 @@ class GossipStrategy(ClusterStrategy):
         **options: Any,
     ) -> None:
         check_numbers(patience=patience, lease=lease)
-        check_whole(restarts=restarts)
-        if restarts < 0:
-            raise ValueError(f"restarts must be at least 0 (got {restarts}).")
+        check_whole(0, restarts=restarts)
         if restarts and options.get("halo") is not None:
             raise ValueError("A worker that is started again cannot open the others' history: use restarts=0 or halo=None.")
         Pairing(0, 1, pairing)
@@ -144,5 +142,5 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     @override
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         rank, size = self.global_rank, self.world_size
-        group = None if peers is None else WorkerGroup(peers.store, rank, size, self.timeout.total_seconds())
+        group = None if peers is None else WorkerGroup(peers.place, rank, size, self.timeout.total_seconds())
         return Lockstep(pool, rank, size, self.averaging_interval, peers, group)

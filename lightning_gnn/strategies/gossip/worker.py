@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_gnn.strategies.gossip.differences import Difference, Differences, Whole
 from lightning_gnn.strategies.gossip.operations import (
     Await,
-    InProcess,
     IsAlive,
     Notified,
     Notify,
@@ -27,7 +26,7 @@ from lightning_gnn.strategies.gossip.operations import (
     carry_out,
 )
 from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing
-from lightning_gnn.strategies.gossip.peers import Bring, Heartbeat, PeerServer, SharedKeys, StoreAddress
+from lightning_gnn.strategies.gossip.peers import Bring, Heartbeat, PeerServer, SharedKeys
 from lightning_gnn.strategies.gossip.pool import Pool
 
 T = TypeVar("T")
@@ -77,10 +76,10 @@ class Counts:
 
 @dataclass
 class Peers:
-    """How a worker reaches the others: the store that all share, and the servers where they connect to each other; `life` is
-    how often this one has been started again."""
+    """How a worker reaches the others: the place of the store that all share, and its keys; and the servers where they connect to
+    each other. `life` is how often this one has been started again."""
 
-    store: StoreAddress
+    place: str
     keys: SharedKeys
     heartbeat: Heartbeat
     server: PeerServer
@@ -109,7 +108,7 @@ class Worker:
         self.counts = Counts()
         self.left = False
         self.reached = 0  # items that had been taken, by all workers, when this one took its last
-        self._keys = InProcess() if peers is None else peers.keys
+        self.keys = SharedKeys() if peers is None else peers.keys
         self.life = self.pairing.life = 0 if peers is None else peers.life
         self._patience = patience
         self._random = random.Random(seed * 1_000_003 + self.me)
@@ -224,17 +223,17 @@ class Worker:
         def how(operation: Operation) -> Any:
             if isinstance(operation, Pick):
                 return self._random.choice(operation.options)
-            if isinstance(operation, IsAlive):
-                return self.peers is None or self.peers.heartbeat.is_alive(operation.worker)
-            if isinstance(operation, (Notify, Notified)):
-                assert self.peers is not None
-                if isinstance(operation, Notified):
-                    return self.peers.server.notified()
-                return self.peers.server.notify(self.peers.address_of(operation.worker))
-            if isinstance(operation, (Await, Visit)):
+            if isinstance(operation, Await | Visit):
                 assert exchange is not None
                 return exchange(operation)
-            return answer(self._keys, operation)
+            if not isinstance(operation, IsAlive | Notify | Notified):
+                return answer(self.keys, operation)
+            assert self.peers is not None  # one that is alone asks nothing of others
+            if isinstance(operation, IsAlive):
+                return self.peers.heartbeat.is_alive(operation.worker)
+            if isinstance(operation, Notified):
+                return self.peers.server.notified()
+            return self.peers.server.notify(self.peers.address_of(operation.worker))
 
         return carry_out(steps, how)
 
@@ -247,38 +246,32 @@ class Worker:
         self.counts.seconds = time.perf_counter() - self._began
         if self.peers is not None:
             self.counts.sent = self._sent_before + self.peers.server.sent_bytes
-            self.peers.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
-            self.peers.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
+            self.keys.put(f"sketch/{self.me}", sketch(parameters).numpy().tobytes())
+        self.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
 
     def all_counts(self) -> dict[int, Counts]:
         """Returns what each worker has published last, by worker."""
-        if self.peers is None:
-            return {self.me: self.counts}
-        found = {worker: self.peers.keys.find(f"counts/{worker}") for worker in range(self.size)}
+        found = {worker: self.keys.find(f"counts/{worker}") for worker in range(self.size)}
         return {worker: Counts(**json.loads(text)) for worker, text in found.items() if text is not None}
 
     def consensus(self, workers: Collection[int]) -> float:
         """Returns how far the parameters of some workers were from each other when each has published last: :func:`distance`,
         estimated from sketches (:func:`sketch`)."""
-        if self.peers is None:
-            return 0.0
-        found = [self.peers.keys.find(f"sketch/{worker}") for worker in workers]
+        found = [self.keys.find(f"sketch/{worker}") for worker in workers]
         sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
         return distance(sketches) if sketches else 0.0
 
     def leave_snapshot(self, snapshot: bytes) -> None:
         """Leaves what a worker that is started again begins with; of the last two, in turns, none changes while it is read."""
-        if self.peers is not None:
-            keys, number = self.peers.keys, self.peers.keys.add("snapshots", 1)
-            before = keys.get(f"snapshot/{self.me}")
-            slot = 1 - int(before.split()[1]) if before else 0
-            keys.put(f"snapshot/{self.me}/{slot}", snapshot)
-            keys.swap(f"snapshot/{self.me}", before, f"{number} {slot}")
+        keys, number = self.keys, self.keys.add("snapshots", 1)
+        before = keys.get(f"snapshot/{self.me}")
+        slot = 1 - int(before.split()[1]) if before else 0
+        keys.put(f"snapshot/{self.me}/{slot}", snapshot)
+        keys.swap(f"snapshot/{self.me}", before, f"{number} {slot}")
 
     def newest_snapshot(self) -> tuple[int, bytes]:
         """Returns the snapshot that any other worker has left last, and whose it is."""
-        assert self.peers is not None
-        keys = self.peers.keys
+        keys = self.keys
         while True:
             left = {worker: keys.get(f"snapshot/{worker}") for worker in range(self.size) if worker != self.me}
             worker, newest = max(left.items(), key=lambda each: int((each[1] or "0").split()[0]))
@@ -289,16 +282,15 @@ class Worker:
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
         """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live, for
         some seconds. Their weights are then there for :meth:`weights_of`."""
-        if self.peers is None:
-            return {self.me: scores}
-        keys, deadline = self.peers.keys, time.monotonic() + seconds
+        keys, deadline = self.keys, time.monotonic() + seconds
         if not keys.get(f"score/{self.me}"):  # else it was killed after this, and others may have begun to read
             keys.put(f"weights/{self.me}", weights)
             keys.put(f"score/{self.me}", json.dumps(scores).encode())
         while not (agreed := keys.get("agreed")):
             found = {worker: keys.find(f"score/{worker}") for worker in range(self.size)}
             missing = [worker for worker, text in found.items() if text is None]
-            if time.monotonic() > deadline or not any(self.peers.heartbeat.is_alive(worker) for worker in missing):
+            waits = self.peers is not None and any(self.peers.heartbeat.is_alive(worker) for worker in missing)
+            if time.monotonic() > deadline or not waits:
                 scores_of = {worker: json.loads(text) for worker, text in found.items() if text is not None}
                 # Who is first decides who has come to the end.
                 keys.swap("agreed", "", json.dumps(scores_of))
@@ -307,8 +299,7 @@ class Worker:
         return {int(worker): tuple(each) for worker, each in json.loads(agreed).items()}
 
     def weights_of(self, worker: int) -> bytes:
-        assert self.peers is not None
-        found = self.peers.keys.find(f"weights/{worker}")
+        found = self.keys.find(f"weights/{worker}")
         assert found is not None
         return found
 

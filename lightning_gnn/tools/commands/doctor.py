@@ -26,9 +26,9 @@ from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import default_root
 from lightning_gnn.kernels import CSR, cache_folder
-from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.advising.machine import available_cores
 from lightning_gnn.tools.commands.exchange import time_exchange
+from lightning_gnn.tools.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.parser import Parser
 
 PACKAGES = ("torch", "lightning", "torch_geometric", "torchmetrics", "numba", "pymetis")

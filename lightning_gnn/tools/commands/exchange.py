@@ -15,8 +15,8 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.launching.local_ranks import run_ranks
 from lightning_gnn.partition.shard import HaloPlan
+from lightning_gnn.tools.local_ranks import run_ranks
 
 ROWS, COLUMNS, REPEATS = 65_536, 64, 7
 

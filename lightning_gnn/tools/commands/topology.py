@@ -22,7 +22,7 @@ from lightning_gnn.data.store import write_atomically
 from lightning_gnn.extensions.plans.measure import measure
 from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology, topology_to_dict
-from lightning_gnn.launching.local_ranks import run_ranks
+from lightning_gnn.tools.local_ranks import run_ranks
 from lightning_gnn.tools.parser import Parser, did_you_mean
 
 HELP = """usage: lightning-gnn topology measure --output FILE [--ranks N] [options]

@@ -22,9 +22,9 @@ from rich.console import Group
 
 from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_console
 from lightning_gnn.data.store import write_atomically
-from lightning_gnn.launching.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.tools.comparing.results import ComparisonTable, number, parity, parity_text, summarise
+from lightning_gnn.tools.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.parser import check_folder
 
 LAST_LINES = 15

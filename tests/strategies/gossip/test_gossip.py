@@ -54,7 +54,6 @@ from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.extensions.codecs.codec import make_codec
-from lightning_gnn.launching.worker_store import LOCAL, StoreServer
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.gossip.clusters import Clusters
@@ -62,7 +61,7 @@ from lightning_gnn.strategies.gossip.differences import Difference, Differences,
 from lightning_gnn.strategies.gossip.fit import WorkerFit
 from lightning_gnn.strategies.gossip.metrics import progress
 from lightning_gnn.strategies.gossip.pairing import Pairing
-from lightning_gnn.strategies.gossip.peers import Heartbeat, Mailbox, PeerServer, SharedKeys, StoreAddress
+from lightning_gnn.strategies.gossip.peers import LOCAL, Heartbeat, Mailbox, PeerServer, SharedKeys
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.push_sum import Mass, PushSum
 from lightning_gnn.strategies.gossip.worker import Peers, Worker, distance, sketch
@@ -138,12 +137,11 @@ def test_the_distance_of_replicas():
 @pytest.fixture
 def tied() -> Iterator[Callable[..., list[Worker]]]:
     """Makes workers of this process that share a store, and end with the test."""
-    server = StoreServer(LOCAL)
-    server.start()
+    server = torch.distributed.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
     made: list[Worker] = []
 
     def make(size: int, kind: Callable[[int, Peers], Worker]) -> list[Worker]:
-        place = StoreAddress(LOCAL, server.port, "test", 30.0)
+        place = f"{LOCAL}:{server.port} test"
         for me in range(size):
             own = PeerServer(LOCAL, 30.0)
             made.append(kind(me, Peers(place, SharedKeys(place), Heartbeat(place, me, 30.0), own)))
@@ -153,7 +151,6 @@ def tied() -> Iterator[Callable[..., list[Worker]]]:
     yield make
     for worker in made:
         worker.close()
-    server.stop()
 
 
 def test_vectors_are_summed_and_come_back_if_nobody_is_there():

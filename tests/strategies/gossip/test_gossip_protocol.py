@@ -11,11 +11,11 @@ from typing import get_args
 import gossip_model
 import pytest
 from common import campaign, examples
-from gossip_model import Case, Model, explore
+from gossip_model import Case, InProcess, Model, explore
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.strategies.gossip.operations import Add, Get, InProcess, Swap, answer, carry_out
+from lightning_gnn.strategies.gossip.operations import Add, Get, Swap, answer, carry_out
 from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing, Rule
 from lightning_gnn.strategies.gossip.pool import Pool
 

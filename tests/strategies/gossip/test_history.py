@@ -28,8 +28,8 @@ from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.nn.helpers import expand, graph_in_use
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.gossip.clusters import Clusters
-from lightning_gnn.strategies.gossip.histories import HistoryBinding
-from lightning_gnn.strategies.gossip.history import History, HistoryExchange
+from lightning_gnn.strategies.gossip.history import History, HistoryBinding, HistoryExchange
+from lightning_gnn.strategies.gossip.peers import SharedKeys
 
 # Without ranks ################################################################
 
@@ -38,7 +38,7 @@ NODES = 60
 
 def new_history(nodes: int = NODES) -> History:
     with tempfile.TemporaryFile() as file:
-        return History(nodes, os.dup(file.fileno()))
+        return History(nodes, os.dup(file.fileno()), SharedKeys())
 
 
 def clusters_of(graph: Any, count: int, method: str = "random", per_batch: int = 1) -> Clusters:
@@ -191,7 +191,8 @@ def test_how_old_rows_are(graph):
 
 def test_tables_are_found_by_all_in_any_order():
     with tempfile.TemporaryFile() as file:
-        one, other = (History(3, os.dup(file.fileno())) for _ in range(2))
+        keys = SharedKeys()
+        one, other = (History(3, os.dup(file.fileno()), keys) for _ in range(2))
     first = one.table(("a", 0), (2,), torch.float32)
     second = other.table(("b", 0), (), torch.bfloat16)
     first.rows[1] = 5

@@ -1,0 +1,172 @@
+"""Launchers whose ranks do without one that fails, once they have met in a fit, and start one again that was killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
+
+from lightning_gnn.comm.processes import here
+from lightning_gnn.launching.failures import Failure
+from lightning_gnn.launching.processes import ProcessLauncher
+from lightning_gnn.launching.script import ScriptLauncher
+from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor
+
+REJOIN_VARIABLE = "LIGHTNING_GNN_REJOINS"
+"""Environment of a rank that takes the place of one that was killed: where the store of the others is."""
+
+_AGENT_S = 5.0
+"""For an answer of torchrun's store."""
+
+
+class Losses:
+    """Which failures concern the other ranks: none, once these have said that they are independent.
+
+    Args:
+        supervisor: of the ranks.
+        start_again: starts the local rank of a child whose process was killed, given the place where the others meet.
+        restarts: how often it may be called for each rank.
+    """
+
+    def __init__(self, supervisor: Supervisor, start_again: Callable[[Child, str], Child], restarts: int) -> None:
+        self._supervisor, self._start_again, self._restarts = supervisor, start_again, restarts
+        self._place = ""
+        self._shown: set[int] = set()
+        self._started_again: Counter[int] = Counter()
+
+    def of_concern(self, failures: list[Failure]) -> list[Failure]:
+        """Returns those that end all ranks; shows the others."""
+        for child in self._supervisor.children:
+            self._place = child.received.get("independent", self._place)
+        if not self._place:  # they would wait for each other
+            return failures
+        for failure in failures:
+            if failure.rank not in self._shown:
+                self._shown.add(failure.rank)
+                again = self._takes_its_place(failure)
+                then = "it is started again, and the others go on" if again else "the others go on"
+                print(f"{failure.traceback}{failure}; {then}.", file=sys.stderr, flush=True)
+        return []
+
+    def _takes_its_place(self, failure: Failure) -> bool:
+        """Starts a rank again, unless it has raised something, which it would again, or is rank 0, whose loggers have begun."""
+        supervisor = self._supervisor
+        [lost] = [child for child in supervisor.children if child.rank == failure.rank]
+        was_killed = (lost.exit_code() or 0) < 0 and "result" not in lost.received
+        if supervisor.stopping or supervisor.ending or not was_killed or lost.rank == 0:
+            return False
+        if self._started_again[lost.rank] >= self._restarts:
+            return False
+        self._started_again[lost.rank] += 1
+        self._shown.discard(lost.rank)
+        supervisor.children[supervisor.children.index(lost)] = self._start_again(lost, self._place)
+        return True
+
+
+class SurvivingScriptLauncher(ScriptLauncher):
+    """Runs the script once per rank; in a fit, ranks do without one that has failed, be it the first."""
+
+    _strategy: Any
+
+    @override
+    def _arrive(self, reporter: Reporter) -> None:
+        if REJOIN_VARIABLE in os.environ:  # the others run this call already
+            reporter.send("arrived", here().address)
+        else:
+            super()._arrive(reporter)
+
+    @override
+    def _begin(self, supervisor: Supervisor, first: bool) -> None:
+        super()._begin(supervisor, first)
+        for child in supervisor.children:
+            child.received.pop("independent", None)
+        # A rank that is started again comes to the script's first call.
+        restarts = self._strategy.most_restarts if first else 0
+        supervisor.begin(Losses(supervisor, self._start_again, restarts).of_concern)
+
+    def _start_again(self, lost: Child, place: str) -> Child:
+        return self._start_rank(lost.rank % self._strategy.num_processes, {REJOIN_VARIABLE: place})
+
+    def ranks_are_independent(self, place: str) -> None:
+        """Reports, in a rank, that from now on none needs another, and where they meet."""
+        if self._script.reporter is not None:
+            self._script.reporter.needs_parent = False
+            self._script.reporter.send("independent", place)
+        elif self._script.supervisor is None and self._strategy.most_restarts:
+            raise ValueError(
+                f"restarts={self._strategy.most_restarts} is for ranks that this package starts, and "
+                f"{type(self._strategy.cluster_environment).__name__} says that others have. Leave it out, or start with python."
+            )
+
+    @override
+    def _end_without_asking(self, code: int) -> None:
+        if not self._strategy.survives_lost_ranks:
+            super()._end_without_asking(code)
+
+
+class SurvivingProcessLauncher(ProcessLauncher):
+    """Starts processes for one call; in a fit, they do without one that has failed, and the first that is left sends results."""
+
+    _strategy: Any
+
+    @override
+    def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
+        again = partial(self._start_again, given=given)
+        supervisor.begin(Losses(supervisor, again, self._strategy.most_restarts).of_concern)
+
+    def _start_again(self, lost: Child, place: str, given: Sequence[Any]) -> Child:
+        os.environ[REJOIN_VARIABLE] = place
+        try:
+            return self._start_rank(lost.rank, self._run, given)
+        finally:
+            del os.environ[REJOIN_VARIABLE]
+
+    @override
+    def _sends_results(self, local_rank: int) -> bool:
+        return super()._sends_results(local_rank) or self._strategy.survives_lost_ranks
+
+    def ranks_are_independent(self, place: str) -> None:
+        """Reports, in a rank, that from now on none needs another, and where they meet."""
+        assert self._reporter is not None
+        self._reporter.send("independent", place)
+
+
+def surviving(launcher: _Launcher | None) -> _Launcher | None:
+    """Returns a launcher that starts ranks as the given one does, and as many, but has the others go on without lost ones."""
+    if isinstance(launcher, ScriptLauncher):
+        return SurvivingScriptLauncher(launcher._strategy)
+    if isinstance(launcher, ProcessLauncher):
+        return SurvivingProcessLauncher(launcher._strategy, launcher._start_method)
+    return launcher
+
+
+def end_for_lost_agents(agents: Collection[int]) -> None:
+    """Under torchrun, comes to the end in place of agents whose ranks were lost; called once, by a rank that is left.
+
+    An agent whose ranks have ended waits up to 300 s for all others to come to their end (``SimpleElasticAgent._exit_barrier``),
+    those that were lost included. Only where agents meet at the store that ranks know, by ``--master-addr``: that of
+    ``--rdzv-backend c10d`` is not known to them.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    # Without these names, as in another version of torch, or without the store, agents wait as long as they do.
+    with suppress(ImportError, AttributeError, RuntimeError, OSError):
+        from torch.distributed.elastic.agent.server import api
+        from torch.distributed.elastic.utils import store as barriers
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((address, port), _AGENT_S).close()  # torch would try again, at length
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S))
+        of_agents = dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+        for _ in agents:
+            barriers._barrier_nonblocking(of_agents, int(os.environ["GROUP_WORLD_SIZE"]), api._TERMINAL_STATE_SYNC_ID)
