@@ -49,6 +49,9 @@ PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner"
 """The module and the class of each partitioner of nodes that is an extension, by its name as a ``partition``."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
+_BASELINES = {"hdrf": "hdrf", "dbh": "hashed", "grid": "hashed", "dne": "dne"}
+"""By the name of a cutter to compare with, the module of ``vertex_cut/baselines/`` that has it."""
+
 _WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
@@ -115,6 +118,11 @@ def cutter_of(kind: str) -> ModuleType:
     """Returns the module that cuts edges for a kind of layout, with ``assign_edges``, ``edge_predictions``, ``part_dtype`` and
     ``report_of``."""
     return import_module(_CUTTERS[kind])
+
+
+def baseline_cutter(method: str) -> Callable[..., None]:
+    """Returns the function that cuts edges by a method to compare with."""
+    return getattr(import_module(f"lightning_gnn.strategies.vertex_cut.baselines.{_BASELINES[method]}"), method)
 
 
 def refiner_of(method: str) -> Callable[..., Any] | None:

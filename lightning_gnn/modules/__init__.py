@@ -1,6 +1,18 @@
-"""LightningModules."""
+"""LightningModules; that of links is imported when it is asked for."""
 
-from lightning_gnn.modules.link_predictor import LinkPredictor
+from typing import TYPE_CHECKING, Any
+
 from lightning_gnn.modules.node_classifier import NodeClassifier
 
+if TYPE_CHECKING:
+    from lightning_gnn.modules.link_predictor import LinkPredictor
+
 __all__ = ["LinkPredictor", "NodeClassifier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LinkPredictor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_gnn.modules.link_predictor import LinkPredictor
+
+    return LinkPredictor

@@ -7,10 +7,6 @@ Every method is deterministic, and so are masters. Methods:
 ``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV):
     edges in ascending order of the sum of their ends' degrees, each to the rank of the least sum of new replicas and loads; with
     hosts, CDFGNN section 6, equation 24, which counts replicas on new hosts too.
-``"hdrf"``: Petroni et al., CIKM'15: edges as they come, the end of higher degree replicated first; degrees are known. Their
-    problem's bound (section 2) is kept, without which edges that come sorted may all be one rank's.
-``"dbh"``: Xie et al., NIPS'14: an edge goes where its end of lower degree is hashed to.
-``"grid"``: ranks form a grid; an edge goes to the row of its source's hash and the column of its target's.
 ``"random"``: every edge on its own.
 ``"streaming"``: 2PS-L, Mayer, Orujzade and Jacobsen, ICDE'22 (arXiv:2203.12721): clusters of bounded volume by reading the edges
     twice, parts of clusters, then edges in two readings, each to a part of one of its ends' clusters. Linear in the edges,
@@ -18,6 +14,7 @@ Every method is deterministic, and so are masters. Methods:
 ``"ne"``: neighbourhood expansion, Zhang et al., KDD'17, with hubs as in HEP (Mayer and Jacobsen, SIGMOD'21), whose edges are
     streamed afterwards as by EBV. Parts grow in turns, the one of the least load next. The fewest replicas by far where a graph
     has any structure, for more time and memory.
+``"hdrf"``, ``"dbh"``, ``"grid"`` and ``"dne"``, to compare with, are described in the modules of ``baselines/``.
 
 N nodes, E edges, P ranks, B blocks of eight lanes.
 """
@@ -41,6 +38,7 @@ from lightning_gnn.partition.budget import Cost, Prediction, choose
 from lightning_gnn.partition.edge_cut import spread_masks
 from lightning_gnn.partition.layout import Groups, devices
 from lightning_gnn.partition.shard import Ids, ShortIds
+from lightning_gnn.registry import baseline_cutter
 from lightning_gnn.strategies.vertex_cut import loops
 from lightning_gnn.strategies.vertex_cut.report import Ends, VertexCutReport, vertex_cut_report
 
@@ -57,9 +55,6 @@ which are streamed, come on top (cnr-2000: 1.046). It is the aim for what master
 
 TURNS = 32
 """Of a part in neighbourhood expansion: more balance rows better, at more replicas (ego-Twitter: RF 1.21 for 1, 1.44 for 32)."""
-
-EXPANDED = 0.1, 1.1
-"""DNE's lambda, the share of a boundary that is expanded in a round, and alpha, the most edges of a part over the average."""
 
 STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
 """Of ``"streaming"`` and ``"hdrf"``: the most edges of a part over the average. Of ``"streaming"``: how often edges are read for
@@ -206,30 +201,14 @@ def cut_edges(
     if method in ("ebv", "ne"):
         lanes = Lanes.of(hosts if host_weight > 0 else [list(range(num_parts))], num_nodes, len(source), host_weight)
         if method == "ebv":
-            degree, everything = _degrees(source, target, num_nodes), np.empty(0, np.bool_)
+            degree, everything = degrees(source, target, num_nodes), np.empty(0, np.bool_)
             _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
             _expansion(source, target, num_nodes, lanes, part, told)
-    elif method == "hdrf":
-        most = ceil(STREAM_BOUND * len(source) / num_parts)
-        loops.hdrf(source, target, _degrees(source, target, num_nodes), num_parts, most, part)
-    elif method == "dne":
-        indptr, neighbour, edge_of = _incidence(source, target, _degrees(source, target, num_nodes))
-        starts = np.random.default_rng(seed).permutation(num_nodes)
-        share, bound = EXPANDED
-        limit = bound * len(source) / num_parts
-        loops.expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part)
     elif method == "random":
         part[:] = np.random.default_rng(seed).integers(0, num_parts, len(source), part.dtype)
     else:
-        home = np.random.default_rng(seed).integers(0, num_parts, num_nodes).astype(part.dtype)  # what nodes are hashed to
-        if method == "dbh":
-            degree = _degrees(source, target, num_nodes)
-            part[:] = np.where(degree[source] <= degree[target], home[source], home[target])
-        else:
-            rows = max(rows for rows in range(1, num_parts + 1) if num_parts % rows == 0 and rows * rows <= num_parts)
-            columns = num_parts // rows
-            part[:] = (home // columns)[source] * columns + (home % columns)[target]
+        baseline_cutter(method)(source, target, num_nodes, num_parts, seed, part)
     return part
 
 
@@ -371,8 +350,8 @@ def _stream(
 
 def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts, told: Callable[[int], None]) -> None:
     num_edges = len(source)
-    degree = _degrees(source, target, num_nodes)
-    indptr, neighbour, edge_of = _incidence(source, target, degree)
+    degree = degrees(source, target, num_nodes)
+    indptr, neighbour, edge_of = incidence(source, target, degree)
     num_free, end = np.diff(indptr).astype(np.int32), indptr[1:].copy()
     hub = degree > HUB * degree.mean()
     free, held = np.ones(num_edges, np.bool_), lanes.no_holders(num_nodes)
@@ -407,7 +386,7 @@ def _two_phases(
     part: Parts,
     told: Callable[[int], None],
 ) -> None:
-    degree = _degrees(edge_index[0], edge_index[1], num_nodes)
+    degree = degrees(edge_index[0], edge_index[1], num_nodes)
     of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
     share = edge_index.shape[1] / num_parts
     for _ in range(CLUSTER_READINGS):
@@ -426,7 +405,7 @@ def _two_phases(
             told(len(source))
 
 
-def _incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
+def incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
     """Returns where each node's entries begin, ``[N + 1]``, and the other end and the edge of each; a self-loop has one."""
     entries = degree - np.bincount(source[source == target], minlength=len(degree))
     indptr = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
@@ -440,6 +419,6 @@ def _smallest_integers(number: int) -> type[np.signedinteger]:
     return np.int32 if number <= np.iinfo(np.int32).max else np.int64
 
 
-def _degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> NDArray[np.int32]:
+def degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> NDArray[np.int32]:
     """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
     return (counts_of(source, num_nodes) + counts_of(target, num_nodes)).astype(np.int32)

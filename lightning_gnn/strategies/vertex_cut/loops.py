@@ -36,7 +36,8 @@ average of in-edges after that, and 1.07 after all."""
 STEEP = 1e4
 """What the average of a rank costs beyond the bound, in rows: a hundredth of a percent is worth one."""
 
-_LANES = (1 << LANE_BITS) - 1
+LANES = (1 << LANE_BITS) - 1
+"""The last bits of a score."""
 
 
 @compiled
@@ -88,7 +89,7 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
             loads = load[8 * block : 8 * block + 8]
             for lane in range(8):
                 best = min(best, loads[lane] + of_u[lane] + of_v[lane] + away)
-        chosen = best & _LANES
+        chosen = best & LANES
         block, bit = chosen >> 3, np.uint8(1 << (chosen & 7))
         gained = np.int64(held[u, block] & bit == 0)
         held[u, block] |= bit
@@ -100,51 +101,6 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
         for lane in range(8):
             loads[lane] += step if lane == chosen & 7 else 0
         part[order[k]] = rank_of[chosen]
-
-
-@compiled
-def hdrf(source, target, degree, num_parts, limit, part):
-    """Gives each edge in turn to the rank of the highest score, here the least of its negative, of those below `limit` edges."""
-    blocks = (num_parts + 7) // 8
-    held = np.zeros((len(degree), blocks), np.uint8)
-    count = np.zeros(8 * blocks, np.int64)
-    lanes = np.arange(8 * blocks)
-    lanes[num_parts:] += NEVER
-    holds = np.zeros((256, 8), np.int64)
-    for holders in range(256):
-        for lane in range(8):
-            holds[holders, lane] = holders >> lane & 1
-    least, most = 0, 0
-    num_least = num_parts  # ranks that have the least edges: the minimum rises when the last one does
-    per_edge = ONE
-    for edge in range(len(source)):
-        u, v = source[edge], target[edge]
-        share = ONE * degree[v] // (np.int64(degree[u]) + degree[v])
-        worth_u, worth_v = (ONE + share) << LANE_BITS, (2 * ONE - share) << LANE_BITS
-        best = 2 * NEVER - 1
-        for block in range(blocks):
-            of_u, of_v = holds[held[u, block]], holds[held[v, block]]
-            counts, lane_of = count[8 * block : 8 * block + 8], lanes[8 * block : 8 * block + 8]
-            for lane in range(8):
-                load = (max(counts[lane] - least, 0) * per_edge) << LANE_BITS
-                best = min(best, load - worth_u * of_u[lane] - worth_v * of_v[lane] + lane_of[lane])
-        chosen = best & _LANES
-        block, bit = chosen >> 3, np.uint8(1 << (chosen & 7))
-        held[u, block] |= bit
-        held[v, block] |= bit
-        counts = count[8 * block : 8 * block + 8]
-        for lane in range(8):
-            counts[lane] += lane == chosen & 7
-        if count[chosen] == limit:
-            lanes[chosen] += NEVER
-        num_least -= count[chosen] == least + 1
-        if num_least == 0:
-            least += 1
-            for each in count[:num_parts]:
-                num_least += each == least
-        most = max(most, count[chosen])
-        per_edge = ONE // (1 + most - least)
-        part[edge] = chosen
 
 
 @compiled
@@ -452,69 +408,3 @@ def expand(indptr, end, neighbour, edge_of, hub, num_free, budget, lane, rank, f
             _wait(node, num_free[node], first, after, before)
             lowest = min(lowest, max(num_free[node], 1))
     return edges, nodes
-
-
-# Distributed neighbourhood expansion ##########################################
-
-
-@compiled
-def expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part):
-    """Lets all parts grow in rounds, as DNE's workers do; those that have more than `limit` edges have ended.
-
-    In a round, a part takes the `share` of its boundary with fewest free edges: these edges become its own, and their other ends
-    join its boundary, with their free edges into the part: no other part has both ends, or the edge would be its own. A part
-    without a boundary goes on from the next of `starts` ``[N]`` that has free edges.
-    """
-    num_nodes = len(starts)
-    free, rest = np.ones(len(part), np.bool_), indptr[1:] - indptr[:-1]
-    held, count = np.zeros((num_nodes, (num_parts + 7) // 8), np.uint8), np.zeros(num_parts, np.int64)
-    boundaries = [np.empty(0, np.int64) for _ in range(num_parts)]
-    joined, start, left = np.empty(num_nodes, np.int64), 0, len(part)
-    while left > 0:
-        for rank in range(num_parts):
-            if count[rank] > limit:
-                continue
-            block, bit = rank >> 3, np.uint8(1 << (rank & 7))
-            boundary = boundaries[rank][rest[boundaries[rank]] > 0]
-            if len(boundary) == 0:
-                while start < num_nodes and rest[starts[start]] == 0:
-                    start += 1
-                if start == num_nodes:
-                    break
-                boundary = starts[start : start + 1].astype(np.int64)
-                held[boundary[0], block] |= bit
-            keys = rest[boundary]
-            number = max(1, int(share * len(boundary)))
-            most = np.partition(keys, number - 1)[number - 1]
-            ties = number - (keys < most).sum()
-            stays, new = np.ones(len(boundary), np.bool_), 0
-            for k in range(len(boundary)):
-                if keys[k] > most or (keys[k] == most and ties == 0):
-                    continue
-                ties -= keys[k] == most
-                stays[k] = False
-                core = boundary[k]
-                for slot in range(indptr[core], indptr[core + 1]):
-                    edge, other = edge_of[slot], neighbour[slot]
-                    if free[edge]:
-                        free[edge] = False
-                        part[edge] = rank
-                        rest[core] -= 1
-                        rest[other] -= other != core
-                        count[rank] += 1
-                        left -= 1
-                        if held[other, block] & bit == 0:
-                            held[other, block] |= bit
-                            joined[new] = other
-                            new += 1
-            for node in joined[:new]:
-                for slot in range(indptr[node], indptr[node + 1]):
-                    edge, other = edge_of[slot], neighbour[slot]
-                    if free[edge] and held[other, block] & bit:
-                        free[edge] = False
-                        part[edge] = rank
-                        rest[node] -= 1
-                        rest[other] -= other != node
-                        count[rank] += 1
-                        left -= 1
-            boundaries[rank] = np.concatenate((boundary[stays], joined[:new]))

@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.partition import adjacency
 from lightning_gnn.partition.adjacency import mix
+from lightning_gnn.registry import baseline_cutter
 from lightning_gnn.strategies.vertex_cut import cutters, loops
 from lightning_gnn.strategies.vertex_cut.cutters import (
     EDGE_BOUND,
@@ -237,6 +239,15 @@ def test_hdrf_is_the_papers_score(graph):
         held[u].add(int(rank))
         held[v].add(int(rank))
         size[rank] += 1
+
+
+def test_cutters_to_compare_with_are_imported_when_named():
+    """No module of the scheme imports them; the registry has them all."""
+    folder = Path(cutters.__file__).parent
+    assert not [file for file in folder.glob("*.py") if "vertex_cut.baselines" in file.read_text()]
+    of_the_scheme = {"auto", "ebv", "ne", "random", "streaming"}
+    for method in set(METHODS) - of_the_scheme:
+        assert "vertex_cut.baselines." in baseline_cutter(method).__module__
 
 
 @examples(50)
