@@ -24,15 +24,13 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.rows import packed, unpacked
-from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names, bounds
-from lightning_gnn.strategies.sampling.neighbors import Neighbors
+from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names
+from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
 from lightning_gnn.strategies.sampling.numbering import LARGEST_ARRAY, Numbering
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
 MOST_HOPS = 4
 """Deeper neighbourhoods are asked for hop by hop."""
-
-_IDS = torch.empty(0, dtype=torch.long)
 
 
 class _Work:
@@ -135,7 +133,7 @@ class Expander:
         store, work = self._store, self._work[rank]
         for depth in range(self._hops + 1):
             for name in store.types.nodes:
-                found = _joined(tasks.get((name, depth), []))
+                found = joined(tasks.get((name, depth), []))
                 if not len(found):
                     continue
                 ids, num_new = work.reach(name, found, depth)
@@ -159,30 +157,29 @@ class Expander:
         store, fields = self._store, list[Tensor]()
         there = int(store.machine[peer])
         for rank in self._shared[peer]:
-            fields += [_joined(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
+            fields += [joined(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
         if peer not in store.askers:
             return fields
         work = self._work[peer]
         for draw in self._draws:
             found = work.drawn.pop(draw, [])
-            edges = _joined([each.edges for _, each in found])
-            fields += [_joined([targets for targets, _ in found]), _joined([each.counts for _, each in found])]
-            fields += [_joined([each.sources for _, each in found]), edges]
-            fields += [store.read(draw[0], name, edges) for name in self._names[draw[0]]]
+            edges = Neighbors.all_of([of for _, of in found])
+            fields += [joined([targets for targets, _ in found]), *edges.fields]
+            fields += [store.read(draw[0], name, edges.edges) for name in self._names[draw[0]]]
         for name in store.types.nodes:
-            ids = _joined(work.reached.pop(name, []))
+            ids = joined(work.reached.pop(name, []))
             fields += [ids, *(store.read_for(peer, name, each, ids) for each in self._names[name])]
         return fields
 
     def _like_of(self, peer: int) -> list[Tensor]:
         """Returns empty tensors of the dtypes of :meth:`_message` from a rank."""
         store = self._store
-        fields = [_IDS] * len(self._shared[peer]) * len(self._tasks)
+        fields = [NO_IDS] * len(self._shared[peer]) * len(self._tasks)
         if peer in store.servers.values():
             for kind, _ in self._draws:
-                fields += [*[_IDS] * 4, *(store.read(kind, name, _IDS) for name in self._names[kind])]
+                fields += [*[NO_IDS] * 4, *(store.read(kind, name, NO_IDS) for name in self._names[kind])]
             for name in store.types.nodes:
-                fields += [_IDS, *(store.read(name, each, _IDS) for each in self._names[name])]
+                fields += [NO_IDS, *(store.read(name, each, NO_IDS) for each in self._names[name])]
         return fields
 
     def _take(self, found: Neighbourhood, fields: Any) -> None:
@@ -190,7 +187,7 @@ class Expander:
             targets, counts, sources, edges = (next(fields) for _ in range(4))
             rows = {name: next(fields) for name in self._names[kind]}
             if len(targets):
-                found.drawn[kind, depth].append((targets, Neighbors(bounds(counts), sources, edges)))
+                found.drawn[kind, depth].append((targets, Neighbors.of(counts, sources, edges)))
                 found.add(kind, edges, rows)
         for name in self._store.types.nodes:
             ids = next(fields)
@@ -222,16 +219,8 @@ class Neighbourhood:
         asked = next(self._draws)
         assert asked[0] == kind
         drawn = self.drawn.pop(asked, [])
-        known, counts, sources, edges = (
-            (torch.cat([_IDS, *each]) for each in zip(*((ids, found.counts, found.sources, found.edges) for ids, found in drawn)))
-            if drawn
-            else [_IDS] * 4
-        )
-        place = _places(known, targets, self._store.types.total(kind[2]))
-        begins, counts = (counts.cumsum(0) - counts)[place], counts[place]
-        offsets = bounds(counts)
-        slots = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
-        return Neighbors(offsets, sources[slots], edges[slots])
+        places = _places(joined([ids for ids, _ in drawn]), targets, self._store.types.total(kind[2]))
+        return Neighbors.all_of([of for _, of in drawn]).at(places)
 
     def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
         """See :meth:`GraphStore.rows`; of nodes and edges that were sampled."""
@@ -256,13 +245,9 @@ class Neighbourhood:
         came = self._far.pop(kind, [])
         if not out or not len(far):
             return
-        place = _places(_joined([each for each, _ in came]), ids[far], num_ids)
+        place = _places(joined([each for each, _ in came]), ids[far], num_ids)
         for name, values in out.items():
-            values.index_copy_(0, far, _joined([rows[name] for _, rows in came]).index_select(0, place))
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else _IDS
+            values.index_copy_(0, far, joined([rows[name] for _, rows in came]).index_select(0, place))
 
 
 def _places(known: Tensor, ids: Tensor, num_ids: int) -> Tensor:

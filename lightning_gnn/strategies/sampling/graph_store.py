@@ -32,10 +32,13 @@ from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
 from lightning_gnn.strategies.sampling.near_cache import NearCache, Rows, most_worth
 from lightning_gnn.strategies.sampling.neighbors import (
+    NO_IDS,
     InEdges,
     Neighbors,
     Score,
     best_of,
+    bounds,
+    inverse,
     random_numbers,
     sample_neighbors,
 )
@@ -45,8 +48,6 @@ T = TypeVar("T")
 
 Names = Mapping[Any, Sequence[str]]
 """By node type, and edge type, what there is a row of for each."""
-
-_IDS = torch.empty(0, dtype=torch.long)
 
 _FEW = 1 << 20
 """Ids that are kept as they come, before they are counted."""
@@ -60,7 +61,7 @@ class _Uses:
     """
 
     def __init__(self) -> None:
-        self.ids = self.counts = _IDS
+        self.ids = self.counts = NO_IDS
         self._later = list[Tensor]()
         self._size = 0
 
@@ -73,7 +74,7 @@ class _Uses:
 
     def sum_up(self, *others: _Uses) -> None:
         """Counts what was added, and what others have."""
-        added, self._later, self._size = torch.cat([_IDS, *self._later]), [], 0
+        added, self._later, self._size = torch.cat([NO_IDS, *self._later]), [], 0
         pairs = [(self.ids, self.counts), (added, torch.ones_like(added))]
         for other in others:
             other.sum_up()
@@ -399,11 +400,11 @@ class GraphStore:
 
     def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
         """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
-        return _places_in(self._cache.kept.get(rank, {}).get(name, _IDS), ids)[0]
+        return _places_in(self._cache.kept.get(rank, {}).get(name, NO_IDS), ids)[0]
 
     def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which nodes of a type have their features in the cache, bool ``[n]``, and where there."""
-        return _places_in(self._cache.rows[name][0] if name in self._cache.rows else _IDS, ids)
+        return _places_in(self._cache.rows[name][0] if name in self._cache.rows else NO_IDS, ids)
 
     def cache(self, name: NodeType, places: Tensor) -> Tensor:
         """Returns features from the cache."""
@@ -440,13 +441,13 @@ class GraphStore:
             fields = [values[order].split(counts) for values in (targets, *limits)]
             own, answers = self._ask(
                 {there: [parts[there] for parts in fields] for there in self.servers},
-                [_IDS] * len(fields),
-                lambda rank, question: _fields(draw(rank, *question)),
-                [_IDS] * 3,
+                [NO_IDS] * len(fields),
+                lambda rank, question: draw(rank, *question).fields,
+                [NO_IDS] * 3,
                 lambda: draw(self.rank, *(parts[self.here] for parts in fields)),
             )
-            found = {self.here: own, **{there: _neighbors(fields) for there, fields in answers.items()}}
-            return _stitched([found[there] for there in range(len(found))], order)
+            found = {self.here: own, **{there: Neighbors.of(*fields) for there, fields in answers.items()}}
+            return Neighbors.all_of([found[there] for there in range(len(found))]).at(inverse(order))
 
         return hop
 
@@ -464,7 +465,7 @@ class GraphStore:
         by_rank = targets[order].split(counts)
         limits = [None] * len(counts) if until is None else until[order].split(counts)
         found = [parts[rank].neighbors(by_rank[rank], fanout, seed, replace, limits[rank]) for rank in sorted(parts)]
-        return _stitched(found, order)
+        return Neighbors.all_of(found).at(inverse(order))
 
     def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
         """Returns on which machine each node, or edge, of a type lies."""
@@ -528,13 +529,13 @@ class GraphStore:
             return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
         fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
         machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
-        distinct, inverse, parts = {}, {}, {}
+        distinct, place, parts = {}, {}, {}
         for kind, (ids, _) in wanted.items():
             far = machines[kind] != self.here
-            found, inverse[kind] = ids[far].unique(return_inverse=True)
+            found, place[kind] = ids[far].unique(return_inverse=True)
             machine = self.machines_of(kind, found)
             order = machine.argsort(stable=True)
-            inverse[kind] = _inverse(order)[inverse[kind]]
+            place[kind] = inverse(order)[place[kind]]
             distinct[kind] = found[order]
             parts[kind] = distinct[kind].split(torch.bincount(machine, minlength=len(self.teams)).tolist())
 
@@ -553,22 +554,22 @@ class GraphStore:
 
         out, answers = self._ask(
             {there: [parts[kind][there] for kind in wanted] for there in self.servers},
-            [_IDS] * len(wanted),
+            [NO_IDS] * len(wanted),
             answer,
-            [self.read(kind, name, _IDS) for kind, name in fields],
+            [self.read(kind, name, NO_IDS) for kind, name in fields],
             near,
         )
         for number, (kind, name) in enumerate(fields):
             rows = torch.cat([answers[there][number] for there in sorted(answers)])
             if _is_kept(kind, name):
-                known, place = self.cached(kind, distinct[kind])
+                known, places = self.cached(kind, distinct[kind])
                 self.count(kind, distinct[kind], known)
                 came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
                 rows[~known] = came
-                if len(place):
-                    rows[known] = self.cache(kind, place)
+                if len(places):
+                    rows[known] = self.cache(kind, places)
             far = (machines[kind] != self.here).nonzero().view(-1)
-            out[kind][name].index_copy_(0, far, rows.index_select(0, inverse[kind]))
+            out[kind][name].index_copy_(0, far, rows.index_select(0, place[kind]))
         return out
 
     def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
@@ -591,15 +592,10 @@ class GraphStore:
             self.channel.close()
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """Returns where each place is in a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-
-
 def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns which ids are among ascending ones, bool ``[n]``, and where those are."""
     if not len(ascending):
-        return torch.zeros(len(ids), dtype=torch.bool), _IDS
+        return torch.zeros(len(ids), dtype=torch.bool), NO_IDS
     place = torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)
     known = ascending[place] == ids
     return known, place[known]
@@ -609,33 +605,5 @@ def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
     return isinstance(kind, str) and name == "x"
 
 
-def _fields(found: Neighbors) -> list[Tensor]:
-    return [found.counts, found.sources, found.edges]
-
-
-def _neighbors(fields: Sequence[Tensor]) -> Neighbors:
-    counts, sources, edges = fields
-    return Neighbors(bounds(counts), sources, edges)
-
-
-def bounds(counts: Tensor) -> Tensor:
-    """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
 def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:
     return torch.from_numpy(owners_of(offsets, ids.numpy()))
-
-
-def _stitched(found: Sequence[Neighbors], order: Tensor) -> Neighbors:
-    """Returns the edges of targets that were sampled in groups; `order` is the position of each target, group after group."""
-    counts = torch.cat([each.counts for each in found])
-    wanted = torch.empty_like(counts)
-    wanted[order] = counts
-    offsets = bounds(wanted)
-    begins = counts.cumsum(0) - counts
-    place = torch.repeat_interleave(offsets[:-1][order] - begins, counts) + torch.arange(int(counts.sum()))
-    sources, edges = (torch.empty(len(place), dtype=torch.long) for _ in range(2))
-    sources[place] = torch.cat([each.sources for each in found])
-    edges[place] = torch.cat([each.edges for each in found])
-    return Neighbors(offsets, sources, edges)

@@ -12,14 +12,12 @@ from torch import Tensor
 from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.strategies.sampling.neighbors import Neighbors
+from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
 from lightning_gnn.strategies.sampling.numbering import Numbering
 
 Hop = Callable[[EdgeType, Tensor, int], Neighbors]
 """Returns up to so many in-edges, of an edge type, of targets ``[T]``: ids in, ids out. Distributed, this is where ranks ask:
 it is called for every hop and edge type whose fan-out is not 0, also without targets, so that all ranks take part in it."""
-
-_NONE = torch.empty(0, dtype=torch.long)
 
 
 def sample_hops(
@@ -41,7 +39,7 @@ def sample_hops(
         directed: keep the edges that were drawn; else all edges between sampled nodes, which cannot be trimmed to a layer.
     """
     for name, numbering in numberings.items():
-        numbering.start(seeds.get(name, _NONE))
+        numbering.start(seeds.get(name, NO_IDS))
     num_nodes = {name: [len(numbering)] for name, numbering in numberings.items()}
     first = dict.fromkeys(numberings, 0)
     row, col, edge = ({kind: list[Tensor]() for kind in fanouts} for _ in range(3))
@@ -64,14 +62,39 @@ def sample_hops(
     nodes = {name: numbering.ids for name, numbering in numberings.items()}
     if not directed:
         return induced_subgraph(nodes, list(fanouts), hop, numberings)
-    return HeteroSamplerOutput(
-        node=nodes,
-        row=_joined(row),
-        col=_joined(col),
-        edge=_joined(edge),
-        num_sampled_nodes=num_nodes,
-        num_sampled_edges=num_edges,
-    )
+    rows, cols, edges = ({kind: joined(parts) for kind, parts in each.items()} for each in (row, col, edge))
+    return HeteroSamplerOutput(nodes, rows, cols, edges, num_sampled_nodes=num_nodes, num_sampled_edges=num_edges)
+
+
+def sample_trees(
+    roots: Sequence[tuple[NodeType, Tensor]],
+    fanouts: Mapping[EdgeType, Sequence[int]],
+    hop: Hop,
+    totals: Mapping[NodeType, int],
+    directed: bool = True,
+) -> HeteroSamplerOutput:
+    """Returns what :func:`sample_hops` does, of roots with a tree each, which share no nodes; ``batch`` has each node's tree.
+
+    Args:
+        roots: some node types and ids of each, ``[n]``, in the order of their trees.
+        fanouts, directed: see :func:`sample_hops`.
+        hop: is asked for in-edges of copies: of node i, the one in tree t is i + N t. It answers with nodes.
+        totals: N by node type.
+    """
+    trees, copies = torch.arange(sum(len(ids) for _, ids in roots)), dict[NodeType, Tensor]()
+    for (name, ids), tree in zip(roots, trees.split([len(ids) for _, ids in roots])):
+        copies[name] = torch.cat([copies.get(name, NO_IDS), tree * totals[name] + ids])
+
+    def hop_in_trees(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
+        found = hop(kind, targets, fanout)
+        tree = torch.repeat_interleave(targets // totals[kind[2]], found.counts, output_size=len(found.sources))
+        return Neighbors(found.offsets, tree * totals[kind[0]] + found.sources, found.edges)
+
+    numberings = {name: Numbering(total * len(trees), dense=False) for name, total in totals.items()}  # too many for an array
+    out = sample_hops(copies, fanouts, hop_in_trees, numberings, directed)
+    out.batch = {name: ids // totals[name] for name, ids in out.node.items()}
+    out.node = {name: ids % totals[name] for name, ids in out.node.items()}
+    return out
 
 
 def induced_subgraph(
@@ -82,16 +105,12 @@ def induced_subgraph(
     Of a node that is there twice, both get in-edges and the first gives out-edges, as in PyG.
     """
     for name, numbering in numberings.items():
-        numbering.start(nodes.get(name, _NONE))
+        numbering.start(nodes.get(name, NO_IDS))
     row, col, edge = {}, {}, {}
     for kind in kinds:
         source, _, target = kind
-        found = hop(kind, nodes.get(target, _NONE), -1)
+        found = hop(kind, nodes.get(target, NO_IDS), -1)
         numbers = numberings[source].find(found.sources)
         inside = numbers >= 0
         row[kind], col[kind], edge[kind] = numbers[inside], found.targets()[inside], found.edges[inside]
     return HeteroSamplerOutput(node=dict(nodes), row=row, col=col, edge=edge)
-
-
-def _joined(pieces: Mapping[EdgeType, list[Tensor]]) -> dict[EdgeType, Tensor]:
-    return {kind: parts[0] if len(parts) == 1 else torch.cat(parts) if parts else _NONE for kind, parts in pieces.items()}

@@ -24,8 +24,7 @@ from lightning_gnn.data.sources import EDGE_MASKS, MASKS
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.hops import Hop, sample_hops
-from lightning_gnn.strategies.sampling.neighbors import Neighbors
+from lightning_gnn.strategies.sampling.hops import sample_hops, sample_trees
 from lightning_gnn.strategies.sampling.numbering import Numbering
 from lightning_gnn.strategies.sampling.seeds import SeedBatches
 
@@ -55,24 +54,29 @@ class BatchMaker:
         self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
         for kind in store.types.edges:
             self._names[kind] = [name for name in self._names[kind] if name not in self.of_seeds]
-        self._expander: Expander | None = None
-        if store.channel is not None and directed and max(map(len, fanouts.values())) <= MOST_HOPS:
-            self._expander = Expander(store, fanouts, replace, self._names)
+        shallow, timed = max(map(len, fanouts.values())) <= MOST_HOPS, store.choice.time_attr is not None
+        expands = store.channel is not None and directed and shallow and not timed
+        self._expander = Expander(store, fanouts, replace, self._names) if expands else None
 
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
+
+        With times, each seed has a tree of its own, of nothing later than the seed: ``batch [n]`` has each node's tree, and
+        ``seed_time`` is that of each seed.
 
         Args:
             seeds: ids in the partitioned graph, of the input type where there are types.
             random_seeds: of each rank's batch.
             asked: the seeds of the ranks that this one answers, if they are known.
         """
-        found = self._sample({self.store.types.input_type: seeds}, random_seeds, asked)
-        return self._with_seeds(self._batch(*found), seeds)
-
-    def _with_seeds(self, batch: Data | HeteroData, seeds: Tensor) -> Data | HeteroData:
-        """Returns the batch, with what tells which of its nodes are the seeds: the first ones."""
-        nodes = part_of(batch, self.store.types.input_type)
+        store, kind, moment = self.store, self.store.types.input_type, self.store.choice.time_attr
+        if moment is None:
+            batch = self._batch(*self._sample({kind: seeds}, random_seeds, asked))
+        else:
+            until = store.rows({kind: (seeds, [moment])})[kind][moment]
+            batch = self._batch(self._trees([(kind, seeds)], random_seeds, until, self._directed), store)
+            part_of(batch, kind).seed_time = until
+        nodes = part_of(batch, kind)
         for name in MASKS:
             nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
         nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
@@ -89,26 +93,11 @@ class BatchMaker:
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
 
     def _trees(
-        self, roots: Sequence[tuple[NodeType, Tensor]], until: Tensor, random_seeds: list[int]
-    ) -> tuple[HeteroSamplerOutput, dict[NodeType, Tensor]]:
-        """Returns what was sampled around nodes of some types, each in a tree of its own, and by type each node's tree.
-
-        `until` has the latest time of each tree, ``[n]``, those of the first type's nodes first.
-        """
-        types = self.store.types
-        totals = {name: types.total(name) for name in types.nodes}
-        hop = in_trees(self.store.hops(random_seeds, False, until), totals)
-        trees = len(until)  # whose nodes' ids are too many for an array
-        numberings = {name: Numbering(total * trees, dense=False) for name, total in totals.items()}
-        numbers = torch.arange(trees).split([len(nodes) for _, nodes in roots])
-        copies: dict[NodeType, Tensor] = {}
-        for (name, nodes), tree in zip(roots, numbers):
-            ids = tree * totals[name] + nodes
-            copies[name] = torch.cat([copies[name], ids]) if name in copies else ids
-        out = sample_hops(copies, self._fanouts, hop, numberings, self._directed)
-        tree_of = {name: ids // totals[name] for name, ids in out.node.items()}
-        out.node = {name: ids % totals[name] for name, ids in out.node.items()}
-        return out, tree_of
+        self, roots: Sequence[tuple[NodeType, Tensor]], random_seeds: list[int], until: Tensor | None, directed: bool
+    ) -> HeteroSamplerOutput:
+        """Returns what :func:`sample_trees` does; with times, `until` has the latest of each tree, ``[n]``."""
+        types, hop = self.store.types, self.store.hops(random_seeds, self._replace, until)
+        return sample_trees(roots, self._fanouts, hop, {name: types.total(name) for name in types.nodes}, directed)
 
     def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
         """Returns the batch of what was sampled, whose rows `source` has."""
@@ -128,6 +117,8 @@ class BatchMaker:
                 nodes[attribute] = store.in_batches(attribute, values)
             if out.num_sampled_nodes is not None:
                 nodes.num_sampled_nodes = out.num_sampled_nodes[name]
+            if out.batch is not None:
+                nodes.batch = out.batch[name]
             if "x" not in nodes:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
@@ -142,40 +133,6 @@ class BatchMaker:
 def part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
     """Returns where a batch keeps what the nodes, or the edges, of a type have: in itself, where there are no types."""
     return batch if isinstance(batch, Data) else batch[kind]
-
-
-def in_trees(drawn: Hop, totals: Mapping[NodeType, int]) -> Hop:
-    """Returns a hop whose sources are copies in the trees of their targets: of node i, i + N t in tree t, by type's N."""
-
-    def hop(kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
-        found = drawn(kind, targets, fanout)
-        tree = torch.repeat_interleave(targets // totals[kind[2]], found.counts)
-        return Neighbors(found.offsets, tree * totals[kind[0]] + found.sources, found.edges)
-
-    return hop
-
-
-class TemporalBatchMaker(BatchMaker):
-    """Makes a batch in which each seed has a tree of its own, of nothing later than the seed.
-
-    Args:
-        store: a graph with times.
-        *args, **options: see :class:`BatchMaker`.
-    """
-
-    @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
-        """Returns the batch, as PyG's NeighborLoader gives it with ``time_attr``: ``batch [n]`` has each node's tree, and
-        ``seed_time`` is that of each seed."""
-        store, seeded = self.store, self.store.types.input_type
-        assert store.choice.time_attr is not None
-        until = store.rows({seeded: (seeds, [store.choice.time_attr])})[seeded][store.choice.time_attr]
-        out, tree_of = self._trees([(seeded, seeds)], until, random_seeds)
-        batch = self._with_seeds(self._batch(out, store), seeds)
-        for name, tree in tree_of.items():
-            part_of(batch, name).batch = tree
-        part_of(batch, seeded).seed_time = until
-        return batch
 
 
 @dataclass(frozen=True)
@@ -205,6 +162,10 @@ class EdgeBatchMaker(BatchMaker):
     is to be learnt. With types, others are those of the same type, and of types the other way round that have an
     ``edge_train_mask``.
 
+    With times, each end has a tree of its own, of nothing later than the edge, whose time is its ``edge_label_time``, or else its
+    time as a message. Messages between its two ends that are no earlier than the edge are taken out of its trees; where messages
+    have no times of their own, all between its ends.
+
     Args:
         links: which edges.
         *args, **options: see :class:`BatchMaker`.
@@ -214,10 +175,11 @@ class EdgeBatchMaker(BatchMaker):
 
     def __init__(self, links: Links, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._links, types, kind = links, self.store.types, links.kind
-        # Of seeds, beside their times; and what is added to labels, so that 0 is of negatives.
-        self._told = [name for name in ("edge_label", "edge_type") if name in self.store.names(kind)]
-        self._shift = 0
+        self._links, types, kind, self._moment = links, self.store.types, links.kind, self.store.choice.time_attr or ""
+        # What is asked of seeds: with times, theirs first.
+        moments = ("edge_label_time", self._moment) if self._moment else ()
+        self._told = [name for name in (*moments, "edge_label", "edge_type") if name in self.store.names(kind)]
+        self._shift = 0  # of labels, so that 0 is of negatives
         if links.num_negatives and "edge_label" in self._told:
             self._shift = int(self.store.lowest_class(kind, "edge_label") == 0)
         # By type of edges that may tell of a seed: whether they join the ends of a seed as it does, and the other way round.
@@ -237,21 +199,46 @@ class EdgeBatchMaker(BatchMaker):
         on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
         raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
         has ``edge_type``. With types, the batch has these of the type that the edges are of.
+
+        With times, ``batch [N]`` has the seed in whose trees a node is, and ``edge_label_time [n + n K]`` the times of
+        ``edge_label_index``. A negative has the source and the time of its edge.
         """
-        kind, store = self._links.kind, self.store
-        source, target = self._links.ends(seeds)
-        others = self._drawn(seeds, target, None, random_seeds)
-        sources = torch.cat([source, source.repeat_interleave(self._links.num_negatives)])
-        nodes, local = _numbered(kind, sources, torch.cat([target, others]))
-        batch = self._batch(*self._sample(nodes, random_seeds))
-        first, second = local[:, : len(seeds)]
-        taken = {}
-        for each, (forth, back) in self._telling.items():
-            num, (row, col) = len(part_of(batch, each[2]).n_id), part_of(batch, each).edge_index
-            pairs = [first * num + second] * forth + [second * num + first] * back
-            taken[each] = torch.isin(row * num + col, torch.cat(pairs))
+        kind, store, edge = self._links.kind, self.store, torch.arange(len(seeds))
         told = store.rows({kind: (seeds, self._told)})[kind] if self._told else {}
-        return self._with_edges(batch, seeds, told, local, taken)
+        until = told[self._told[0]] if self._moment else None
+        source, target = self._links.ends(seeds)
+        targets = torch.cat([target, self._drawn(seeds, target, until, random_seeds)])
+        edge_of = torch.cat([edge, edge.repeat_interleave(self._links.num_negatives)])  # of each pair
+        if until is None:
+            nodes, local = _numbered(kind, source[edge_of], targets)
+            batch = self._batch(*self._sample(nodes, random_seeds))
+            taken = {each: self._join_seeds(batch, each, local[:, : len(seeds)]) for each in self._telling}
+        else:
+            edge_of_tree = torch.cat([edge, edge_of])
+            roots = [(kind[0], source), (kind[2], targets)]
+            out = self._trees(roots, random_seeds, until[edge_of_tree], self._directed)
+            assert out.batch is not None
+            out.batch = {name: edge_of_tree[tree] for name, tree in out.batch.items()}
+            local = torch.stack([edge_of, (len(edge) if kind[0] == kind[2] else 0) + torch.arange(len(edge_of))])
+            batch = self._batch(out, store)
+            part_of(batch, kind).edge_label_time = until[edge_of]
+            ends = torch.stack([source, target])
+            taken = {each: self._join_own_seed(batch, each, out.node, ends, told.get(self._moment)) for each in self._telling}
+        for each, leaving in taken.items():
+            edges, kept = part_of(batch, each), ~leaving
+            if "num_sampled_edges" in edges:
+                edges.num_sampled_edges = [int(hop.sum()) for hop in kept.split(edges.num_sampled_edges)]
+            for name in ("e_id", *self._names[each]):
+                edges[name] = edges[name][kept]
+            edges.edge_index = edges.edge_index[:, kept]
+        into = part_of(batch, kind)
+        into.edge_label_index, into.input_id = local, store.original(kind, seeds)
+        label = told.get("edge_label", torch.ones(len(seeds)))
+        label = label + self._shift if self._shift else label
+        into.edge_label = torch.cat([label, label.new_zeros((len(edge_of) - len(seeds), *label.shape[1:]))])
+        if "edge_type" in told:
+            into.edge_label_type = told["edge_type"]
+        return batch
 
     def _drawn(self, seeds: Tensor, targets: Tensor, until: Tensor | None, random_seeds: list[int]) -> Tensor:
         """Returns the targets of the negatives of each seed, ``[n K]``."""
@@ -263,35 +250,28 @@ class EdgeBatchMaker(BatchMaker):
         keys = store.original(links.kind, seeds)
         return links.others.draw(keys, targets, until, links.num_negatives, *numbers).view(-1)
 
-    def _with_edges(
-        self,
-        batch: Data | HeteroData,
-        seeds: Tensor,
-        told: Mapping[str, Tensor],
-        local: Tensor,
-        taken: Mapping[EdgeType, Tensor],
-    ) -> Data | HeteroData:
-        """Returns the batch with the edges that are its seeds and what these have, and without some messages, by type bool
-        ``[E]``.
+    def _join_seeds(self, batch: Data | HeteroData, kind: EdgeType, seeds: Tensor) -> Tensor:
+        """Returns which edges of a type join the ends of a seed, bool ``[E]``; `seeds` in local numbers, ``[2, n]``."""
+        (forth, back), (first, second) = self._telling[kind], seeds
+        num, (row, col) = len(part_of(batch, kind[2]).n_id), part_of(batch, kind).edge_index
+        return torch.isin(row * num + col, torch.cat([first * num + second] * forth + [second * num + first] * back))
 
-        `local` has the seeds' ends and negatives in local numbers, see :meth:`make`.
+    def _join_own_seed(
+        self, batch: Data | HeteroData, kind: EdgeType, nodes: Mapping[NodeType, Tensor], ends: Tensor, time: Tensor | None
+    ) -> Tensor:
+        """Returns which edges of a type join the ends of their trees' seed, and are no earlier, bool ``[E]``.
+
+        Args:
+            nodes: ids by type, in local numbers' order.
+            ends, time: of seeds, ids ``[2, n]``, and times as messages, if they have some, ``[n]``.
         """
-        for kind, out in taken.items():
-            edges, kept = part_of(batch, kind), ~out
-            if "num_sampled_edges" in edges:
-                edges.num_sampled_edges = [int(hop.sum()) for hop in kept.split(edges.num_sampled_edges)]
-            for name in ("e_id", *self._names[kind]):
-                edges[name] = edges[name][kept]
-            edges.edge_index = edges.edge_index[:, kept]
-        into = part_of(batch, self._links.kind)
-        into.edge_label_index = local
-        into.input_id = self.store.original(self._links.kind, seeds)
-        label = told.get("edge_label", torch.ones(len(seeds)))
-        label = label + self._shift if self._shift else label
-        into.edge_label = torch.cat([label, label.new_zeros((local.size(1) - len(seeds), *label.shape[1:]))])
-        if "edge_type" in told:
-            into.edge_label_type = told["edge_type"]
-        return batch
+        (forth, back), edges = self._telling[kind], part_of(batch, kind)
+        of = part_of(batch, kind[2]).batch[edges.edge_index[1]]
+        found = torch.stack([nodes[name][ids] for name, ids in zip((kind[0], kind[2]), edges.edge_index)])
+        pairs, joining = ends[:, of], torch.zeros_like(of, dtype=torch.bool)
+        for same in [pairs] * forth + [pairs.flip(0)] * back:
+            joining |= (found == same).all(0)
+        return joining if time is None or self._moment not in edges else joining & (edges[self._moment] >= time[of])
 
 
 def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
@@ -301,56 +281,6 @@ def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[No
         return {kind[0]: nodes}, local
     (source, row), (target, col) = (ids.unique(return_inverse=True) for ids in (sources, targets))
     return {kind[0]: source, kind[2]: target}, torch.stack([row, col])
-
-
-class TemporalEdgeBatchMaker(EdgeBatchMaker):
-    """Makes a batch of edges in which each end has a tree of its own, of nothing later than the edge.
-
-    An edge's time is its ``edge_label_time``, or else its time as a message. Messages between its two ends that are no earlier
-    than the edge are taken out of its trees; where messages have no times of their own, all between its ends.
-
-    Args:
-        links, *args, **options: see :class:`EdgeBatchMaker`.
-    """
-
-    @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
-        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it with ``time_attr``.
-
-        As :meth:`EdgeBatchMaker.make`; ``batch [N]`` has the seed in whose trees a node is, ``edge_label_time [n + n K]`` the
-        times of ``edge_label_index``. A negative has the source and the time of its edge.
-        """
-        store, num, count, kind = self.store, len(seeds), self._links.num_negatives, self._links.kind
-        moment: Any = store.choice.time_attr
-        names = [name for name in ("edge_label_time", moment) if name in store.names(kind)]
-        told = store.rows({kind: (seeds, [*names, *self._told])})[kind]
-        until = told[names[0]]
-        source, target = self._links.ends(seeds)
-        others = self._drawn(seeds, target, until, random_seeds)
-        edge = torch.arange(num)
-        edge_of = torch.cat([edge, edge, edge.repeat_interleave(count)])
-        roots = [(kind[0], source), (kind[2], torch.cat([target, others]))]
-        out, tree_of = self._trees(roots, until[edge_of], random_seeds)
-        batch = self._batch(out, store)
-        for name, tree in tree_of.items():
-            part_of(batch, name).batch = edge_of[tree]
-        taken = {}
-        for each, (forth, back) in self._telling.items():
-            edges = part_of(batch, each)
-            of = part_of(batch, each[2]).batch[edges.edge_index[1]]
-            ends = torch.stack([out.node[each[0]][edges.edge_index[0]], out.node[each[2]][edges.edge_index[1]]])
-            pairs = torch.stack([source, target])[:, of]
-            taken[each] = torch.zeros_like(of, dtype=torch.bool)
-            for same in [pairs] * forth + [pairs.flip(0)] * back:
-                taken[each] |= (ends == same).all(0)
-            if moment in told and moment in edges:
-                taken[each] &= edges[moment] >= told[moment][of]
-        first_target = num if kind[0] == kind[2] else 0
-        rows = torch.cat([edge, edge.repeat_interleave(count)])
-        local = torch.stack([rows, first_target + torch.arange(num + num * count)])
-        batch = self._with_edges(batch, seeds, told, local, taken)
-        part_of(batch, kind).edge_label_time = until[edge_of[num:]]
-        return batch
 
 
 class SampledBatches:

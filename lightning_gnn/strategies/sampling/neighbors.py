@@ -5,7 +5,7 @@ R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,22 @@ from lightning_gnn.strategies.sampling import loops
 _WORK = 32
 """Multiplications that drawing an edge costs, about: below some thousand edges, threads do not pay."""
 
-_NONE = torch.empty(0, dtype=torch.long)
+NO_IDS = torch.empty(0, dtype=torch.long)
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Returns all ids of some pieces, ``[n]``; of a single one itself."""
+    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else NO_IDS
+
+
+def bounds(counts: Tensor) -> Tensor:
+    """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Returns where each place is in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
 @dataclass(frozen=True)
@@ -38,10 +53,33 @@ class Neighbors:
     sources: Tensor
     edges: Tensor
 
+    @classmethod
+    def of(cls, counts: Tensor, sources: Tensor, edges: Tensor) -> Neighbors:
+        """Returns in-edges of targets that have so many each, ``[T]``."""
+        return cls(bounds(counts), sources, edges)
+
+    @classmethod
+    def all_of(cls, found: Sequence[Neighbors]) -> Neighbors:
+        """Returns those of some targets, then those of others, and so on."""
+        fields = zip(*(each.fields for each in found)) if found else [[]] * 3
+        return cls.of(*map(joined, fields))
+
     @property
     def counts(self) -> Tensor:
         """How many edges each target has, int64 ``[T]``."""
         return self.offsets.diff()
+
+    @property
+    def fields(self) -> list[Tensor]:
+        """What :meth:`of` makes these of."""
+        return [self.counts, self.sources, self.edges]
+
+    def at(self, places: Tensor) -> Neighbors:
+        """Returns the in-edges of the targets at some places, ``[n]``."""
+        begins, counts = self.offsets[places], self.counts[places]
+        offsets = bounds(counts)
+        slots = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
+        return Neighbors(offsets, self.sources[slots], self.edges[slots])
 
     def targets(self, first: int = 0) -> Tensor:
         """Returns each edge's target, int64 ``[S]``: its position among the targets, plus `first`."""
@@ -98,7 +136,7 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     if scores.is_floating_point():
         kept &= scores != float("-inf")
     counts = torch.bincount(target[kept], minlength=len(found.offsets) - 1)
-    return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), found.sources[kept], found.edges[kept])
+    return Neighbors.of(counts, found.sources[kept], found.edges[kept])
 
 
 def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, found: Neighbors) -> Tensor:
@@ -166,7 +204,9 @@ def sample_neighbors(
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
-    key, times, limits, by_source = (_NONE if value is None else value.contiguous() for value in (keys, time, until, source_keys))
+    key, times, limits, by_source = (
+        NO_IDS if value is None else value.contiguous() for value in (keys, time, until, source_keys)
+    )
     weights = torch.empty(0) if weight is None else weight.contiguous()
     free, again = weight is None and time is None, replace and fanout >= 0
     if free:
@@ -183,7 +223,7 @@ def sample_neighbors(
         latest = strategy == "last"
         edges_by = csr.indptr, csr.indices, weights, times, of_sources
         run(loops.draw_best, *edges_by, limits, latest, by_source, targets, key, seed, offsets, slots)
-    edge = _NONE if csr.edge is None else csr.edge
+    edge = NO_IDS if csr.edge is None else csr.edge
     over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
     return Neighbors(offsets, sources, edges)
 
@@ -222,14 +262,6 @@ def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:
     """
     check_ids(roots, csr.num_rows, "Roots")
     out = torch.empty(len(roots), steps + 1, dtype=torch.long)
-    over_range(
-        loops.walk,
-        len(roots),
-        csr.indptr,
-        csr.indices,
-        roots.contiguous(),
-        seed & (2**63 - 1),
-        out,
-        work=_WORK * out.numel(),
-    )
+    arrays = csr.indptr, csr.indices, roots.contiguous(), seed & (2**63 - 1), out
+    over_range(loops.walk, len(roots), *arrays, work=_WORK * out.numel())
     return out

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import checked_fanouts
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.partition.layout import ONE_TYPE
-from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
+from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops, sample_trees
 from lightning_gnn.strategies.sampling.neighbors import Neighbors, check_choices, check_ids, sample_neighbors
 from lightning_gnn.strategies.sampling.numbering import Numbering
 
@@ -147,18 +147,12 @@ class NeighborSampler(BaseSampler):
         by_type = dict(seeds) if isinstance(seeds, Mapping) else {ONE_TYPE[0]: seeds}
         until: dict[NodeType, Any] = dict(seed_time) if isinstance(seed_time, Mapping) else {ONE_TYPE[0]: seed_time}
         self._check_seeds(by_type, until)
-        trees = 0
-        if self.disjoint:
-            for name, ids in by_type.items():
-                by_type[name] = torch.arange(trees, trees + len(ids)) * self.num_nodes[name] + ids
-                trees += len(ids)
         limit = torch.cat([until[name] for name in by_type]) if self.time else None
-
         hop = partial(self._hop, seed=seed, limit=limit)
-        out = sample_hops(by_type, self.fanouts, hop, self._numberings_for(trees), self.directed)
         if self.disjoint:
-            out.batch = {name: ids // self.num_nodes[name] for name, ids in out.node.items()}
-            out.node = {name: ids % self.num_nodes[name] for name, ids in out.node.items()}
+            out = sample_trees(list(by_type.items()), self.fanouts, hop, self.num_nodes, self.directed)
+        else:
+            out = sample_hops(by_type, self.fanouts, hop, self._shared_numberings, self.directed)
         return out if self.is_hetero else output_of_one_type(out)
 
     def induced(self, nodes: Tensor | Mapping[NodeType, Tensor]) -> SamplerOutput | HeteroSamplerOutput:
@@ -174,7 +168,7 @@ class NeighborSampler(BaseSampler):
             raise ValueError("disjoint=True and times tell of seeds, of which an induced subgraph has none.")
         by_type = dict(nodes) if isinstance(nodes, Mapping) else {ONE_TYPE[0]: nodes}
         self._check_seeds(by_type, {})
-        out = induced_subgraph(by_type, list(self.csr), self._hop, self._numberings_for(0))
+        out = induced_subgraph(by_type, list(self.csr), self._hop, self._shared_numberings)
         return out if self.is_hetero else output_of_one_type(out)
 
     def _hop(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int = 0, limit: Tensor | None = None) -> Neighbors:
@@ -186,18 +180,14 @@ class NeighborSampler(BaseSampler):
             choices["weight"] = self.weight[kind]
         if self._ids:
             choices["source_keys"] = self._ids[source]
-        if not self.disjoint:
-            return sample_neighbors(self.csr[kind], targets, fanout, **choices)
-        tree, nodes = targets // self.num_nodes[target], targets % self.num_nodes[target]
-        if kind in self.time and limit is not None:
-            choices.update(time=self.time[kind], until=limit[tree], strategy=self.strategy)
-        found = sample_neighbors(self.csr[kind], nodes, fanout, **choices)
-        tree = torch.repeat_interleave(tree, found.counts, output_size=len(found.sources))
-        return Neighbors(found.offsets, tree * self.num_nodes[source] + found.sources, found.edges)
+        if self.disjoint:  # targets are copies in trees, see sample_trees
+            tree, targets = targets // self.num_nodes[target], targets % self.num_nodes[target]
+            if kind in self.time and limit is not None:
+                choices.update(time=self.time[kind], until=limit[tree], strategy=self.strategy)
+        return sample_neighbors(self.csr[kind], targets, fanout, **choices)
 
-    def _numberings_for(self, trees: int) -> dict[NodeType, Numbering]:
-        if self.disjoint:  # ids of trees' nodes are too many for an array
-            return {name: Numbering(size * trees, dense=False) for name, size in self.num_nodes.items()}
+    @property
+    def _shared_numberings(self) -> dict[NodeType, Numbering]:
         if not self._numberings:
             self._numberings = {name: Numbering(size) for name, size in self.num_nodes.items()}
         return self._numberings

@@ -49,8 +49,6 @@ from lightning_gnn.strategies.sampling.loader import (
     EdgeBatchMaker,
     Links,
     SampledBatches,
-    TemporalBatchMaker,
-    TemporalEdgeBatchMaker,
     part_of,
 )
 from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
@@ -270,12 +268,7 @@ class SamplingStrategy(GNNStrategy):
             if mask is None:
                 everyone = torch.cat([split.seeds(each) for each in range(self.world_size)])
                 self._predicted = cut.ids_of(kind)[everyone], split.sizes
-            makers_of = {
-                "neighbor": TemporalBatchMaker if self.choice.time_attr else BatchMaker,
-                "labor": BatchMaker,
-                "shadow": EgoBatchMaker,
-            }
-            make: Callable[..., BatchMaker] = makers_of[self.method]
+            make: Callable[..., BatchMaker] = EgoBatchMaker if self.method == "shadow" else BatchMaker
             if edges:
                 make, size = self._edge_batches(cut, kind, training)
             batches = SeedBatches(split.sizes, size)
@@ -291,7 +284,8 @@ class SamplingStrategy(GNNStrategy):
         # What is learnt of edges must not be read off those that are held out.
         messages = counted_mask("train_mask", module)
         makers = [make(store, *how) for store in self._stores(cut, mask, messages if messages in EDGE_MASKS else None)]
-        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if make is BatchMaker else None
+        knows_others = make is BatchMaker and self.choice.time_attr is None
+        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if knows_others else None
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -330,7 +324,7 @@ class SamplingStrategy(GNNStrategy):
             compared = getattr(self._module, "eval_negatives", count)
             size = max(1, size * (2 + count) // (2 + compared))  # for about as many nodes
             links = replace(links, num_negatives=compared, held_out=(self.seed, -1))
-        return partial(EdgeBatchMaker if moment is None else TemporalEdgeBatchMaker, links), size
+        return partial(EdgeBatchMaker, links), size
 
     def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
         """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""

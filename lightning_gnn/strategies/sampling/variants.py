@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.sampler import HeteroSamplerOutput
 from typing_extensions import override
 
 from lightning_gnn.data.shards import Cut
@@ -25,9 +24,9 @@ from lightning_gnn.partition.budget import check_metis
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.partition.metis import part_graph
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
-from lightning_gnn.strategies.sampling.loader import BatchMaker, in_trees
-from lightning_gnn.strategies.sampling.numbering import Numbering
+from lightning_gnn.strategies.sampling.hops import induced_subgraph
+from lightning_gnn.strategies.sampling.loader import BatchMaker
+from lightning_gnn.strategies.sampling.neighbors import bounds, inverse
 
 Method = Literal["neighbor", "labor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 
@@ -52,23 +51,19 @@ class EgoBatchMaker(BatchMaker):
         belongs to, ``ptr``, and ``root_n_id``, the rows of the seeds, for which masks are true.
         """
         node, kind = ONE_TYPE[0], ONE_TYPE
-        num, trees = self.store.types.total(node), len(seeds)
-        hop = in_trees(self.store.hops(random_seeds, self._replace), {node: num})
-        numberings = {node: Numbering(num * trees, dense=False)}  # ids of trees' nodes are too many for an array
-        copies = {node: torch.arange(trees) * num + seeds}
-        out = sample_hops(copies, self._fanouts, hop, numberings, directed=False)
-        nodes = out.node[node]
-        tree = nodes // num
+        out = self._trees([(node, seeds)], random_seeds, None, directed=False)
+        assert out.batch is not None
+        tree = out.batch[node]
         order = tree.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        row, col = ({kind: place[ends[kind]]} for ends in (out.row, out.col))
-        batch = self._batch(HeteroSamplerOutput({node: nodes[order] % num}, row, col, out.edge), self.store)
-        batch.batch, batch.root_n_id = tree[order], place[:trees]
-        batch.ptr = torch.cat([tree.new_zeros(1), torch.bincount(tree, minlength=trees).cumsum(0)])
+        place = inverse(order)
+        out.node, out.batch = {node: out.node[node][order]}, {node: tree[order]}
+        out.row, out.col = ({kind: place[ends[kind]]} for ends in (out.row, out.col))
+        batch = self._batch(out, self.store)
+        batch.root_n_id = place[: len(seeds)]
+        batch.ptr = bounds(torch.bincount(tree, minlength=len(seeds)))
         for name in MASKS:
             batch[name] = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, batch.root_n_id, True)
-        batch.input_id, batch.batch_size = self.store.original(node, seeds), trees
+        batch.input_id, batch.batch_size = self.store.original(node, seeds), len(seeds)
         return batch
 
 

@@ -27,7 +27,7 @@ from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling import InEdges, Neighbors, NeighborSampler
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
-from lightning_gnn.strategies.sampling.loader import BatchMaker, Links, TemporalBatchMaker, TemporalEdgeBatchMaker
+from lightning_gnn.strategies.sampling.loader import BatchMaker, EdgeBatchMaker, Links
 from lightning_gnn.strategies.sampling.neighbors import best_of
 
 TIMED, LAST = Choice(time_attr="time"), Choice(time_attr="time", temporal_strategy="last")
@@ -56,11 +56,10 @@ def typed_in_time() -> HeteroData:
 
 
 def sampled(cut: Any, machines: Any, choice: Choice, fanouts: Any) -> list[list[Any]]:
-    make = TemporalBatchMaker if choice.time_attr else BatchMaker
     of_types = {kind: list(fanouts) for kind in cut.types.edges}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("test_exchanges.GraphStore", lambda *given: GraphStore(*given, choice=choice))
-        return batches_of(cut, machines, lambda store: make(store, of_types))[0]
+        return batches_of(cut, machines, lambda store: BatchMaker(store, of_types))[0]
 
 
 def assert_those_of_one(make: Any, choice: Choice, fanouts: Any, machines: Any, folder: Any) -> None:
@@ -438,7 +437,7 @@ def batches_of_links(case: str, folder: Any, *machines: Any) -> tuple[Data, list
     others = OtherNodes(cut.n_id, cut.attributes["node"].get("moment"))
 
     def make(store: GraphStore) -> BatchMaker:
-        return TemporalEdgeBatchMaker(Links(cut.ends, 2, others=others), store, {ONE_TYPE: fanouts})
+        return EdgeBatchMaker(Links(cut.ends, 2, others=others), store, {ONE_TYPE: fanouts})
 
     with pytest.MonkeyPatch.context() as patch:
         stores = partial(GraphStore, messages="edge_train_mask", choice=choice)
