@@ -31,8 +31,7 @@ from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
+from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches, SeedBatches, SplitSeeds
 from lightning_gnn.strategies.sampling.strategy import SamplingScheme
 
 FANOUTS, BATCH_SIZE = [15, 10], 1024

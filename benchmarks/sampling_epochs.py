@@ -50,8 +50,7 @@ from lightning_gnn.data.sources import MASKS, prepare_graph
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.layout import ONE_TYPE, by_machine
 from lightning_gnn.strategies.sampling import NeighborSampler, graph_store
-from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
+from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches, SeedBatches, SplitSeeds
 
 FANOUTS, BATCH_SIZE, FEATURES = [15, 10, 5], 1000, 100
 

@@ -22,7 +22,7 @@ from torch_geometric.nn.models import GCN
 from lightning_gnn import GraphDataModule, NodeClassifier, compare, planted_partition
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.cover.covers import cover_edges
-from lightning_gnn.strategies.vertex_cut.report import vertex_cut_report
+from lightning_gnn.strategies.vertex_cut.cutters import vertex_cut_report
 
 FEATURES, CLASSES = 32, 8
 

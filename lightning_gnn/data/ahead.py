@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from lightning_gnn.data.shards import Graph
 from lightning_gnn.devices import can_pin, functions_of
+
+T = TypeVar("T")
 
 Sent: TypeAlias = tuple[Graph, Any]
 """A batch, and the event after which it is on the device; None: it is on the CPU."""
@@ -48,17 +50,24 @@ class Copies:
         return batch.record_stream(stream)  # else its memory is the next copy's as soon as the host lets it go
 
 
-class BatchThread:
-    """A thread that makes batches, one after the other, in the order in which they are begun; none after one that failed."""
+class Background:
+    """A thread that runs functions, one after the other, in the order in which they are begun.
 
-    def __init__(self, name: str) -> None:
-        self._begun = SimpleQueue[tuple[Callable[[], Sent], Future[Sent]] | None]()
+    It is a daemon, which an executor's thread is not: after a failure it may wait for ranks that are gone.
+
+    Args:
+        stops: none is run after one that failed.
+    """
+
+    def __init__(self, name: str, stops: bool = True) -> None:
+        self._begun = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
+        self._stops = stops
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def begin(self, make: Callable[[], Sent]) -> Future[Sent]:
-        """Has a batch made, and sent; returns at once."""
-        made = Future[Sent]()
+    def begin(self, make: Callable[[], T]) -> Future[T]:
+        """Has a function run; returns at once, with the future of what it returns or raises."""
+        made = Future[T]()
         self._begun.put((make, made))
         return made
 
@@ -69,12 +78,13 @@ class BatchThread:
                 made.set_result(make())
             except BaseException as error:
                 made.set_exception(error)
-                return
+                if self._stops:
+                    return
 
     def end(self) -> None:
-        """Takes no more; what was begun is made."""
+        """Takes no more; what was begun is run."""
         self._begun.put(None)
 
-    def join(self) -> None:
-        """Returns once it has come to its end."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Returns once it has come to its end, or after so many seconds."""
+        self._thread.join(seconds)

@@ -13,6 +13,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_choice
 from lightning_gnn.data.draws import draw_others
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.datamodules import GraphDataModule
@@ -33,7 +34,8 @@ class MeanOfRanks(Metric):
     """The mean of what is made of each edge's rank among its negatives.
 
     torchmetrics' RetrievalMRR and RetrievalHitRate, whose values it has, would gather all scores on every rank and then take edge
-    after edge; its MeanMetric would add in float32, in which a sum depends on how edges lie on ranks.
+    after edge; its MeanMetric would add in float32, in which a sum depends on how edges lie on ranks: it forgets ``set_dtype``
+    when it is moved to a device.
     """
 
     full_state_update = False
@@ -129,8 +131,7 @@ class LinkPredictor(GraphModule):
         super().__init__()
         if decoder not in ("dot", "distmult") and not isinstance(decoder, torch.nn.Module):
             raise ValueError(f"decoder must be 'dot', 'distmult' or a torch.nn.Module (got {decoder!r}).")
-        if loss not in ("bce", "margin"):
-            raise ValueError(f"loss must be 'bce' or 'margin' (got {loss!r}).")
+        check_choice("loss", loss, ("bce", "margin"))
         if margin <= 0:
             raise ValueError(f"margin is above 0 (got {margin}).")
         if (decoder == "distmult") != (num_relations is not None):
@@ -142,8 +143,7 @@ class LinkPredictor(GraphModule):
                 f"decoder='distmult' and filtered=True are for graphs of one type (got edge_type={edge_type}). Use another "
                 "decoder, and filtered=False."
             )
-        if negatives not in ("uniform", "in_batch"):
-            raise ValueError(f"negatives must be 'uniform' or 'in_batch' (got {negatives!r}).")
+        check_choice("negatives", negatives, ("uniform", "in_batch"))
         counts = [("num_negatives", num_negatives), ("eval_negatives", eval_negatives), *(("hits", k) for k in hits)]
         for name, count in [*counts, ("num_relations", 1 if num_relations is None else num_relations)]:
             if count < 1:

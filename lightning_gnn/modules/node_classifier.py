@@ -9,14 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassF1Score,
-    MultilabelAccuracy,
-    MultilabelF1Score,
-)
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MultilabelAccuracy, MultilabelF1Score
 from typing_extensions import override
 
+from lightning_gnn.arguments import check_choice
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, dict_inputs, edge_inputs
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
@@ -68,8 +64,7 @@ class NodeClassifier(GraphModule):
             "multiclass": (MulticlassAccuracy, MulticlassF1Score),
             "multilabel": (MultilabelAccuracy, MultilabelF1Score),
         }
-        if task not in kinds:
-            raise ValueError(f"task must be 'multiclass' or 'multilabel' (got {task!r}).")
+        check_choice("task", task, list(kinds))
         accuracy, f1 = kinds[task]
         for stage in ("val", "test"):
             setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.data.ahead import BatchThread, Copies, Sent
+from lightning_gnn.data.ahead import Background, Copies, Sent
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import GraphData, of_full_graph
 from lightning_gnn.partition.shard import Ids, owners_of
@@ -143,7 +143,7 @@ class PooledBatches:
     ) -> None:
         self._worker, self._clusters, self._epoch = worker, clusters, epoch
         self._copies = Copies(torch.device("cpu") if device is None else device)
-        self._thread = None if device is None else BatchThread("lightning_gnn clusters")
+        self._thread = None if device is None else Background("lightning_gnn clusters")
         self._begun: deque[Future[Sent]] = deque()
         self._held: list[int] = []
         self._given: deque[list[int]] = deque()

@@ -156,21 +156,7 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
 @loop
 def draw_best(
-    indptr,
-    indices,
-    weight,
-    time,
-    of_sources,
-    until,
-    latest,
-    source_keys,
-    targets,
-    keys,
-    seed,
-    offsets,
-    slots,
-    low,
-    high,
+    indptr, indices, weight, time, of_sources, until, latest, source_keys, targets, keys, seed, offsets, slots, low, high
 ):
     """Slots with the smallest scores of those that are allowed, in the order of slots where all are.
 

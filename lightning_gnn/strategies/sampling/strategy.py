@@ -49,12 +49,14 @@ from lightning_gnn.strategies.sampling.loader import (
     EdgeBatchMaker,
     Links,
     SampledBatches,
+    SeedBatches,
+    SplitSeeds,
     part_of,
+    seeds_in,
 )
 from lightning_gnn.strategies.sampling.metrics import SamplingMetrics
 from lightning_gnn.strategies.sampling.neighbors import Score, check_choices
 from lightning_gnn.strategies.sampling.sampler import fanouts_by_type
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds, seeds_in
 from lightning_gnn.strategies.sampling.variants import METHODS, EgoBatchMaker, Method, SubgraphBatchMaker, node_draw
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.scheme import EdgeCutScheme

@@ -21,6 +21,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
+from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.comm.exchange import Exchange, Products
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import MakeExchange, send_directly, spread_edges
@@ -31,7 +32,6 @@ from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.rows import local_rows
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
 from lightning_gnn.strategies.vertex_cut.cutters import METHODS
-from lightning_gnn.strategies.vertex_cut.loaded_edges import LoadedEdges
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import Scheme, twin_of
@@ -244,8 +244,21 @@ class VertexCutStrategy(GNNStrategy):
 
     @override
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
-        loaded = LoadedEdges(self.steps.binding.context, shard.edge_counts)
+        self._told = False
+        loaded = StrategyCallback(on_train_batch_end=lambda *_: self._tell_of_loaded_edges(shard.edge_counts))
         return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
+
+    def _tell_of_loaded_edges(self, counts: Sequence[int]) -> None:
+        """Names once, after the first training step, the layers that compute the edges that ranks load, so many on each."""
+        layers = [] if self._told or len(counts) == 1 else sorted(self.steps.binding.context.all_on_loaded_edges)
+        self._told = True
+        if layers:
+            names, most, average = ", ".join(map(repr, layers)), max(counts), max(1, sum(counts) / len(counts))
+            rank_zero_info(
+                f"Loaded edges, not those that the vertex cut has given each rank, are computed by {names}: with messages of "
+                "their own, edge features, or edges or weights that do not last. "
+                f"Rank {counts.index(most)} loads most, {most:,}, {most / average:.2f} times the average."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_numbers, is_one_of, shown
+from lightning_gnn.arguments import check_choice, check_numbers, shown
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.call import DIRECTIONS
 from lightning_gnn.comm.group import World
@@ -95,8 +95,7 @@ class AdaptiveThreshold:
     first: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rule is None or not is_one_of(self.rule, ("text", "printed")):
-            raise ValueError(f"rule must be 'text' or 'printed' (got {shown(self.rule)}).")
+        check_choice("rule", self.rule, ("text", "printed"))
         given = {name: value for name, value in asdict(self).items() if name not in ("rule", "factors")}
         check_numbers(**{name: value for name, value in given.items() if name not in ("mean", "first") or value is not None})
         if not isinstance(self.factors, dict) or not all(isinstance(name, str) for name in self.factors):

@@ -15,7 +15,7 @@ from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.budget import Prediction, choose, table
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.partition.shard import Locality
-from lightning_gnn.strategies.vertex_cut.report import VertexCutReport
+from lightning_gnn.strategies.vertex_cut.cutters import VertexCutReport
 from lightning_gnn.tools.commands.graph_cli import GraphCLI, Option, in_a_line
 
 

@@ -29,8 +29,7 @@ from lightning_gnn.data.store import read_cut
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling import graph_store
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
+from lightning_gnn.strategies.sampling.loader import BatchMaker, EdgeBatchMaker, Links, SampledBatches, SeedBatches, SplitSeeds
 from lightning_gnn.strategies.sampling.strategy import SamplingScheme
 from lightning_gnn.strategies.sampling.variants import EgoBatchMaker
 

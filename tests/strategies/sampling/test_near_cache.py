@@ -25,9 +25,8 @@ from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.strategies.sampling import near_cache
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches
+from lightning_gnn.strategies.sampling.loader import BatchMaker, SampledBatches, SeedBatches, SplitSeeds
 from lightning_gnn.strategies.sampling.near_cache import NearCache, most_worth
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
 
 Node = tuple[str, int]
 

@@ -41,8 +41,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GraphSAGE
 
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
-from lightning_gnn.strategies.sampling.loader import SampledBatches
-from lightning_gnn.strategies.sampling.seeds import SeedBatches, SplitSeeds
+from lightning_gnn.strategies.sampling.loader import SampledBatches, SeedBatches, SplitSeeds
 
 WHOLE: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
 SMALL: dict[str, Any] = {"fanouts": [3, 2], "batch_size": 4}

@@ -42,8 +42,7 @@ from lightning_gnn import (
 )
 from lightning_gnn.data.shards import Cut, cut_graph
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.loader import SampledBatches
-from lightning_gnn.strategies.sampling.seeds import SeedBatches
+from lightning_gnn.strategies.sampling.loader import SampledBatches, SeedBatches
 from lightning_gnn.strategies.sampling.variants import METHODS, saint_draw
 
 SUBGRAPHS = METHODS[3:]

@@ -29,7 +29,7 @@ from torch_geometric.nn import GATConv, GCNConv
 from torch_geometric.nn.models import GCN
 
 import lightning_gnn.comm.matrix
-import lightning_gnn.strategies.vertex_cut.loaded_edges
+import lightning_gnn.strategies.vertex_cut.strategy
 from lightning_gnn import (
     AdaptiveThreshold,
     CachedVertexCutStrategy,
@@ -169,7 +169,7 @@ def told_of_loaded_edges(rank: int, world_size: int, models: list[str]) -> list[
     for model in models:
         said: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lightning_gnn.strategies.vertex_cut.loaded_edges, "rank_zero_info", said.append)
+            patch.setattr(lightning_gnn.strategies.vertex_cut.strategy, "rank_zero_info", said.append)
             trainer = quiet_trainer(VertexCutStrategy(timeout=60, self_check=False), world_size)
             module = NodeClassifier(build(model), num_classes=CLASSES).double()
             data = GraphDataModule(awkward_graph())

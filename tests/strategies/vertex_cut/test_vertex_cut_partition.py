@@ -24,11 +24,12 @@ from lightning_gnn.strategies.vertex_cut.cutters import (
     EDGE_BOUND,
     METHODS,
     STREAM_BOUND,
+    VertexCutReport,
     assign_edges,
     cut_edges,
     edge_predictions,
+    vertex_cut_report,
 )
-from lightning_gnn.strategies.vertex_cut.report import VertexCutReport, vertex_cut_report
 
 Graph = tuple[np.ndarray, int]
 TWO_HOSTS = ((0, 1, 2, 3), (4, 5, 6, 7))
