@@ -231,10 +231,8 @@ class Neighbourhood:
             out[kind] = {name: store.with_near(kind, name, ids, near) for name in names}
             features = out[kind].get("x") if isinstance(kind, str) else None
             if features is not None:
-                known, place = store.cached(kind, ids[far])
-                store.count(kind, ids[far], known)
-                if len(place):
-                    features.index_copy_(0, far[known], store.cache(kind, place))
+                known, rows = store.from_cache(kind, ids[far])
+                features.index_copy_(0, far[known], rows)
                 self._fill({"x": features}, (kind, "x"), ids, far[~known], store.types.total(kind))
             others = {name: rows for name, rows in out[kind].items() if rows is not features}
             self._fill(others, kind, ids, far, store.types.total(kind))

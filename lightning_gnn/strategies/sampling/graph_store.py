@@ -93,7 +93,7 @@ class _FarCache:
         kept: by rank that asks, nodes here whose features it keeps, by type.
     """
 
-    rows: dict[NodeType, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rows: dict[NodeType, tuple[Tensor, Tensor]]
     kept: dict[int, dict[NodeType, Tensor]] = field(default_factory=dict)
 
 
@@ -227,17 +227,18 @@ class GraphStore:
         world: the ranks.
         near: ranks of this machine.
         cache_bytes: of features of nodes on other machines that are kept here, the far cache: those that most edges of this
-            rank read, until :meth:`learn_cache`.
+            rank read, until :meth:`begin_epoch`.
         messages: a mask of edges; of types that have it, other edges join no neighbours.
         choice: which edges are drawn.
         near_bytes: of features of nodes on this machine that its ranks keep in memory, the near cache: those that most edges of
-            the machine read, until :meth:`learn_cache`; 0 reads all from the store.
+            the machine read, until :meth:`begin_epoch`; 0 reads all from the store.
 
     Raises:
         ValueError: see :class:`~lightning_gnn.strategies.sampling.near_cache.NearCache`.
 
     Attributes:
-        types: of the graph.
+        cut, types, rank: the graph, its types, and this rank.
+        near_cache: None without one.
         machine, here: of each rank, the number of its machine, int64 ``[P]``; this one's.
         teams: by rank, who answers it on each machine; itself on its own.
         servers: by other machine, who answers this rank there.
@@ -258,19 +259,18 @@ class GraphStore:
         choice: Choice = Choice(),
         near_bytes: int = 0,
     ) -> None:
-        self._cut, self._world, self.types, self.choice = cut, world, cut.types, choice
+        self.cut, self._world, self.rank, self.types, self.choice = cut, world, world.rank, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
         halos = {
             rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank]) for rank in near
         }
         own = {kind: _made_of(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
         made = one_copy(world, near, [values for of_kind in own.values() for values in of_kind.values()])
-        self._parts: dict[EdgeType, dict[int, _Part]] = {kind: {} for kind in own}
-        for rank, halo in halos.items():
-            tensors = iter(made[rank])
-            for kind, names in own.items():
-                of_kind = dict(zip(names, tensors))
-                self._parts[kind][rank] = _Part(cut, rank, kind, halo, choice, of_kind)
+        tensors = {rank: iter(of_rank) for rank, of_rank in made.items()}
+        self._parts = {
+            kind: {rank: _Part(cut, rank, kind, halos[rank], choice, dict(zip(names, tensors[rank]))) for rank in halos}
+            for kind, names in own.items()
+        }
         self.channel = None
         self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
         self.teams: dict[int, list[int]] = {}
@@ -282,12 +282,10 @@ class GraphStore:
         self.requested = self.hits = self.near_hits = self.near_misses = 0
         self._cache_bytes = cache_bytes if self.channel is not None else 0
         self.uses: dict[NodeType, _Uses] | None = None
-        self._cache = _FarCache()
+        self._features = {name: cut.attributes[self.types.key(name)]["x"] for name in self.types.nodes if "x" in self.names(name)}
+        self._cache = _FarCache({name: (NO_IDS, x[:0]) for name, x in self._features.items()})
         self._newest = [self._cache]  # of all clones
-        self._near_cache: NearCache | None = None
-        if near_bytes:
-            features = {name: cut.attributes[self.types.key(name)]["x"] for name in self._with_features()}
-            self._near_cache = NearCache(features, self.types, world, near, near_bytes)
+        self.near_cache = NearCache(self._features, self.types, world, near, near_bytes) if near_bytes else None
         self._fill_caches({})
 
     def _meet(self, machines: Sequence[Sequence[int]]) -> None:
@@ -301,14 +299,6 @@ class GraphStore:
         self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.here}
         self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
-    @property
-    def has_near_cache(self) -> bool:
-        return self._near_cache is not None
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
     def clone(self) -> GraphStore:
         """Returns a store of the same parts for another thread, with counts and a channel of its own; all ranks call it."""
         other = copy.copy(self)
@@ -317,62 +307,39 @@ class GraphStore:
         other.uses = None
         return other
 
-    def of_graph(self) -> GraphData:
-        """Returns a batch of a graph without types that has what belongs to the graph, and nothing else yet."""
-        cut = self._cut
-        return GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
-
-    def in_batches(self, name: str, values: Tensor) -> Tensor:
-        """Returns rows of an attribute, which travel as they are stored, as batches have them."""
-        return self._cut.in_batches(name, values)
-
     def names(self, kind: NodeType | EdgeType) -> list[str]:
         """Returns the names of what has a row per node, or per edge, of a type."""
-        return sorted(self._cut.attributes[self.types.key(kind)])
+        return sorted(self.cut.attributes[self.types.key(kind)])
 
-    def lowest_class(self, kind: NodeType | EdgeType, name: str) -> int | None:
-        """Returns the smallest value that nodes, or edges, of a type have; None for real numbers, which are no classes."""
-        values = self._cut.attributes[self.types.key(kind)][name]
-        return None if values.is_floating_point() else int(values.min())
+    def begin_epoch(self, clones: Sequence[GraphStore], counts: bool) -> None:
+        """Fills the caches with what this store and its clones requested most often, if that was counted; on all ranks, in step,
+        while none of these stores makes a batch. They go over to the far cache that was filled last, of all clones.
 
-    def original(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
-        return self._cut.ids_of(kind, ids)
-
-    def count_uses(self) -> None:
-        """Has the rows counted that are requested from now on; without a cache there is nothing to count them for."""
-        if self._cache_bytes or self._near_cache is not None:
-            self.uses = {name: _Uses() for name in self._with_features()}
-
-    def learn_cache(self, clones: Sequence[GraphStore]) -> None:
-        """Fills the caches with what this store and its clones requested most often, which is counted no longer; on all ranks,
-        while no batch is made of theirs. Clones have the far one from :meth:`take_cache` on."""
-        if self.uses is None:
-            return
-        found, self.uses = self.uses, None
-        for name, uses in found.items():
-            uses.sum_up(*(clone.uses[name] for clone in clones if clone.uses is not None))
-        for clone in clones:
-            clone.uses = None
-        self._fill_caches(found)
-
-    def take_cache(self) -> None:
-        """Goes over to the cache that was filled last, in step on all ranks, while this store makes no batch."""
-        self._cache = self._newest[0]
-
-    def _with_features(self) -> list[NodeType]:
-        return [name for name in self.types.nodes if "x" in self.names(name)]
+        `counts`: rows that are requested from now on are counted; without a cache there is nothing to count them for.
+        """
+        if self.uses is not None:
+            for name, uses in self.uses.items():
+                uses.sum_up(*(clone.uses[name] for clone in clones if clone.uses is not None))
+            found, self.uses = self.uses, None
+            for clone in clones:
+                clone.uses = None
+            self._fill_caches(found)
+        for each in (self, *clones):
+            each._cache = self._newest[0]
+            if counts and (self._cache_bytes or self.near_cache is not None):
+                each.uses = {name: _Uses() for name in self._features}
 
     def _fill_caches(self, uses: Mapping[NodeType, _Uses]) -> None:
         if self._cache_bytes:
             self._fill_far_cache(uses)
-        if self._near_cache is not None:
-            self._near_cache.fill(self._reads(), {name: (each.ids, each.counts) for name, each in uses.items()})
+        if self.near_cache is not None:
+            self.near_cache.fill(self._reads(), {name: (each.ids, each.counts) for name, each in uses.items()})
 
     def _reads(self) -> dict[NodeType, Rows]:
         """Returns by type the nodes that edges of this rank read, and how many of them read each."""
-        rank, found = self._world.rank, dict[NodeType, Rows]()
-        halo, owned = torch.from_numpy(self.types.ids(self._cut.halos[rank])), int(np.diff(self._cut.offsets)[rank])
-        for name in self._with_features():
+        rank, found = self.rank, dict[NodeType, Rows]()
+        halo, owned = torch.from_numpy(self.types.ids(self.cut.halos[rank])), int(np.diff(self.cut.offsets)[rank])
+        for name in self._features:
             reads = sum((self._parts[kind][rank].reads() for kind in self.types.edges if kind[0] == name), halo.new_zeros(1))
             rows = reads.nonzero().view(-1)
             own, of_halo = rows[rows < owned], rows[rows >= owned] - owned
@@ -388,33 +355,26 @@ class GraphStore:
             read_far, used_far = (self.machines_of(name, each) != self.here for each in (ids, known.ids))
             wanted[name], place = torch.cat([known.ids[used_far], ids[read_far]]).unique(return_inverse=True)
             score = torch.cat([known.counts[used_far], reads[read_far].double() / (1 + reads.sum())]).float()
-            row_bytes[name] = self._cut.attributes[self.types.key(name)]["x"][:1].nbytes
+            row_bytes[name] = self._features[name][:1].nbytes
             worth[name] = torch.zeros(len(wanted[name])).index_add_(0, place, score) / max(row_bytes[name], 1)
         kept = most_worth(worth, row_bytes, self._cache_bytes)
         cached = {name: ids[kept[name]] for name, ids in wanted.items()}
-        counts, cache = (self.requested, self.hits), _FarCache()
-        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, cache.kept)
-        cache.rows = {name: (ids, found[name]["x"]) for name, ids in cached.items()}
-        self._cache = self._newest[0] = cache
+        counts, kept_by = (self.requested, self.hits), dict[int, dict[NodeType, Tensor]]()
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, kept_by)
+        self._cache = self._newest[0] = _FarCache({name: (ids, found[name]["x"]) for name, ids in cached.items()}, kept_by)
         self.requested, self.hits = counts
 
-    def keeps(self, rank: int, name: NodeType, ids: Tensor) -> Tensor:
-        """Returns of which nodes, that lie here, a rank that asks has features in its cache, bool ``[n]``."""
-        return _places_in(self._cache.kept.get(rank, {}).get(name, NO_IDS), ids)[0]
-
     def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which nodes of a type have their features in the cache, bool ``[n]``, and where there."""
-        return _places_in(self._cache.rows[name][0] if name in self._cache.rows else NO_IDS, ids)
+        """Returns which nodes of a type have their features in the far cache, bool ``[n]``, and where there."""
+        return _places_in(self._cache.rows[name][0], ids)
 
-    def cache(self, name: NodeType, places: Tensor) -> Tensor:
-        """Returns features from the cache."""
-        return self._cache.rows[name][1].index_select(0, places)
-
-    def count(self, name: NodeType, ids: Tensor, cached: Tensor) -> None:
-        """Counts features of nodes on other machines that a batch needs, and those of them in the cache, bool ``[n]``."""
-        self.requested, self.hits = self.requested + len(cached), self.hits + int(cached.sum())
+    def from_cache(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which nodes on other machines have features in the far cache, bool ``[n]``, and these features; counts both."""
+        known, places = self.cached(name, ids)
+        self.requested, self.hits = self.requested + len(known), self.hits + len(places)
         if self.uses is not None:
             self.uses[name].add(ids)
+        return known, self._cache.rows[name][1].index_select(0, places)
 
     def hops(
         self, seeds: Sequence[int], replace: bool, until: Tensor | None = None
@@ -504,17 +464,19 @@ class GraphStore:
 
     def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows of nodes, or edges, of a type that lie on this machine."""
-        if self._near_cache is None or not _is_kept(kind, name) or not len(ids):
-            return torch.index_select(self._cut.attributes[self.types.key(kind)][name], 0, ids)
-        rows, hits = self._near_cache.rows(kind, ids)
+        if self.near_cache is None or not _is_kept(kind, name) or not len(ids):
+            return torch.index_select(self.cut.attributes[self.types.key(kind)][name], 0, ids)
+        rows, hits = self.near_cache.rows(kind, ids)
         self.near_hits, self.near_misses = self.near_hits + hits, self.near_misses + len(ids) - hits
         if self.uses is not None:
             self.uses[kind].add(ids)
         return rows
 
     def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        """Returns rows for a rank that asks: of features those that it does not have in its cache."""
-        return self.read(kind, name, ids[~self.keeps(rank, kind, ids)] if _is_kept(kind, name) else ids)
+        """Returns rows for a rank that asks: of features those that it does not have in its far cache."""
+        if _is_kept(kind, name):
+            ids = ids[~_places_in(self._cache.kept.get(rank, {}).get(kind, NO_IDS), ids)[0]]
+        return self.read(kind, name, ids)
 
     def rows(
         self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], kept: dict[int, dict[Any, Tensor]] | None = None
@@ -562,12 +524,9 @@ class GraphStore:
         for number, (kind, name) in enumerate(fields):
             rows = torch.cat([answers[there][number] for there in sorted(answers)])
             if _is_kept(kind, name):
-                known, places = self.cached(kind, distinct[kind])
-                self.count(kind, distinct[kind], known)
+                known, features = self.from_cache(kind, distinct[kind])
                 came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
-                rows[~known] = came
-                if len(places):
-                    rows[known] = self.cache(kind, places)
+                rows[~known], rows[known] = came, features
             far = (machines[kind] != self.here).nonzero().view(-1)
             out[kind][name].index_copy_(0, far, rows.index_select(0, place[kind]))
         return out

@@ -20,6 +20,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.data.ahead import Background, Copies, Sent
+from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled
@@ -28,6 +29,8 @@ from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Nei
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.hops import sample_hops, sample_trees
 from lightning_gnn.strategies.sampling.numbering import Numbering
+
+_CPU = torch.device("cpu")
 
 
 class BatchMaker:
@@ -50,11 +53,9 @@ class BatchMaker:
         self.store, self._fanouts = store, fanouts
         self._replace, self._directed = replace, directed
         self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
-        self._names = {kind: store.names(kind) for kind in (*store.types.nodes, *store.types.edges)}
-        seeded = store.types.input_type
-        self._names[seeded] = [name for name in self._names[seeded] if name not in self.own_masks]
-        for kind in store.types.edges:
-            self._names[kind] = [name for name in self._names[kind] if name not in self.of_seeds]
+        left_out = dict.fromkeys(store.types.edges, self.of_seeds) | {store.types.input_type: self.own_masks}
+        kinds = *store.types.nodes, *store.types.edges
+        self._names = {kind: [name for name in store.names(kind) if name not in left_out.get(kind, ())] for kind in kinds}
         shallow, timed = max(map(len, fanouts.values())) <= MOST_HOPS, store.choice.time_attr is not None
         expands = store.channel is not None and directed and shallow and not timed
         self._expander = Expander(store, fanouts, replace, self._names) if expands else None
@@ -102,20 +103,22 @@ class BatchMaker:
 
     def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
         """Returns the batch of what was sampled, whose rows `source` has."""
-        store = self.store
-        batch = HeteroData() if store.types.is_hetero else store.of_graph()
+        store, cut = self.store, self.store.cut
+        batch: Data | HeteroData = HeteroData()
+        if not store.types.is_hetero:
+            batch = GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
         ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
         rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
-            part_of(batch, name).n_id = store.original(name, out.node[name])
+            part_of(batch, name).n_id = cut.ids_of(name, out.node[name])
         for kind in store.types.edges:
             edges = part_of(batch, kind)
             edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
-            edges.e_id = store.original(kind, out.edge[kind])
+            edges.e_id = cut.ids_of(kind, out.edge[kind])
         for name in store.types.nodes:
             nodes = part_of(batch, name)
             for attribute, values in rows[name].items():
-                nodes[attribute] = store.in_batches(attribute, values)
+                nodes[attribute] = cut.in_batches(attribute, values)
             if out.num_sampled_nodes is not None:
                 nodes.num_sampled_nodes = out.num_sampled_nodes[name]
             if out.batch is not None:
@@ -182,7 +185,8 @@ class EdgeBatchMaker(BatchMaker):
         self._told = [name for name in (*moments, "edge_label", "edge_type") if name in self.store.names(kind)]
         self._shift = 0  # of labels, so that 0 is of negatives
         if links.num_negatives and "edge_label" in self._told:
-            self._shift = int(self.store.lowest_class(kind, "edge_label") == 0)
+            labels = self.store.cut.attributes[types.key(kind)]["edge_label"]
+            self._shift = int(not labels.is_floating_point() and int(labels.min()) == 0)
         # By type of edges that may tell of a seed: whether they join the ends of a seed as it does, and the other way round.
         self._telling: dict[EdgeType, tuple[bool, bool]] = {}
         for each in types.edges if links.held_out is None else ():
@@ -233,7 +237,7 @@ class EdgeBatchMaker(BatchMaker):
                 edges[name] = edges[name][kept]
             edges.edge_index = edges.edge_index[:, kept]
         into = part_of(batch, kind)
-        into.edge_label_index, into.input_id = local, store.original(kind, seeds)
+        into.edge_label_index, into.input_id = local, store.cut.ids_of(kind, seeds)
         label = told.get("edge_label", torch.ones(len(seeds)))
         label = label + self._shift if self._shift else label
         into.edge_label = torch.cat([label, label.new_zeros((len(edge_of) - len(seeds), *label.shape[1:]))])
@@ -248,7 +252,7 @@ class EdgeBatchMaker(BatchMaker):
         if links.others is None:
             total = store.types.total(links.kind[2])
             return draw_others(seeds, targets, links.num_negatives, total, *numbers).view(-1)
-        keys = store.original(links.kind, seeds)
+        keys = store.cut.ids_of(links.kind, seeds)
         return links.others.draw(keys, targets, until, links.num_negatives, *numbers).view(-1)
 
     def _join_seeds(self, batch: Data | HeteroData, kind: EdgeType, seeds: Tensor) -> Tensor:
@@ -372,6 +376,7 @@ class SeedBatches:
         return [seeds[order[low:high]] for low, high in pairwise(bounds)]
 
 
+@dataclass(eq=False)
 class SampledBatches:
     """The training loader of a rank: an epoch's batches, some of them ahead.
 
@@ -396,27 +401,22 @@ class SampledBatches:
         waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
     """
 
-    def __init__(
-        self,
-        makers: Sequence[BatchMaker],
-        batches: SeedBatches,
-        seeds: Tensor,
-        stand_in: Tensor,
-        rank: int,
-        seed: int | None,
-        ahead: int,
-        epoch: Callable[[], int],
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        others: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        self._others = others
-        self.makers, self.batches = makers, batches
-        self._seeds, self._stand_in, self._rank = seeds, stand_in, rank
-        self._seed, self._ahead, self._epoch = seed, ahead, epoch
+    makers: Sequence[BatchMaker]
+    batches: SeedBatches
+    seeds: Tensor
+    stand_in: Tensor
+    rank: int
+    seed: int | None
+    ahead: int
+    epoch: Callable[[], int]
+    device: torch.device = _CPU
+    others: Mapping[int, Tensor] | None = None
+
+    def __post_init__(self) -> None:
         self.waited = 0.0
         self._epochs = 0
-        self._seconds = [0.0] * len(makers)
-        self._copies = [Copies(device) for _ in makers]
+        self._seconds = [0.0] * len(self.makers)
+        self._copies = [Copies(self.device) for _ in self.makers]
         self._running: Generator[Data | HeteroData, None, None] | None = None
 
     def __len__(self) -> int:
@@ -426,16 +426,12 @@ class SampledBatches:
         self.close()
         store, *others = (maker.store for maker in self.makers)
         # No batch of this loader is being made, here or elsewhere, and all ranks begin its epochs alike.
-        store.learn_cache(others)
-        for each in (store, *others):
-            each.take_cache()
-            if not self._epochs and self._seed is not None:
-                each.count_uses()
+        store.begin_epoch(others, counts=not self._epochs and self.seed is not None)
         self._epochs += 1
-        epoch = self._epoch()
+        epoch = self.epoch()
         of_ranks = {
-            rank: self.batches.of_epoch(seeds, rank, None if self._seed is None else _mixed(self._seed, epoch, rank))
-            for rank, seeds in {self._rank: self._seeds, **(self._others or {})}.items()
+            rank: self.batches.of_epoch(seeds, rank, None if self.seed is None else _mixed(self.seed, epoch, rank))
+            for rank, seeds in {self.rank: self.seeds, **(self.others or {})}.items()
         }
 
         def make(step: int, sampler: int) -> Sent:
@@ -447,7 +443,7 @@ class SampledBatches:
                 self._seconds[sampler] += time.perf_counter() - began
 
         arrived = self._copies[0].arrived
-        self._running = self._ahead_of(make) if self._ahead else (arrived(make(step, 0)) for step in range(len(self)))
+        self._running = self._ahead_of(make) if self.ahead else (arrived(make(step, 0)) for step in range(len(self)))
         return self._running
 
     def close(self) -> None:
@@ -458,10 +454,10 @@ class SampledBatches:
 
     def _made(self, epoch: int, step: int, of_ranks: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
         counts = self.batches.counts(step)
-        random_seeds = [_mixed(self._seed or 0, epoch, rank, step) for rank in range(len(counts))]
-        given = {rank: each if len(each) else self._stand_in for rank, each in of_ranks.items()}
-        own = given.pop(self._rank)
-        batch = maker.make(own, random_seeds, None if self._others is None else given)
+        random_seeds = [_mixed(self.seed or 0, epoch, rank, step) for rank in range(len(counts))]
+        given = {rank: each if len(each) else self.stand_in for rank, each in of_ranks.items()}
+        own = given.pop(self.rank)
+        batch = maker.make(own, random_seeds, None if self.others is None else given)
         if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
             batch.seed_counts = counts
         return batch
@@ -477,14 +473,14 @@ class SampledBatches:
         def begin(step: int) -> Future[Sent]:
             return threads[step % samplers].begin(partial(make, step, step % samplers))
 
-        begun = deque(begin(step) for step in range(min(self._ahead, steps)))
+        begun = deque(begin(step) for step in range(min(self.ahead, steps)))
         try:
             for step in range(steps):
                 began = time.perf_counter()
                 sent = begun.popleft().result()
                 self.waited += time.perf_counter() - began
-                if step + self._ahead < steps:
-                    begun.append(begin(step + self._ahead))
+                if step + self.ahead < steps:
+                    begun.append(begin(step + self.ahead))
                 yield self._copies[step % samplers].arrived(sent)
         finally:
             for thread in threads:
@@ -495,7 +491,7 @@ class SampledBatches:
     def take_seconds(self) -> tuple[float, float]:
         """Returns the seconds that samplers, added up, made batches and training waited for them, since the last call."""
         seconds = sum(self._seconds)
-        taken = seconds, self.waited if self._ahead else seconds
+        taken = seconds, self.waited if self.ahead else seconds
         self._seconds, self.waited = [0.0] * len(self.makers), 0.0
         return taken
 

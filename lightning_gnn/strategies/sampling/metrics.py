@@ -43,7 +43,7 @@ class SamplingMetrics(pl.Callback):
         if stores[0].channel is not None:
             values["sampling/remote_bytes"] = received
             values["sampling/cache_hit_rate"] = hits / asked.clamp(min=1)
-        if stores[0].has_near_cache:
+        if stores[0].near_cache is not None:
             values["sampling/feature_cache_hits"] = near_hits
             values["sampling/feature_cache_misses"] = near_misses
         log_values(trainer, values)

@@ -63,7 +63,7 @@ class EgoBatchMaker(BatchMaker):
         batch.ptr = bounds(torch.bincount(tree, minlength=len(seeds)))
         for name in MASKS:
             batch[name] = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, batch.root_n_id, True)
-        batch.input_id, batch.batch_size = self.store.original(node, seeds), len(seeds)
+        batch.input_id, batch.batch_size = self.store.cut.ids_of(node, seeds), len(seeds)
         return batch
 
 

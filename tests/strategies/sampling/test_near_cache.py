@@ -83,7 +83,7 @@ def epochs_of(cut: Cut, machines: Any, near_bytes: int, **options: Any) -> list[
         for _ in range(3):
             batches = list(loader)
             counts = np.sum([each.take_counts()[3:] for each in stores], 0)
-            found.append((batches, counts, kept_in(store._near_cache)))
+            found.append((batches, counts, kept_in(store.near_cache)))
         return found
 
     return on_threads(machines, of_rank)[0]
@@ -202,7 +202,7 @@ class InMemory(Watch):
 
     def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
         super().on_train_batch_end(trainer, *given)
-        cache = trainer.strategy._loaders["train_mask"].makers[0].store._near_cache
+        cache = trainer.strategy._loaders["train_mask"].makers[0].store.near_cache
         if cache is not None:
             kept = cache._kept["node"]
             self.found.append((mapped_file(kept.place), mapped_file(kept.rows), kept.place.nbytes + kept.rows.nbytes))
