@@ -92,7 +92,12 @@ class Expander:
         # By rank that is spoken to, whose batches both work for.
         peers = {peer for rank in ranks for peer in store.teams[rank]} - {store.rank}
         self._shared = {peer: [rank for rank in sorted(ranks) if peer in store.teams[rank]] for peer in sorted(peers)}
-        self._like = {peer: self._like_of(peer) for peer in self._shared}
+        # Empty tensors of the dtypes of a message from each.
+        nothing = self._results(store.rank, _Work({}, dense))
+        self._like = {
+            peer: [NO_IDS] * len(of) * len(self._tasks) + nothing * (peer in store.servers.values())
+            for peer, of in self._shared.items()
+        }
 
     def run(
         self, seeds: Mapping[NodeType, Tensor], random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None
@@ -158,9 +163,12 @@ class Expander:
         there = int(store.machine[peer])
         for rank in self._shared[peer]:
             fields += [joined(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
-        if peer not in store.askers:
-            return fields
-        work = self._work[peer]
+        return fields + self._results(peer, self._work[peer]) if peer in store.askers else fields
+
+    def _results(self, rank: int, work: _Work) -> list[Tensor]:
+        """Returns what was found for a rank's batch since its last message: by type and depth draws, and by type new nodes; each
+        with rows."""
+        store, fields = self._store, list[Tensor]()
         for draw in self._draws:
             found = work.drawn.pop(draw, [])
             edges = Neighbors.all_of([of for _, of in found])
@@ -168,18 +176,7 @@ class Expander:
             fields += [store.read(draw[0], name, edges.edges) for name in self._names[draw[0]]]
         for name in store.types.nodes:
             ids = joined(work.reached.pop(name, []))
-            fields += [ids, *(store.read_for(peer, name, each, ids) for each in self._names[name])]
-        return fields
-
-    def _like_of(self, peer: int) -> list[Tensor]:
-        """Returns empty tensors of the dtypes of :meth:`_message` from a rank."""
-        store = self._store
-        fields = [NO_IDS] * len(self._shared[peer]) * len(self._tasks)
-        if peer in store.servers.values():
-            for kind, _ in self._draws:
-                fields += [*[NO_IDS] * 4, *(store.read(kind, name, NO_IDS) for name in self._names[kind])]
-            for name in store.types.nodes:
-                fields += [NO_IDS, *(store.read(name, each, NO_IDS) for each in self._names[name])]
+            fields += [ids, *(store.read_for(rank, name, each, ids) for each in self._names[name])]
         return fields
 
     def _take(self, found: Neighbourhood, fields: Any) -> None:

@@ -61,8 +61,9 @@ class Neighbors:
     @classmethod
     def all_of(cls, found: Sequence[Neighbors]) -> Neighbors:
         """Returns those of some targets, then those of others, and so on."""
-        fields = zip(*(each.fields for each in found)) if found else [[]] * 3
-        return cls.of(*map(joined, fields))
+        if len(found) == 1:
+            return found[0]
+        return cls.of(*map(joined, zip(*(each.fields for each in found)) if found else [[]] * 3))
 
     @property
     def counts(self) -> Tensor:

@@ -228,16 +228,9 @@ class NeighborSampler(BaseSampler):
 
 
 def output_of_one_type(out: HeteroSamplerOutput) -> SamplerOutput:
-    node, kind = ONE_TYPE[0], ONE_TYPE
-    return SamplerOutput(
-        node=out.node[node],
-        row=out.row[kind],
-        col=out.col[kind],
-        edge=out.edge[kind],
-        batch=None if out.batch is None else out.batch[node],
-        num_sampled_nodes=None if out.num_sampled_nodes is None else out.num_sampled_nodes[node],
-        num_sampled_edges=None if out.num_sampled_edges is None else out.num_sampled_edges[kind],
-    )
+    names = "node", "row", "col", "edge", "batch", "num_sampled_nodes", "num_sampled_edges"
+    by_type = {name: getattr(out, name) for name in names}
+    return SamplerOutput(**{name: None if of is None else next(iter(of.values())) for name, of in by_type.items()})
 
 
 def _by_type(values: Tensor | Mapping[EdgeType, Tensor] | None) -> dict[EdgeType, Tensor]:

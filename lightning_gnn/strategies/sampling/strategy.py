@@ -41,7 +41,6 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
-from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (
@@ -62,9 +61,6 @@ from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 T = TypeVar("T")
-
-_IN_BATCHES = {"layers": False, "batches": True, None: None}
-"""By how stages are evaluated, what a :class:`~lightning_gnn.partition.layout.LayoutSpec` says of it."""
 
 _NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
@@ -182,12 +178,10 @@ class SamplingStrategy(GNNStrategy):
         check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
         check_seed(seed)
         check_numbers(cache_mb=cache_mb)
-        for name, count in (("walk_length", walk_length), ("clusters", clusters), ("samplers", samplers)):
-            if count < 1:
-                raise ValueError(f"{name} is at least 1 (got {count}).")
-        for name, value in (("prefetch", prefetch), ("cache_mb", cache_mb)):
-            if value < 0:
-                raise ValueError(f"{name} is at least 0 (got {value}).")
+        counts = ("walk_length", walk_length, 1), ("clusters", clusters, 1), ("samplers", samplers, 1), ("prefetch", prefetch, 0)
+        for name, value, least in (*counts, ("cache_mb", cache_mb, 0)):
+            if value < least:
+                raise ValueError(f"{name} is at least {least} (got {value}).")
         if samplers > 1 and prefetch < samplers:
             raise ValueError(
                 f"samplers={samplers} make as many batches at a time, but prefetch={prefetch}. Use prefetch={samplers} or more."
@@ -218,7 +212,9 @@ class SamplingStrategy(GNNStrategy):
             )
         because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
         refuse_options(options, ["recompute", "host_memory"], because)
-        super().__init__(SamplingScheme(_IN_BATCHES[evaluation]), keep_constant=keep_constant, **options)
+        super().__init__(
+            SamplingScheme(None if evaluation is None else evaluation == "batches"), keep_constant=keep_constant, **options
+        )
         self.loss_reduction = loss_reduction
         self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
@@ -291,18 +287,9 @@ class SamplingStrategy(GNNStrategy):
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
-        self._loaders[mask] = SampledBatches(
-            makers,
-            batches,
-            own,
-            split.first,
-            rank,
-            seed,
-            self.prefetch,
-            lambda: progress.processed,
-            torch.device("cpu") if hooks_move_batches(module, data) else self.root_device,
-            others,
-        )
+        device = torch.device("cpu") if self.hooks_move_batches(data) else self.root_device
+        of_epoch = seed, self.prefetch, lambda: progress.processed
+        self._loaders[mask] = SampledBatches(makers, batches, own, split.first, rank, *of_epoch, device, others)
         return self._loaders[mask]
 
     def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
