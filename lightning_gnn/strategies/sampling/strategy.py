@@ -212,9 +212,8 @@ class SamplingStrategy(GNNStrategy):
             )
         because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
         refuse_options(options, ["recompute", "host_memory"], because)
-        super().__init__(
-            SamplingScheme(None if evaluation is None else evaluation == "batches"), keep_constant=keep_constant, **options
-        )
+        scheme = SamplingScheme(in_batches=None if evaluation is None else evaluation == "batches")
+        super().__init__(scheme, keep_constant=keep_constant, **options)
         self.loss_reduction = loss_reduction
         self.evaluation = evaluation
         self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
