@@ -101,19 +101,19 @@ class EmbeddingRows(AnyRows):
 
     Attributes:
         own_ids: original ids of this rank's nodes, whose rows it holds in this order.
-        idle: this step's batch only stands in for one that other ranks have, and counts for nothing.
+        channels: for reads and for changes.
         background: where gradients are sent to owners; in the same order on all ranks.
     """
 
     def __init__(self, world: World, n_id: Tensor, counts: Sequence[int], batch_ids: Tensor | None = None) -> None:
         # Two groups, as rows of the next step are read while gradients of the last ones are on their way.
-        self._reads, self._changes = GroupChannel(world, "Reading rows"), GroupChannel(world, "Changing rows")
-        OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self._reads)
-        self._changed = OwnedRows(self._first, self._changes)
+        self.channels = GroupChannel(world, "Reading rows"), GroupChannel(world, "Changing rows")
+        OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self.channels[0])
+        self._changed = OwnedRows(self._first, self.channels[1])
         self._world, self._batch_ids, self._place = world, batch_ids, None
-        self.num_nodes, self._n_id, self.rank = len(n_id), n_id, world.rank
+        self.num_nodes, self._n_id = len(n_id), n_id
         self.own_ids = n_id.split(list(counts))[world.rank]
-        self.idle, self._is_open = False, True
+        self._is_open = True
         self.background = Background("lightning_gnn rows", stops=False)
 
     @classmethod
@@ -127,22 +127,6 @@ class EmbeddingRows(AnyRows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickle does not have the other ranks
-
-    def any(self, own: bool) -> bool:
-        """Returns whether it holds on any rank."""
-        return any(self._world.all_gather_object(own))
-
-    def number(self, value: int) -> int:
-        """Returns rank 0's."""
-        return self._world.broadcast_object(value)
-
-    def begin_step(self, idle: bool) -> None:
-        self.idle = idle
-
-    @property
-    def bytes_received(self) -> int:
-        """From other ranks."""
-        return self._reads.bytes_received + self._changes.bytes_received
 
     def are_own(self, ids: Tensor) -> bool:
         """Returns whether ids are each rank's own nodes, on all ranks alike: nothing need travel then."""
@@ -178,8 +162,8 @@ class EmbeddingRows(AnyRows):
             rows: of this rank's nodes.
         """
         size = self._world.size
-        found = torch.cat(self._reads.exchange([rows if peer == 0 else rows[:0] for peer in range(size)]))
-        return found if self.rank else torch.empty_like(found).index_copy_(0, self._n_id, found)
+        found = torch.cat(self._channel.exchange([rows if peer == 0 else rows[:0] for peer in range(size)]))
+        return found if self._world.rank else torch.empty_like(found).index_copy_(0, self._n_id, found)
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Returns the rows of this rank's nodes: the transpose of :meth:`gather`.
@@ -188,9 +172,9 @@ class EmbeddingRows(AnyRows):
             rows: of all nodes in original order on rank 0; on others nothing, ``[0, ...]``.
         """
         parts = [rows] * self._world.size
-        if self.rank == 0:
+        if self._world.rank == 0:
             parts = [rows[ids] for ids in self._n_id.split(self._first.diff().tolist())]
-        return self._reads.exchange(parts)[0]
+        return self._channel.exchange(parts)[0]
 
     def close(self) -> None:
         """Ends its thread and groups, once: several embeddings of a type share them."""
@@ -199,8 +183,8 @@ class EmbeddingRows(AnyRows):
         self._is_open = False
         self.background.end()
         self.background.join(1.0)
-        self._reads.close()
-        self._changes.close()
+        for channel in self.channels:
+            channel.close()
 
 
 def summed(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +270,7 @@ class DistributedEmbedding(LearnedRows):
         self._gradients: list[tuple[Tensor, Tensor, bool]] = []
         self._pushes: deque[Future[None]] = deque()
         self._lock = Lock()
+        self._idle = False  # this step's batch only stands in for one that other ranks have, and counts for nothing
 
     def extra_repr(self) -> str:
         of = "" if self.node_type is None else f", node_type={self.node_type!r}"
@@ -339,7 +324,7 @@ class DistributedEmbedding(LearnedRows):
         if torch.is_grad_enabled():
             rows.requires_grad_()
             # An idle rank's rows have gradients of 0, which Adam would take for a touch.
-            counts = not are_untrained() and not (self._owners is not None and self._owners.idle)
+            counts = not are_untrained() and not self._idle
             if self._owners is not None and not are_untrained():
                 # All ranks step alike, also one whose loss does not need these rows: its batch may have no nodes of the type.
                 self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
@@ -476,25 +461,25 @@ class DistributedEmbedding(LearnedRows):
     def distribute(self, world: World, shard: Shard, before: Sequence[LearnedRows]) -> None:
         same = (each for each in before if isinstance(each, DistributedEmbedding) and each.node_type == self.node_type)
         owners = next((each._owners for each in same), None) or EmbeddingRows.of_type(self.node_type, world, shard)
-        if owners.any(bool(self._elsewhere)):
-            if owners.any(owners.rank == 0 and bool(self._elsewhere)):
+        lost = world.all_gather_object(bool(self._elsewhere))
+        if any(lost):
+            if lost[0]:
                 raise RuntimeError(f"The rows of DistributedEmbedding are lost: {self._elsewhere or 'see rank 0'}")
-            whole = self._all or self._begun(torch.arange(self.num_nodes if owners.rank == 0 else 0))
-            if owners.rank:
+            whole = self._all or self._begun(torch.arange(self.num_nodes if world.rank == 0 else 0))
+            if world.rank:
                 whole = whole.each(lambda rows: rows[:0])
-            self._own = replace(whole.each(owners.scatter), step=owners.number(whole.step))
+            self._own = replace(whole.each(owners.scatter), step=world.broadcast_object(whole.step))
         else:
             ids = owners.own_ids
             self._own = self._begun(ids) if self._all is None else self._all.each(lambda rows: rows[ids])
-        if owners.rank and self._all is not None:
+        if world.rank and self._all is not None:
             self._all = None
             self._elsewhere = _ON_RANK_0
         self._owners = owners
 
     @override
     def begin_step(self, idle: bool) -> None:
-        if self._owners is not None:
-            self._owners.begin_step(idle)
+        self._idle = idle and self._owners is not None
 
     @override
     def collect(self) -> None:

@@ -96,7 +96,8 @@ class Embedded(L.LightningModule):
 
     def on_train_end(self) -> None:
         shared = getattr(self.trainer.strategy, "_shared", None)
-        self.received = sum(each._owners.bytes_received for each in shared.learned_rows) if shared else 0
+        channels = [channel for each in shared.learned_rows for channel in each._owners.channels] if shared else []
+        self.received = sum(channel.bytes_received for channel in channels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=0.01)
