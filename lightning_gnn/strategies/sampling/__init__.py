@@ -3,9 +3,8 @@
 Loops are compiled by numba at first use and kept on disk.
 """
 
-from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops
+from lightning_gnn.strategies.sampling.hops import Numbering, induced_subgraph, sample_hops
 from lightning_gnn.strategies.sampling.neighbors import InEdges, Neighbors, random_walks, sample_neighbors
-from lightning_gnn.strategies.sampling.numbering import Numbering
 from lightning_gnn.strategies.sampling.sampler import NeighborSampler, saint_edges, saint_nodes, saint_norms, saint_walks
 
 __all__ = [

@@ -25,8 +25,8 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.comm.rows import packed, unpacked
 from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names
+from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering
 from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
-from lightning_gnn.strategies.sampling.numbering import LARGEST_ARRAY, Numbering
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
 MOST_HOPS = 4

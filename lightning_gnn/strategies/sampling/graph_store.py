@@ -137,7 +137,7 @@ class _Part:
         if "time" in self._choice:
             self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
 
-    def neighbors(self, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None) -> Neighbors:
+    def neighbors(self, fanout: int, seed: int, replace: bool, targets: Tensor, until: Tensor | None = None) -> Neighbors:
         """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
         rows = targets % self._num_targets - self._first
         choice = self._choice | ({"until": until} if "time" in self._choice else {})
@@ -396,35 +396,27 @@ class GraphStore:
             if self.channel is None:
                 return draw(self.rank, targets, *limits)
             machine = self.machines_of(kind[2], targets % self.types.total(kind[2]))
-            order = torch.argsort(machine, stable=True)
-            counts = torch.bincount(machine, minlength=len(self.servers) + 1).tolist()
-            fields = [values[order].split(counts) for values in (targets, *limits)]
+            order, parts = _groups(machine, len(self.servers) + 1, targets, *limits)
             own, answers = self._ask(
-                {there: [parts[there] for parts in fields] for there in self.servers},
-                [NO_IDS] * len(fields),
+                {there: parts[there] for there in self.servers},
+                [NO_IDS] * len(parts[0]),
                 lambda rank, question: draw(rank, *question).fields,
                 [NO_IDS] * 3,
-                lambda: draw(self.rank, *(parts[self.here] for parts in fields)),
+                lambda: draw(self.rank, *parts[self.here]),
             )
             found = {self.here: own, **{there: Neighbors.of(*fields) for there, fields in answers.items()}}
             return Neighbors.all_of([found[there] for there in range(len(found))]).at(inverse(order))
 
         return hop
 
-    def drawn(
-        self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, until: Tensor | None = None
-    ) -> Neighbors:
+    def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
         """Returns sampled in-edges of targets on this machine, nodes or copies of them; `until` as :func:`sample_neighbors`."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
         if len(parts) == 1:
             [part] = parts.values()
-            return part.neighbors(targets, fanout, seed, replace, until)
-        owner = _owners(targets % int(offsets[-1]), offsets)
-        order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner, minlength=self._world.size).tolist()
-        by_rank = targets[order].split(counts)
-        limits = [None] * len(counts) if until is None else until[order].split(counts)
-        found = [parts[rank].neighbors(by_rank[rank], fanout, seed, replace, limits[rank]) for rank in sorted(parts)]
+            return part.neighbors(fanout, seed, replace, targets, *until)
+        order, groups = _groups(_owners(targets % int(offsets[-1]), offsets), self._world.size, targets, *until)
+        found = [parts[rank].neighbors(fanout, seed, replace, *groups[rank]) for rank in sorted(parts)]
         return Neighbors.all_of(found).at(inverse(order))
 
     def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
@@ -495,11 +487,8 @@ class GraphStore:
         for kind, (ids, _) in wanted.items():
             far = machines[kind] != self.here
             found, place[kind] = ids[far].unique(return_inverse=True)
-            machine = self.machines_of(kind, found)
-            order = machine.argsort(stable=True)
-            place[kind] = inverse(order)[place[kind]]
-            distinct[kind] = found[order]
-            parts[kind] = distinct[kind].split(torch.bincount(machine, minlength=len(self.teams)).tolist())
+            order, parts[kind] = _groups(self.machines_of(kind, found), len(self.teams), found)
+            place[kind], distinct[kind] = inverse(order)[place[kind]], found[order]
 
         def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
             asked = dict(zip(wanted, question))
@@ -515,7 +504,7 @@ class GraphStore:
             }
 
         out, answers = self._ask(
-            {there: [parts[kind][there] for kind in wanted] for there in self.servers},
+            {there: [parts[kind][there][0] for kind in wanted] for there in self.servers},
             [NO_IDS] * len(wanted),
             answer,
             [self.read(kind, name, NO_IDS) for kind, name in fields],
@@ -562,6 +551,12 @@ def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
     return isinstance(kind, str) and name == "x"
+
+
+def _groups(numbers: Tensor, size: int, *fields: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Returns the order of fields ``[n]`` by their group's number ``[n]``, and what each of so many groups has of them."""
+    order, counts = numbers.argsort(stable=True), torch.bincount(numbers, minlength=size).tolist()
+    return order, list(zip(*(values[order].split(counts) for values in fields)))
 
 
 def _owners(ids: Tensor, offsets: np.ndarray) -> Tensor:

@@ -27,8 +27,7 @@ from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
-from lightning_gnn.strategies.sampling.hops import sample_hops, sample_trees
-from lightning_gnn.strategies.sampling.numbering import Numbering
+from lightning_gnn.strategies.sampling.hops import Numbering, sample_hops, sample_trees
 
 _CPU = torch.device("cpu")
 

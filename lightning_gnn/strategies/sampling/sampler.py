@@ -24,9 +24,8 @@ from typing_extensions import override
 from lightning_gnn.arguments import checked_fanouts
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.partition.layout import ONE_TYPE
-from lightning_gnn.strategies.sampling.hops import induced_subgraph, sample_hops, sample_trees
+from lightning_gnn.strategies.sampling.hops import Numbering, induced_subgraph, sample_hops, sample_trees
 from lightning_gnn.strategies.sampling.neighbors import Neighbors, check_choices, check_ids, random_walks, sample_neighbors
-from lightning_gnn.strategies.sampling.numbering import Numbering
 
 
 class NeighborSampler(BaseSampler):
