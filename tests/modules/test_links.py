@@ -577,7 +577,7 @@ class EdgesInMemory(L.Callback):
         for rank, part in parts.items():
             tensors = [part._csr.indptr, part._csr.indices, part._edges, part._choice["weight"]]
             self.files[rank] = [mapped_file(each) for each in tensors]
-        seeds = loader._seeds, loader._stand_in
+        seeds = loader.seeds, loader.stand_in
         self.own = sum(each.untyped_storage().nbytes() for each in seeds)
 
 

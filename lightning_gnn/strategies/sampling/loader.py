@@ -109,13 +109,8 @@ class BatchMaker:
         ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
         rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
         for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
-            part_of(batch, name).n_id = cut.ids_of(name, out.node[name])
-        for kind in store.types.edges:
-            edges = part_of(batch, kind)
-            edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
-            edges.e_id = cut.ids_of(kind, out.edge[kind])
-        for name in store.types.nodes:
             nodes = part_of(batch, name)
+            nodes.n_id = cut.ids_of(name, out.node[name])
             for attribute, values in rows[name].items():
                 nodes[attribute] = cut.in_batches(attribute, values)
             if out.num_sampled_nodes is not None:
@@ -126,6 +121,8 @@ class BatchMaker:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
             edges = part_of(batch, kind)
+            edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
+            edges.e_id = cut.ids_of(kind, out.edge[kind])
             for attribute, values in rows[kind].items():
                 edges[attribute] = values
             if out.num_sampled_edges is not None:
