@@ -181,7 +181,7 @@ class Watch(L.Callback):
         self._began = time.perf_counter()
         scheme = getattr(trainer.strategy, "scheme", None)
         if isinstance(scheme, StaleScheme):
-            scheme._messages.epoch = trainer.current_epoch
+            scheme.messages.epoch = trainer.current_epoch
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -235,7 +235,7 @@ def train_in_process(
         model, batch = build(graph, seed, dropout, layers), shard.batch
         random, redraw_every = RandomStreams(world), strategy.redraw_every
         context = bind_module(scheme, model, shard, world, meter).context
-        cache, rule = scheme._messages, scheme._rule
+        cache, rule = scheme.messages, scheme._rule
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         mask, val, test = (batch[f"{name}_mask"] & (batch.y >= 0) for name in ("train", "val", "test"))
 

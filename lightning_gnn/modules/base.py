@@ -67,15 +67,13 @@ def check_width(model: torch.nn.Module, num_features: int) -> None:
         )
 
 
-def edge_inputs(model: torch.nn.Module) -> list[str]:
-    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes."""
-    return [name for name in ("edge_weight", "edge_attr") if _accepts(model, name)]
-
-
-def dict_inputs(model: torch.nn.Module) -> list[str]:
-    """Returns which of these the model takes as dicts, such as ``edge_attr_dict``."""
+def edge_inputs(model: torch.nn.Module, by_type: bool) -> list[str]:
+    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes, or takes as dicts, such as ``edge_attr_dict``."""
+    names = "edge_weight", "edge_attr"
+    if not by_type:
+        return [name for name in names if _accepts(model, name)]
     taken = inspect.signature(model.forward).parameters
-    return [name for name in ("edge_weight", "edge_attr") if f"{name}_dict" in taken]
+    return [name for name in names if f"{name}_dict" in taken]
 
 
 def _accepts(model: torch.nn.Module, name: str) -> bool:

@@ -18,7 +18,7 @@ from lightning_gnn.data.draws import draw_others
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
-from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, dict_inputs, edge_inputs
+from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.rows.graph import place_selected
@@ -166,7 +166,7 @@ class LinkPredictor(GraphModule):
         names = ["mrr", *(f"hits@{k}" for k in self.hits)]
         self.metrics = torch.nn.ModuleDict({f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names})
         self.edge_type = None if edge_type is None else (edge_type[0], edge_type[1], edge_type[2])
-        self._takes = (edge_inputs if edge_type is None else dict_inputs)(model)
+        self._takes = edge_inputs(model, by_type=edge_type is not None)
 
     @override
     def setup(self, stage: str) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice
 from lightning_gnn.datamodules import GraphDataModule
-from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, dict_inputs, edge_inputs
+from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 UNLABELLED = -1
@@ -69,7 +69,7 @@ class NodeClassifier(GraphModule):
         for stage in ("val", "test"):
             setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))
             setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELLED))
-        self._takes = (edge_inputs if node_type is None else dict_inputs)(model)
+        self._takes = edge_inputs(model, by_type=node_type is not None)
 
     @override
     def setup(self, stage: str) -> None:

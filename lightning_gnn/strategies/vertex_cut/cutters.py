@@ -44,6 +44,8 @@ from lightning_gnn.registry import baseline_cutter
 from lightning_gnn.strategies.vertex_cut import loops
 
 Parts = NDArray[np.unsignedinteger]
+Degrees = NDArray[np.int32]
+Sets = NDArray[np.uint8]
 
 METHODS = ("auto", "ebv", "hdrf", "dbh", "grid", "random", "ne", "dne", "streaming")
 
@@ -173,8 +175,8 @@ report_of = VertexCutReport.from_dict
 class Ends:
     """Which ranks hold an edge from each node, and which one to it: bits, uint8 ``[N, P / 8]`` each, rounded up."""
 
-    reads: NDArray[np.uint8]
-    adds: NDArray[np.uint8]
+    reads: Sets
+    adds: Sets
 
     @classmethod
     def of(cls, edge_index: NDArray[np.integer], part: NDArray[np.integer], num_nodes: int, num_parts: int) -> Ends:
@@ -445,24 +447,17 @@ class Lanes:
             replica_step=round(loops.ONE * num_parts / num_nodes) << loops.LANE_BITS,
         )
 
-    def no_holders(self, num_nodes: int) -> NDArray[np.uint8]:
+    def no_holders(self, num_nodes: int) -> Sets:
         """Returns empty sets of lanes, uint8 ``[N, B]``."""
         return np.zeros((num_nodes, len(self.rank) // 8), np.uint8)
 
-    def no_load(self) -> NDArray[np.int64]:
+    def no_load(self) -> Ids:
         """Returns the loads of lanes before the first edge, int64 ``[8 B]``."""
         return np.where(self.rank < 0, loops.NEVER, 0) + np.arange(len(self.rank))
 
 
 def _stream(
-    source: Ids,
-    target: Ids,
-    degree: NDArray[np.int32],
-    chosen: NDArray[np.bool_],
-    lanes: Lanes,
-    load: NDArray[np.int64],
-    held: NDArray[np.uint8],
-    part: Parts,
+    source: Ids, target: Ids, degree: Degrees, chosen: NDArray[np.bool_], lanes: Lanes, load: Ids, held: Sets, part: Parts
 ) -> None:
     """Writes the ranks of the chosen edges, to parts that have these loads and hold these nodes already."""
     number = int(chosen.sum()) if len(chosen) else len(source)
@@ -526,7 +521,7 @@ def _two_phases(
             told(len(source))
 
 
-def incidence(source: Ids, target: Ids, degree: NDArray[np.int32]) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
+def incidence(source: Ids, target: Ids, degree: Degrees) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
     """Returns where each node's entries begin, ``[N + 1]``, and the other end and the edge of each; a self-loop has one."""
     entries = degree - np.bincount(source[source == target], minlength=len(degree))
     indptr = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
@@ -540,6 +535,6 @@ def _smallest_integers(number: int) -> type[np.signedinteger]:
     return np.int32 if number <= np.iinfo(np.int32).max else np.int64
 
 
-def degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> NDArray[np.int32]:
+def degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> Degrees:
     """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
     return (counts_of(source, num_nodes) + counts_of(target, num_nodes)).astype(np.int32)

@@ -57,7 +57,7 @@ class VertexCutScheme(Scheme):
         self.cache_within_hosts = cache_within_hosts
         self.approximation = "" if cache is None else "cached messages"
         self._rule: AdaptiveThreshold | LargestChanges | None = None
-        self._messages: MessageCache | None = None
+        self.messages: MessageCache | None = None  # that are cached, in a run
         self._world: World | None = None
 
     @override
@@ -79,10 +79,10 @@ class VertexCutScheme(Scheme):
         assert shard.holders is not None
         make_exchange: MakeExchange = send_directly
         if self.cache is not None:
-            if self._messages is None or self._world is not world:  # one for both directions of edges
+            if self.messages is None or self._world is not world:  # one for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
-                self._messages, self._world = self._make_cache(self._near(world)), world
-            make_exchange = self._messages.make_exchange
+                self.messages, self._world = self._make_cache(self._near(world)), world
+            make_exchange = self.messages.make_exchange
         make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
         exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
         return exchange.with_products(Products(make, lambda copy_bytes, result_bytes: make))
@@ -107,18 +107,13 @@ class VertexCutScheme(Scheme):
             return MessageCache(cache, near)
         return MessageCache(cache.epsilon, near, cache.factors)
 
-    @property
-    def messages(self) -> MessageCache | None:
-        """The cached messages of the run, if there are any."""
-        return self._messages
-
     def release(self) -> None:
         """Forgets what is cached; the run is over."""
-        self._messages = self._world = None
+        self.messages = self._world = None
 
     def schedule(self, world: World) -> list[pl.Callback]:
         """Returns the callback that lets the threshold follow training, if rows are cached."""
-        return [] if self._messages is None else [CacheSchedule(self._messages, self._rule, self.monitor, world)]
+        return [] if self.messages is None else [CacheSchedule(self.messages, self._rule, self.monitor, world)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
