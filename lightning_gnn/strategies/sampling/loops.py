@@ -275,14 +275,6 @@ def number_in_table(ids, table, base, known, count, out, mode):
 
 
 @loop
-def repeat_numbers(offsets, first, out, low, high):
-    """``out[s] = first + t`` for the edges of target t."""
-    for t in range(low, high):
-        for s in range(offsets[t], offsets[t + 1]):
-            out[s] = first + t
-
-
-@loop
 def walk(indptr, indices, nodes, seed, out, low, high):
     """Walks against the edges' direction, each step to one in-neighbour; out ``[T, steps + 1]``. Stays where none is."""
     for t in range(low, high):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType
@@ -84,9 +85,8 @@ class Neighbors:
 
     def targets(self, first: int = 0) -> Tensor:
         """Returns each edge's target, int64 ``[S]``: its position among the targets, plus `first`."""
-        targets = torch.empty(len(self.sources), dtype=torch.long)
-        loops.repeat_numbers(self.offsets.numpy(), first, targets.numpy(), 0, len(self.offsets) - 1)
-        return targets
+        # numpy's repeat is faster than torch's.
+        return torch.from_numpy(np.repeat(np.arange(first, first + len(self.offsets) - 1), self.counts.numpy()))
 
 
 @dataclass(frozen=True)
