@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
@@ -39,25 +39,22 @@ from lightning_gnn.strategy.scheme import Scheme, twin_of
 EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne", "streaming"]
 
 
+@dataclass(eq=False)
 class VertexCutScheme(Scheme):
     """S copies rows from masters to the mirrors that read them, R sums partial results at masters. See
     :class:`VertexCutStrategy`."""
 
-    def __init__(
-        self,
-        partition: EdgeMethod | None,
-        hosts: int | None,
-        host_weight: float,
-        cache: AdaptiveThreshold | LargestChanges | float | None,
-        monitor: str | None,
-        cache_within_hosts: bool = False,
-    ) -> None:
-        self.partition, self.hosts, self.host_weight = partition, hosts, host_weight
-        self.cache, self.monitor = cache, monitor
-        self.cache_within_hosts = cache_within_hosts
-        self.approximation = "" if cache is None else "cached messages"
-        self._rule: AdaptiveThreshold | LargestChanges | None = None
+    partition: EdgeMethod | None
+    hosts: int | None
+    host_weight: float
+    cache: AdaptiveThreshold | LargestChanges | float | None
+    monitor: str | None
+    cache_within_hosts: bool = False
+
+    def __post_init__(self) -> None:
+        self.approximation = "" if self.cache is None else "cached messages"
         self.messages: MessageCache | None = None  # that are cached, in a run
+        self._rule: AdaptiveThreshold | LargestChanges | None = None
         self._world: World | None = None
 
     @override
