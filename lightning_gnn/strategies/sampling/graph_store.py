@@ -26,7 +26,6 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.one_copy import one_copy
 from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import GraphData
 from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
