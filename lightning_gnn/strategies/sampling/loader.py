@@ -20,10 +20,9 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.data.ahead import Background, Copies, Sent
-from lightning_gnn.data.attributes import GraphData
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, is_labelled
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, GraphData, is_labelled
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore

@@ -41,6 +41,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
+from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (
@@ -286,7 +287,7 @@ class SamplingStrategy(GNNStrategy):
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
-        device = torch.device("cpu") if self.hooks_move_batches(data) else self.root_device
+        device = torch.device("cpu") if hooks_move_batches(module, data) else self.root_device
         of_epoch = seed, self.prefetch, lambda: progress.processed
         self._loaders[mask] = SampledBatches(makers, batches, own, split.first, rank, *of_epoch, device, others)
         return self._loaders[mask]
