@@ -31,7 +31,6 @@ from lightning_gnn.comm.exchange import HaloExchange, Matrix, Triples
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.nn.edges import SplitEdges, Sum, SumOfRows
@@ -80,7 +79,7 @@ class Watched(World):
 
         def counted(sends: Any, receives: Any) -> Any:
             for peer, rows in sends:
-                self.sent[peer] += rows_of(rows).nbytes
+                self.sent[peer] += rows.nbytes
             return start_each(sends, receives)
 
         self.transport.start_each = counted  # type: ignore[method-assign]

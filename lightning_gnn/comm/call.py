@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 Phase = Literal["train", "validation", "test", "predict"]
@@ -25,6 +26,11 @@ class Step:
     number: int = 0
 
 
+def halo_exchange(layer: str, direction: str) -> str:
+    """Returns what the exchange of a layer's rows is called, in errors and by the watchdog."""
+    return f"Halo exchange ({direction}) of layer '{layer}'"
+
+
 @dataclass(frozen=True)
 class Call:
     """One exchange of a step, the same on every rank and in every step that runs the same code.
@@ -43,4 +49,13 @@ class Call:
 
     def backward(self) -> Call:
         """Returns the exchange of the backward pass."""
-        return replace(self, direction="backward")
+        return known_call(self.layer, self.index, "backward", self.operation)
+
+    @cached_property
+    def name(self) -> str:
+        """What it is called in errors and by the watchdog."""
+        return halo_exchange(self.layer, self.direction)
+
+
+known_call = lru_cache(maxsize=4096)(Call)
+"""Returns a call, the same object in every step."""

@@ -10,10 +10,9 @@ N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,58 +23,67 @@ from typing_extensions import Self, override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
-T = TypeVar("T")
 
+class UnderWay:
+    """Messages of a call on their way, which are counted; while it is open, they are started.
 
-def during_exchange(world: World, layer: str, direction: str) -> AbstractContextManager[None]:
-    """Says while it is open, to the watchdog and in errors, whose rows are on their way."""
-    return world.during(f"Halo exchange ({direction}) of layer '{layer}'")
+    Args:
+        world, meter: the ranks, and where traffic is counted.
+        call: counted under, and named in errors.
+        began: when packing the messages began.
 
-
-@contextmanager
-def starting(world: World, meter: Meter, call: Call, traffic: Traffic, began: Moment) -> Iterator[None]:
-    """While it is open, the messages of a call are started, whose packing began at `began`."""
-    with during_exchange(world, call.layer, call.direction):
-        world.watch.begins(joint=False)
-        yield
-    traffic.seconds = meter.since(began, world.device, call.layer, call.direction)
-
-
-def counted(wait: Callable[[], T], world: World, meter: Meter, call: Call, traffic: Traffic) -> Callable[[], T]:
-    """Returns the function that waits for what has been started, counts it, and returns what `wait` returns.
-
-    Raises:
-        CommunicationError: from the returned function: a peer does not answer.
+    Attributes:
+        traffic: what is sent, known when they have been started.
+        wait: waits for them.
     """
 
-    def finish() -> T:
-        began = Moment.now(world.device, "wait", call.layer, call.direction)
-        with during_exchange(world, call.layer, call.direction):
-            result = wait()
-        traffic.seconds += meter.since(began, world.device, call.layer, call.direction)
-        meter.record(call.layer, call.direction, traffic)
-        return result
+    traffic: Traffic
+    wait: Callable[[], None]
 
-    return finish
+    def __init__(self, world: World, meter: Meter, call: Call, began: Moment) -> None:
+        self._world, self._meter, self._call, self._began = world, meter, call, began
+        self._during = world.watch.during(call.name, joint=False)
+
+    def __enter__(self) -> Self:
+        self._during.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._during.__exit__(*error)
+        if error[0] is None:
+            layer, direction = self._call.layer, self._call.direction
+            self.traffic.seconds = self._meter.since(self._began, self._world.device, layer, direction)
+
+    def __call__(self) -> None:
+        """Waits for them.
+
+        Raises:
+            CommunicationError: a peer does not answer.
+        """
+        world, layer, direction = self._world, self._call.layer, self._call.direction
+        began = Moment.now(world.device, "wait", layer, direction)
+        with world.watch.during(self._call.name):
+            self.wait()
+        self.traffic.seconds += self._meter.since(began, world.device, layer, direction)
+        self._meter.record(layer, direction, self.traffic)
 
 
 def start_messages(
     world: World,
     meter: Meter,
     call: Call,
-    sends: Sequence[tuple[int, Rows]],
+    sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
     began: Moment,
-) -> Callable[[], None]:
-    """Starts the messages of a call, see :func:`starting`, and counts them; returns the function that waits for them."""
-    traffic = world.transport.traffic(sends)
-    with starting(world, meter, call, traffic, began):
-        wait = world.transport.start_each(sends, receives)
-    return counted(wait, world, meter, call, traffic)
+) -> UnderWay:
+    """Starts the messages of a call, and counts them; what is returned is called to wait for them."""
+    with UnderWay(world, meter, call, began) as sent:
+        sent.traffic = world.transport.traffic(sends)
+        sent.wait = world.transport.start_each(sends, receives)
+    return sent
 
 
 class Triples:
@@ -244,7 +252,7 @@ class Exchange(ABC):
             layer: named in errors and counted under.
         """
         call = self.world.call(layer)
-        return x[: self.num_owned].clone() if self.idle else reduced(self, x, Call(layer, call.index, operation="max"))
+        return x[: self.num_owned].clone() if self.idle else reduced(self, x, replace(call, operation="max"))
 
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
         """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
@@ -261,7 +269,7 @@ class Exchange(ABC):
         return Moment.now(self.world.device, "send", call.layer, call.direction)
 
     def send(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
 
@@ -275,13 +283,12 @@ class Exchange(ABC):
         Raises:
             CommunicationError: from the returned function too: a peer does not answer.
         """
-        world = self.world
-        with during_exchange(world, call.layer, call.direction):
-            sends, receives, traffic, around = world.transport.messages(out, out_counts, into, into_counts, call, self)
-            world.watch.begins(joint=False)
-            wait = world.transport.start_each(sends, receives)
-        traffic.seconds = self.meter.since(began, world.device, call.layer, call.direction)
-        return counted(wait if around is None else around(wait), world, self.meter, call, traffic)
+        transport = self.world.transport
+        with UnderWay(self.world, self.meter, call, began) as sent:
+            sends, receives, sent.traffic, around = transport.messages(out, out_counts, into, into_counts, call, self)
+            wait = transport.start_each(sends, receives)
+            sent.wait = wait if around is None else around(wait)
+        return sent
 
 
 class Matrix(ABC):
@@ -321,8 +328,8 @@ class HaloExchange(Exchange):
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         began = self.now(call)
-        packed = self.world.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
-        take_rows(x, self.send_rows, rows_of(packed))
+        packed = self.world.transport.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
+        take_rows(x, self.send_rows, packed)
         return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
 
     @override

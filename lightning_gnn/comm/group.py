@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.call import Call, Step
+from lightning_gnn.comm.call import Call, Step, known_call
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
 from lightning_gnn.comm.processes import meet
-from lightning_gnn.comm.shared_memory import PeerError, SharedMemory, machine_key
+from lightning_gnn.comm.shared_memory import SharedMemory, machine_key
 from lightning_gnn.comm.traffic import span
-from lightning_gnn.comm.transport import Buffers, ProcessTransport, Rows, Transport
-from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, Watchdog
+from lightning_gnn.comm.transport import Buffers, ProcessTransport, Transport
+from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, CommunicationError, PeerError, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
 from lightning_gnn.registry import over_transport
 
@@ -128,16 +128,6 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
         raise RuntimeError(f"Rank {rank} waited for the other ranks of the last run, which did not all come: {error}") from error
 
 
-class CommunicationError(RuntimeError):
-    """Ranks could not exchange something: names the operation and, where known, the layer and the peer.
-
-    Attributes:
-        explained: the watchdog has said on stderr where the code of each rank is.
-    """
-
-    explained = False
-
-
 def is_about_peers(error: BaseException) -> bool:
     """Returns whether an error only says that other ranks are gone or late."""
     if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
@@ -241,7 +231,7 @@ class World:
     def call(self, layer: str) -> Call:
         """Returns the next call of a layer in this step, of the forward pass."""
         self.calls[layer] += 1
-        return Call(layer, self.calls[layer] - 1)
+        return known_call(layer, self.calls[layer] - 1)
 
     @property
     def connected(self) -> bool:
@@ -296,48 +286,12 @@ class World:
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
-    def during(self, operation: str, errors: type[Exception] = PeerError) -> Iterator[None]:
-        """Says what is going on while it is open, to the watchdog and in errors.
-
-        Args:
-            operation: named in errors.
-            errors: those that say that a message did not come or go.
-
-        Raises:
-            CommunicationError: such an error.
-        """
-        with self.watch.during(operation):
-            try:
-                yield
-            except errors as error:
-                raise self._failed(operation, error) from None
-
-    def _failed(self, operation: str, error: Exception) -> CommunicationError:
-        peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
-        astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
-        known = self.watch.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.watch.alarm else ""
-        failed = CommunicationError(
-            f"{operation} on rank {self.rank}: {error}.{f' {self.watch.cause}' if known else ''}\n"
-            f"The deadline is {self.timeout.total_seconds():.0f} s (argument `timeout` of the strategy). Look at {peer} output "
-            "first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
-            + (f"\n{known}" if known else "")
-        )
-        failed.explained = bool(known)
-        return failed
-
-    @contextmanager
     def _all_take_part(self, operation: str) -> Iterator[None]:
         """An operation of all ranks, in the order in which they all come to it; counts its time."""
         began = time.perf_counter()
-        with self.during(operation, RuntimeError), span(operation):
-            self.watch.begins(joint=True)
+        with self.watch.during(operation, RuntimeError, joint=True), span(operation):
             yield
         self.collectives_s += time.perf_counter() - began
-
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Rows:
-        """Returns memory for rows that are sent next; waits until those who were sent what lay there have taken it."""
-        with self.during("Waiting until what was sent before has been taken"):
-            return self.transport.scratch(shape, dtype, self.device)
 
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
@@ -371,7 +325,7 @@ class World:
 
             return later
         group = self.gradient_group if tensor.device.type == self.device.type else self.host_group
-        with self.during(operation, RuntimeError):
+        with self.watch.during(operation, RuntimeError):
             request = dist.all_reduce(tensor, group=group, async_op=True)
 
         def wait() -> None:
@@ -400,7 +354,7 @@ class World:
         """
         if tensor.device.type == "cpu":
             return tensor
-        with self.during(operation, TimeoutError):
+        with self.watch.during(operation, TimeoutError):
             return copy_to_host(tensor, self.timeout.total_seconds())
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

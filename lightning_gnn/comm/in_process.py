@@ -20,9 +20,8 @@ from typing_extensions import override
 
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.shared_memory import PeerError
-from lightning_gnn.comm.transport import Receive, Rows, Transport, UpTo, rows_of
-from lightning_gnn.comm.watchdog import Watchdog
+from lightning_gnn.comm.transport import Receive, Transport, UpTo
+from lightning_gnn.comm.watchdog import PeerError, Watchdog
 from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
@@ -126,7 +125,7 @@ class InProcessTransport(Transport):
             rank has two buffers, for the most that it sends, be it rows or gradients of what it received.
     """
 
-    all_local = True
+    all_local, device = True, torch.device("cpu")
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
@@ -134,16 +133,16 @@ class InProcessTransport(Transport):
         self.most_bytes = 0
 
     @override
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
-        return torch.empty(*shape, dtype=dtype, device=device)
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
 
     @override
-    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         coming = sum(rows.most_bytes if isinstance(rows, UpTo) else rows.nbytes for _, rows in receives)
-        self.most_bytes = max(self.most_bytes, coming + sum(rows_of(rows).nbytes for _, rows in sends))
+        self.most_bytes = max(self.most_bytes, coming + sum(rows.nbytes for _, rows in sends))
         waits = [self._expect(peer, into) for peer, into in receives]
         for peer, rows in sends:
-            self._meeting.post(self._rank, peer, rows_of(rows).detach().clone())
+            self._meeting.post(self._rank, peer, rows.detach().clone())
 
         def wait() -> None:
             for each in waits:

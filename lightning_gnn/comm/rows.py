@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnn.comm.call import Call, Direction
-from lightning_gnn.comm.exchange import during_exchange, start_messages
+from lightning_gnn.comm.call import Direction, halo_exchange, known_call
+from lightning_gnn.comm.exchange import start_messages
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Moment, Traffic
+from lightning_gnn.comm.traffic import Meter, Moment
 
 _HEAD = 16_384
 """Bytes of the first message of each pair of ranks in :meth:`GroupChannel.start`. Gloo sends what the receiver has made room for:
@@ -86,17 +86,17 @@ class TransportChannel:
         found = [own if peer == rank else own.new_empty((count, *own.shape[1:])) for peer, count in enumerate(counts)]
         sends = [(peer, parts[peer].contiguous()) for peer in peers if parts[peer].numel()]
         receives = [(peer, found[peer]) for peer in peers if found[peer].numel()]
-        start_messages(self._world, self._meter, Call(layer, direction=direction), sends, receives, began)()
+        start_messages(self._world, self._meter, known_call(layer, direction=direction), sends, receives, began)()
         return found
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
         began = Moment.now(self._world.device, "wait", layer, "question")
         # Their number goes first, so that no message is empty.
         sends = [(peer, torch.cat([parts[peer].new_tensor([len(parts[peer])]), parts[peer]])) for peer in peers]
-        traffic = Traffic.of((peer, each.nbytes) for peer, each in sends)
-        with during_exchange(self._world, layer, "question"):
-            self._world.watch.begins(joint=False)
-            found = self._world.transport.start_varied([(peer, each.view(torch.uint8)) for peer, each in sends], peers)()
+        transport = self._world.transport
+        traffic = transport.traffic(sends, num_rows=0)
+        with self._world.watch.during(halo_exchange(layer, "question"), joint=False):
+            found = transport.start_varied([(peer, each.view(torch.uint8)) for peer, each in sends], peers)()
         traffic.seconds = self._meter.since(began, self._world.device, layer, "forward")
         self._meter.record(layer, "forward", traffic)
         found_of = {peer: found[peer].view(torch.int64)[1:] for peer in peers}
@@ -133,7 +133,7 @@ class GroupChannel:
         first = parts[0]
         sizes = torch.tensor([len(part) for part in parts])
         row_bytes = first.element_size() * first.shape[1:].numel()
-        with self._world.during(self._purpose, RuntimeError):
+        with self._world.watch.during(self._purpose, RuntimeError):
             if counts is None:
                 arriving = torch.empty_like(sizes)
                 dist.all_to_all_single(arriving, sizes, group=self._group)
@@ -162,7 +162,7 @@ class GroupChannel:
         """
         room = _HEAD - 8
         leaving: list[tuple[Any, Tensor]] = []
-        with self._world.during(self._purpose, RuntimeError):
+        with self._world.watch.during(self._purpose, RuntimeError):
             heads = {peer: torch.empty(_HEAD, dtype=torch.uint8) for peer in senders}
             arriving: dict[int, Any] = {peer: dist.irecv(head, peer, group=self._group) for peer, head in heads.items()}
             for peer, data in sends.items():
@@ -174,7 +174,7 @@ class GroupChannel:
         def wait() -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
             rests: list[Any] = []
-            with self._world.during(self._purpose, RuntimeError):
+            with self._world.watch.during(self._purpose, RuntimeError):
                 for peer, work in arriving.items():
                     work.wait()
                     size = int(heads[peer][:8].view(torch.int64))

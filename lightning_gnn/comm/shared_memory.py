@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.comm.processes import exit_status
-from lightning_gnn.comm.watchdog import Watchdog
+from lightning_gnn.comm.watchdog import PeerError, Watchdog
 
 _SPINS = 200  # about 20 us: as long as two ranks in step are apart
 _YIELD_S = 2e-3  # then give the core away at every look, and after this long sleep between looks
@@ -41,19 +41,6 @@ Accept = Callable[[Tensor], Any]
 """Takes the bytes of a message, uint8 ``[B]``, which hold until it returns."""
 
 
-class PeerError(RuntimeError):
-    """A peer is gone, or does not do what this rank waits for.
-
-    Attributes:
-        peer: its rank.
-        astray: it still runs, but is late, or has come to another operation.
-    """
-
-    def __init__(self, peer: int, reason: str, astray: bool = False) -> None:
-        self.peer, self.astray = peer, astray
-        super().__init__(reason)
-
-
 def machine_key() -> str | None:
     """Returns what is equal exactly for processes that can map each other's memory; None where that cannot be had."""
     if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
@@ -63,6 +50,11 @@ def machine_key() -> str | None:
         return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
     except OSError:
         return None
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Returns contiguous rows as uint8 ``[B]``."""
+    return rows.detach().view(-1).view(torch.uint8)
 
 
 class Segment:
@@ -98,6 +90,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
+        self.first = 0  # the address of the segment
         self.generation = 0
         self.waits_for: dict[int, int] = {}  # peer -> number of its last message in here
 
@@ -113,6 +106,7 @@ class SharedMemory:
     Attributes:
         peers: the other ranks that are reachable, ascending.
         waited_s: seconds that this rank has waited for others until now.
+        leaving: messages to other machines that may still be read from here.
 
     Data is written into :meth:`scratch` memory or copied there, posted, and copied out by the receiver; scratch is used again
     when its receivers have said so. A rank says what it expects of a peer before that arrives (:meth:`expect`), in the order in
@@ -122,7 +116,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
         self.rank, self._watch = rank, watch
-        self.waited_s = 0.0
+        self.waited_s, self.leaving = 0.0, list[Any]()
         key = machine_key()
         size = 0
         self._control: Segment | None = None
@@ -154,43 +148,66 @@ class SharedMemory:
         self._maps: dict[tuple[int, int], tuple[int, Segment]] = {}
 
     def scratch(self, num_bytes: int) -> Tensor:
-        """Returns uint8 memory ``[num_bytes]`` to write a message into; it is the next one's until it is posted.
+        """Returns uint8 memory ``[num_bytes]`` to write messages into; it is the next one's until they are posted.
 
         Waits until the receivers of what lay there before have taken it.
         """
+        for request in self.leaving:
+            request.wait()
+        self.leaving = []
         box = self._outboxes[self._current]
         for peer, number in box.waits_for.items():
-            self._wait(peer, lambda peer=peer, number=number: self._has_taken(peer, number))  # type: ignore[misc]
+            self._wait(peer, number, self._has_taken)
         box.waits_for = {}
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
                 box.segment.close()
             box.segment = self._new_segment(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
-            box.generation += 1
+            box.first, box.generation = box.segment.bytes.data_ptr(), box.generation + 1
         return box.segment.bytes[:num_bytes]
 
     def _new_segment(self, size: int) -> Segment:
         return Segment.create(size)
 
-    def post(self, messages: Sequence[tuple[int, int, int]], mark: int) -> None:
-        """Announces parts of the current scratch memory: ``(peer, offset, bytes)`` each; then turns to the other buffer.
+    def lends(self, rows: Tensor) -> bool:
+        """Returns whether rows, of some length, lie in the current scratch memory."""
+        box = self._outboxes[self._current]
+        return box.segment is not None and 0 <= rows.data_ptr() - box.first < box.segment.size
+
+    def post(self, messages: Sequence[tuple[int, Tensor]], mark: int) -> None:
+        """Announces contiguous rows to peers, and turns to the other buffer; all lie in the current scratch memory, or are copied
+        there, once each.
 
         Args:
+            messages: a peer and rows each, not none.
             mark: of the operation that they belong to; the receiver expects the same.
         """
+        if not self.lends(messages[0][1]):
+            messages = self._copied(messages)
         box = self._outboxes[self._current]
         assert box.segment is not None
-        for peer, offset, num_bytes in messages:
+        for peer, rows in messages:
+            offset = rows.data_ptr() - box.first if rows.nbytes else 0
+            assert 0 <= offset < box.segment.size, "rows of scratch memory and others in one call"
+            # The receiver of the one before has its fields still to read.
+            self._wait(peer, self._sent[peer], self._has_taken)
             self._sent[peer] += 1
             row = self._tables[self.rank][peer]
-            # The receiver of the one before has its fields still to read.
-            self._wait(peer, lambda peer=peer: self._has_taken(peer, self._sent[peer] - 1))  # type: ignore[misc]
-            row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, num_bytes, mark)
+            row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, rows.nbytes, mark)
             row[_POSTED] = self._sent[peer]
             box.waits_for[peer] = self._sent[peer]
         self._current = 1 - self._current
 
-    def expect(self, peer: int, mark: int, accept: Accept) -> int:
+    def _copied(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+        """Returns the messages with their rows in scratch memory."""
+        distinct = {id(rows): rows for _, rows in messages}
+        sizes = [rows.nbytes for rows in distinct.values()]
+        copies = dict(zip(distinct, self.scratch(sum(sizes)).split(sizes)))
+        for key, rows in distinct.items():
+            copies[key].copy_(as_bytes(rows))
+        return [(peer, copies[id(rows)]) for peer, rows in messages]
+
+    def expect(self, peer: int, mark: int, accept: Accept) -> tuple[int, int]:
         """Says what to do with the next message of `peer` that is not expected yet.
 
         Args:
@@ -199,28 +216,23 @@ class SharedMemory:
             accept: takes its bytes, uint8, which hold until it returns.
 
         Returns:
-            Its number, for :meth:`receive`.
+            The peer and the message's number, for :meth:`receive_all`.
         """
         self._expected[peer].append((mark, accept))
-        return self._received[peer] + len(self._expected[peer])
+        return peer, self._received[peer] + len(self._expected[peer])
 
     def receive_all(self, expected: Sequence[tuple[int, int]]) -> None:
-        """Returns when these messages, of peers and with numbers, have been accepted; see :meth:`receive`."""
-        for peer, number in expected:
-            self.receive(peer, number)
-
-    def receive(self, peer: int, number: int) -> None:
-        """Returns when an expected message has been accepted.
+        """Returns when expected messages, of peers and with numbers, have been accepted.
 
         Raises:
-            PeerError: it has not come in time, or what has come belongs to another operation.
+            PeerError: one has not come in time, or what has come belongs to another operation.
         """
-        row = self._tables[peer][self.rank]
-        while self._received[peer] < number:
-            self._wait(peer, lambda: self._received[peer] >= number or row[_POSTED] > self._received[peer])
-            if self._received[peer] < number and not self._accept(peer):
-                self._watch.peer = peer
-                raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
+        for peer, number in expected:
+            while self._received[peer] < number:
+                self._wait(peer, number, self._has_come)
+                if self._received[peer] < number and not self._accept(peer):
+                    self._watch.peer = peer
+                    raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
 
     def _accept(self, peer: int) -> bool:
         """Accepts the message in a peer's mailbox; returns whether it is the expected one."""
@@ -243,7 +255,7 @@ class SharedMemory:
 
     def _has_posted(self, peer: int) -> bool:
         """Returns whether its mailbox has a message that was not accepted."""
-        return self._tables[peer][self.rank][_POSTED] > self._received[peer]
+        return bool(self._tables[peer][self.rank, _POSTED] > self._received[peer])
 
     def _take_in(self) -> None:
         """Accepts what has arrived and is expected, while this rank waits for anything."""
@@ -251,14 +263,18 @@ class SharedMemory:
             if expected and self._has_posted(sender):
                 self._accept(sender)
 
-    def _wait(self, peer: int, ready: Callable[[], Any]) -> None:
-        """Waits until `ready`; see :meth:`_take_in`."""
+    def _has_come(self, peer: int, number: int) -> bool:
+        """Returns whether a message of a peer was accepted, or the next one can be."""
+        return self._received[peer] >= number or self._has_posted(peer)
+
+    def _wait(self, peer: int, number: int, ready: Callable[[int, int], bool]) -> None:
+        """Waits until a message is `ready`; see :meth:`_take_in`."""
         for _ in range(_SPINS):
-            if ready():
+            if ready(peer, number):
                 return
         began = looked = time.perf_counter()
         with self._watch.waiting(peer):
-            while not ready():
+            while not ready(peer, number):
                 self._take_in()
                 now = time.perf_counter()
                 if now - began < _YIELD_S:
@@ -268,7 +284,7 @@ class SharedMemory:
                 if now - looked > _LIVENESS_S:
                     looked = now
                     # Look for the message once more after the peer has gone: it may have been its last.
-                    if self._is_gone(peer) and not ready():
+                    if self._is_gone(peer) and not ready(peer, number):
                         raise PeerError(peer, f"rank {peer} has ended")
                     if self._watch.alarm or now - began > self._watch.deadline_s:
                         raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -30,23 +30,16 @@ class Traffic:
     to: Mapping[int, int] = field(default_factory=dict)
     """Of the bytes, those for each rank; none for rows that are left in memory for all to read."""
 
-    @classmethod
-    def of(cls, messages: Iterable[tuple[int, int]], rows: int = 0) -> Traffic:
-        """Returns the traffic of some messages, a rank and bytes for it each, of so many rows in all."""
-        to: dict[int, int] = {}
-        count = 0
-        for peer, num_bytes in messages:
-            to[peer] = to.get(peer, 0) + num_bytes
-            count += 1
-        return cls(sum(to.values()), count, rows, to=to)
-
     def __add__(self, other: Traffic) -> Traffic:
+        to = dict(self.to)
+        for peer, count in other.to.items():
+            to[peer] = to.get(peer, 0) + count
         return Traffic(
             self.bytes_sent + other.bytes_sent,
             self.messages + other.messages,
             self.rows + other.rows,
             self.seconds + other.seconds,
-            {peer: self.to.get(peer, 0) + other.to.get(peer, 0) for peer in {**self.to, **other.to}},
+            to,
         )
 
     def __sub__(self, other: Traffic) -> Traffic:
@@ -94,12 +87,15 @@ class Moment:
         if what and profiler._is_profiler_enabled:
             opened = span(what, layer, direction)
             opened.__enter__()
-        if device.type == "cpu":
-            return cls(time.perf_counter(), span=opened)
-        functions = functions_of(device)
-        event = functions.Event(enable_timing=True)
-        event.record(functions.current_stream(device))
-        return cls(time.perf_counter(), event, opened)
+        return cls(time.perf_counter(), None if device.type == "cpu" else _event(device), opened)
+
+
+def _event(device: torch.device) -> Any:
+    """Returns what tells when a device has done what it was told to do until now."""
+    functions = functions_of(device)
+    event = functions.Event(enable_timing=True)
+    event.record(functions.current_stream(device))
+    return event
 
 
 @dataclass
@@ -121,20 +117,21 @@ class Meter:
 
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
         """Adds `traffic` to what this layer has sent in this direction."""
-        self.counted[layer, direction] = self.counted.get((layer, direction), Traffic()) + traffic
+        known = self.counted.get((layer, direction))
+        self.counted[layer, direction] = traffic if known is None else known + traffic
 
     def since(self, began: Moment, device: torch.device, layer: str, direction: str) -> float:
         """Returns the seconds since `began`, of the CPU; those of a device are counted when they are known, and are 0 here.
 
         Ends the span that began there.
         """
-        ended = Moment.now(device)
+        seconds = time.perf_counter() - began.host
+        if began.device is not None:
+            seconds = 0.0
+            self._on_device.append(((layer, direction), began.device, _event(device)))
         if began.span is not None:
             began.span.__exit__(None, None, None)
-        if ended.device is None:
-            return ended.host - began.host
-        self._on_device.append(((layer, direction), began.device, ended.device))
-        return 0.0
+        return seconds
 
     def total(self) -> Traffic:
         """Returns the sum over layers and directions."""

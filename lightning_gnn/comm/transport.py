@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -19,34 +19,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.shared_memory import Accept, PeerError, SharedMemory
+from lightning_gnn.comm.shared_memory import Accept, SharedMemory, as_bytes
 from lightning_gnn.comm.traffic import Traffic
-from lightning_gnn.comm.watchdog import Watchdog
+from lightning_gnn.comm.watchdog import PeerError, Watchdog
 
 ALIGNED = 16
 """Bytes at whose multiples numbers of any size may lie."""
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Rows in memory that a transport has lent for them, and sends from without a copy.
-
-    Attributes:
-        rows: contiguous.
-        offset: where they begin in that memory, in bytes.
-    """
-
-    rows: Tensor
-    offset: int = 0
-
-    def split(self, counts: Sequence[int]) -> list[Scratch]:
-        """Returns its rows in parts of so many each."""
-        parts = self.rows.split(list(counts))
-        ends = accumulate((part.nbytes for part in parts), initial=self.offset)
-        return [Scratch(part, offset) for part, offset in zip(parts, ends)]
-
-
-Rows = Tensor | Scratch
 
 
 @dataclass(frozen=True)
@@ -86,18 +64,21 @@ class Buffers:
 Receive = Tensor | UpTo
 
 
-def rows_of(rows: Rows) -> Tensor:
-    """Returns rows wherever they lie."""
-    return rows.rows if isinstance(rows, Scratch) else rows
+@lru_cache(maxsize=4096)
+def _some(counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Returns the ranks that there are rows for or from, and how many for each."""
+    peers = [peer for peer, count in enumerate(counts) if count]
+    return peers, [counts[peer] for peer in peers]
 
 
-def by_peer(rows: Rows, counts: Sequence[int]) -> list[tuple[int, Any]]:
+def by_peer(rows: Tensor, counts: Sequence[int]) -> list[tuple[int, Tensor]]:
     """Returns the messages that rows in the order of ranks are, so many for or from each, ``[P]``: none without rows."""
-    return [(peer, part) for peer, part in enumerate(rows.split(list(counts))) if rows_of(part).numel()]
+    peers, sizes = _some(tuple(counts))
+    return list(zip(peers, rows.split(sizes))) if rows.numel() else []
 
 
 Messages = tuple[
-    Sequence[tuple[int, Rows]],
+    Sequence[tuple[int, Tensor]],
     Sequence[tuple[int, Receive]],
     Traffic,
     Callable[[Callable[[], None]], Callable[[], None]] | None,
@@ -120,11 +101,16 @@ class Transport(ABC):
     receives_early = True
 
     @abstractmethod
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
-        """Returns memory for rows that the next :meth:`start_each` sends."""
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns memory for rows that the next :meth:`start_each` sends; waits until those who were sent what lay there before
+        have taken it."""
+
+    def lends(self, rows: Tensor) -> bool:
+        """Returns whether rows lie in memory of :meth:`scratch` that the next :meth:`start_each` sends."""
+        return False
 
     @abstractmethod
-    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         """Starts to send rows to peers and to receive rows from them; returns the function that waits.
 
         Args:
@@ -137,7 +123,7 @@ class Transport(ABC):
         """
 
     def messages(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
     ) -> Messages:
         """Returns the messages that rows of an exchange are: one to and from every peer that has some.
 
@@ -165,14 +151,19 @@ class Transport(ABC):
             PeerError: as :meth:`start_each`.
         """
 
-    def traffic(self, sends: Sequence[tuple[int, Rows]]) -> Traffic:
-        """Returns what :meth:`start_each` would send now."""
-        sent = ((peer, self.message_bytes(rows)) for peer, rows in sends)
-        return Traffic.of(sent, sum(len(rows_of(rows)) for _, rows in sends))
+    def traffic(self, sends: Sequence[tuple[int, Tensor]], num_rows: int | None = None) -> Traffic:
+        """Returns what :meth:`start_each` would send now; `num_rows` where that is not how many rows the tensors have."""
+        traffic = Traffic(0, len(sends), num_rows or 0, to=(to := dict[int, int]()))
+        for peer, rows in sends:
+            num_bytes = self.message_bytes(rows)
+            to[peer] = to.get(peer, 0) + num_bytes
+            traffic.bytes_sent += num_bytes
+            traffic.rows += len(rows) if num_rows is None else 0
+        return traffic
 
-    def message_bytes(self, rows: Rows) -> int:
+    def message_bytes(self, rows: Tensor) -> int:
         """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
-        return rows_of(rows).nbytes
+        return rows.nbytes
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
         """Returns the bytes of a row of `width` numbers in training, where it may travel approximately."""
@@ -220,6 +211,10 @@ class TransportWrapper(Transport):
         return self._transport.scratch
 
     @property
+    def lends(self) -> Any:
+        return self._transport.lends
+
+    @property
     def start_each(self) -> Any:
         return self._transport.start_each
 
@@ -249,7 +244,7 @@ class ProcessTransport(Transport):
         device: torch.device,
         hosts: ProcessTransport | None = None,
     ) -> None:
-        self._device, self._hosts = device, hosts or self
+        self.device, self._hosts = device, hosts or self
         self._group, self._memory, self.watch = group, memory, watch
         self.waited_s = 0.0
         """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
@@ -257,58 +252,59 @@ class ProcessTransport(Transport):
         self.all_local = len(self._local) == size - 1
         self._queued = dist.get_backend(group) != "gloo"
         self.receives_early = not self._queued
-        self._leaving: list[_Request] = []  # sends that may not be done
 
     def close(self) -> None:
         """Gives up the process group."""
         if self._hosts is not self:
             self._hosts.close()
-        self._group, self._leaving = None, []
+        self._group = None
+        if self._memory is not None:
+            self._memory.leaving = []
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
-        """Returns memory for rows that the next :meth:`start_each` sends, so that no copy is needed on the way."""
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         count = dtype.itemsize * prod(shape)
         if self._memory is None or not self._local or count == 0:
             with torch.inference_mode(False):
-                return torch.empty(*shape, dtype=dtype, device=device)
-        return Scratch(self._free_scratch(count).view(dtype).view(*shape))
+                return torch.empty(*shape, dtype=dtype, device=self.device)
+        with self.watch.during("Waiting until what was sent before has been taken"):
+            return self._memory.scratch(count).view(dtype).view(*shape)
 
     @override
-    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
-        into: list[tuple[int, Tensor]] = []  # what gloo or NCCL fill
-        accepts: list[tuple[int, Accept]] = []  # by peers whose memory is mapped
+    def lends(self, rows: Tensor) -> bool:
+        return self._memory is not None and self._memory.lends(rows)
+
+    @override
+    def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
+        memory, mark, remote = self._memory, self.watch.mark(), list[dist.P2POp]()  # NCCL knows no such marks
         varied: list[tuple[UpTo, Tensor]] = []
+        expected: list[tuple[int, int]] = []
         for peer, rows in receives:
-            if peer in self._local:
-                accepts.append((peer, rows.accept if isinstance(rows, UpTo) else _as_bytes(rows).copy_))
-            elif isinstance(rows, UpTo):  # gloo fills as much of the memory as there is
+            if memory is not None and peer in self._local:
+                accept = rows.accept if isinstance(rows, UpTo) else as_bytes(rows).copy_
+                expected.append(memory.expect(peer, mark, accept))
+                continue
+            if isinstance(rows, UpTo):  # gloo fills as much of the memory as there is
                 varied.append((rows, torch.empty(rows.most_bytes, dtype=torch.uint8)))
-                into.append((peer, varied[-1][1]))
+                rows = varied[-1][1]
+            remote.append(dist.P2POp(dist.irecv, as_bytes(rows), peer, self._group, mark))
+        local: list[tuple[int, Tensor]] = []
+        for peer, rows in sends:
+            if peer in self._local:
+                local.append((peer, rows))
             else:
-                into.append((peer, _as_bytes(rows)))
-        mark = self.watch.mark()
-        remote = [
-            dist.P2POp(kind, rows, peer, self._group, mark)  # NCCL knows no such tags
-            for kind, messages in (
-                (dist.irecv, into),
-                (dist.isend, [(peer, _as_bytes(rows_of(rows))) for peer, rows in sends]),
-            )
-            for peer, rows in messages
-            if peer not in self._local
-        ]
-        works: list[Any] = self._start(remote) if remote else []
+                remote.append(dist.P2POp(dist.isend, as_bytes(rows), peer, self._group, mark))
+        works = self._start(remote) if remote else []
         requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
-        if self._memory is not None:
-            self._leaving = [request for request in self._leaving if not request.done]
-            self._leaving += [request for request, op in zip(requests, remote) if op.op is dist.isend]
-        # Expected before anything is posted: the peer may do the same, and each must be able to take the other's.
-        expected = [(peer, self._expect(peer, accept)) for peer, accept in accepts]
-        local = [(peer, rows) for peer, rows in sends if peer in self._local]
-        if local:
-            self._post(local)
+        if memory is not None and remote:
+            leaving = [request for request, op in zip(requests, remote) if op.op is dist.isend]
+            memory.leaving = [request for request in memory.leaving if not request.done] + leaving
+        # All is expected before anything is posted: the peer may do the same, and each must be able to take the other's.
+        if memory is not None and local:
+            memory.post(local, mark)
 
         def wait() -> None:
-            self._receive(expected)
+            if memory is not None:
+                memory.receive_all(expected)
             if self._queued:
                 for work in works:
                     work.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
@@ -341,7 +337,8 @@ class ProcessTransport(Transport):
         def keep(peer: int) -> Accept:
             return lambda data: arrived.update({peer: data.clone()})
 
-        expected = [(peer, self._expect(peer, keep(peer))) for peer in senders if peer in self._local]
+        memory, mark = self._memory, self.watch.mark()
+        expected = [] if memory is None else [memory.expect(peer, mark, keep(peer)) for peer in memory.peers if peer in senders]
         lengths = {peer: torch.tensor([data.numel()]) for peer, data in remote}  # of the CPU, which must know them
         into = {peer: torch.empty(1, dtype=torch.int64) for peer in from_afar}
         wait_lengths = self._hosts.start_each([*lengths.items()], [*into.items()])
@@ -349,10 +346,11 @@ class ProcessTransport(Transport):
         early = self.start_each([*local, *filled], []) if self.receives_early else None
 
         def wait() -> dict[int, Tensor]:
-            self._receive(expected)
+            if memory is not None:
+                memory.receive_all(expected)
             wait_lengths()
             for peer in from_afar:
-                arrived[peer] = torch.empty(int(into[peer]), dtype=torch.uint8, device=self._device)
+                arrived[peer] = torch.empty(int(into[peer]), dtype=torch.uint8, device=self.device)
             receives = [(peer, arrived[peer]) for peer in from_afar if arrived[peer].numel()]
             late = [] if self.receives_early else [*local, *filled]
             self.start_each(late, receives)()
@@ -362,44 +360,12 @@ class ProcessTransport(Transport):
 
         return wait
 
-    def _expect(self, peer: int, accept: Callable[[Tensor], Any]) -> int:
-        assert self._memory is not None
-        return self._memory.expect(peer, self.watch.mark(), accept)
-
-    def _receive(self, expected: Sequence[tuple[int, int]]) -> None:
-        if expected:
-            assert self._memory is not None
-            self._memory.receive_all(expected)
-
-    def _free_scratch(self, num_bytes: int) -> Tensor:
-        """Returns shared memory that nothing is sent from any more, to peers on other machines either."""
-        assert self._memory is not None
-        for request in self._leaving:
-            request.wait()
-        self._leaving = []
-        return self._memory.scratch(num_bytes)
-
-    def _post(self, messages: Sequence[tuple[int, Rows]]) -> None:
-        memory = self._memory
-        assert memory is not None
-        posts = [(peer, rows.offset, rows.rows.nbytes) for peer, rows in messages if isinstance(rows, Scratch)]
-        if not posts:
-            parts = {id(rows): _as_bytes(rows_of(rows)) for _, rows in messages}  # the same rows once
-            begins = accumulate((len(part) for part in parts.values()), initial=0)
-            scratch = self._free_scratch(sum(len(part) for part in parts.values()))
-            places = dict(zip(parts, begins))
-            for key, part in parts.items():
-                scratch[places[key] : places[key] + len(part)] = part
-            posts = [(peer, places[id(rows)], len(parts[id(rows)])) for peer, rows in messages]
-        assert len(posts) == len(messages), "rows of scratch memory and others in one call"
-        memory.post(posts, self.watch.mark())
-
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks can map each other's memory: what :meth:`show` needs."""
         return self._memory is not None and self.all_local
 
-    def show(self, block: Rows | None, readers: Sequence[int], looks: Mapping[int, Accept]) -> Callable[[], None]:
+    def show(self, block: Tensor | None, readers: Sequence[int], looks: Mapping[int, Accept]) -> Callable[[], None]:
         """Lets each of `readers` look at all of `block`, and looks at the blocks that peers show; returns what waits for these.
 
         Args:
@@ -407,20 +373,22 @@ class ProcessTransport(Transport):
             readers: ranks that expect it.
             looks: by peer, takes the bytes of its block.
         """
-        assert self._memory is not None
-        expected = [(peer, self._expect(peer, look)) for peer, look in looks.items()]
+        memory, mark = self._memory, self.watch.mark()
+        assert memory is not None
+        expected = [memory.expect(peer, mark, look) for peer, look in looks.items()]
         if block is not None:
-            self._memory.post([(peer, 0, rows_of(block).nbytes) for peer in readers], self.watch.mark())
-        return lambda: self._receive(expected)
+            memory.post([(peer, block) for peer in readers], mark)
+        return partial(memory.receive_all, expected)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks in rank order; all ranks are on this machine."""
         memory = self._memory
         assert memory is not None and self.all_local
         parts = {peer: torch.empty_like(tensor, memory_format=torch.contiguous_format) for peer in memory.peers}
-        expected = [(peer, self._expect(peer, _as_bytes(part).copy_)) for peer, part in parts.items()]
-        self._post([(peer, tensor.contiguous()) for peer in memory.peers])
-        self._receive(expected)
+        mark, rows = self.watch.mark(), tensor.contiguous()
+        expected = [memory.expect(peer, mark, as_bytes(part).copy_) for peer, part in parts.items()]
+        memory.post([(peer, rows) for peer in memory.peers], mark)
+        memory.receive_all(expected)
         parts[memory.rank] = tensor
         return [parts[rank] for rank in sorted(parts)]
 
@@ -446,7 +414,3 @@ class _Request:
             reason = f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})"
             raise PeerError(self._peer, reason, astray=waited >= watch.deadline_s) from error
         self._transport.waited_s += time.perf_counter() - began
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.detach().view(-1).view(torch.uint8)

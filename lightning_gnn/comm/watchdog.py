@@ -49,6 +49,29 @@ _LIBRARIES = (
 )
 
 
+class PeerError(RuntimeError):
+    """A peer is gone, or does not do what this rank waits for.
+
+    Attributes:
+        peer: its rank.
+        astray: it still runs, but is late, or has come to another operation.
+    """
+
+    def __init__(self, peer: int, reason: str, astray: bool = False) -> None:
+        self.peer, self.astray = peer, astray
+        super().__init__(reason)
+
+
+class CommunicationError(RuntimeError):
+    """Ranks could not exchange something: names the operation and, where known, the layer and the peer.
+
+    Attributes:
+        explained: the watchdog has said on stderr where the code of each rank is.
+    """
+
+    explained = False
+
+
 class Passed(NamedTuple):
     """An operation that a rank has begun.
 
@@ -197,18 +220,46 @@ class Watchdog:
     # What operations say ######################################################
 
     @contextmanager
-    def during(self, operation: str) -> Iterator[None]:
-        """Says what this thread is doing while it is open."""
+    def during(self, operation: str, errors: type[Exception] = PeerError, joint: bool | None = None) -> Iterator[None]:
+        """Says what this thread is doing while it is open, to other ranks and in errors.
+
+        Args:
+            operation: what it is called.
+            errors: those that say that a message did not come or go.
+            joint: all ranks take part, each as often as the others and in the same order; where it is False, others may leave it
+                out, as long as none waits for what they would send. None for what is not remembered as an operation.
+
+        Raises:
+            CommunicationError: such an error.
+        """
         thread = threading.get_ident()
-        before = self._running.get(thread)
-        self._running[thread] = f"{operation}, {self.place}", time.monotonic()
+        before, name = self._running.get(thread), f"{operation}, {self.place}"
+        self._running[thread] = name, time.monotonic()
+        if joint is not None:
+            self._number += joint
+            self._passed.append(Passed(self._number, name, joint, self._calls()))
         try:
             yield
+        except errors as error:
+            raise self._failed(operation, error) from None
         finally:
             if before is None:
                 self._running.pop(thread, None)
             else:
                 self._running[thread] = before
+
+    def _failed(self, operation: str, error: Exception) -> CommunicationError:
+        peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
+        astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
+        known = self.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.alarm else ""
+        failed = CommunicationError(
+            f"{operation} on rank {self.rank}: {error}.{f' {self.cause}' if known else ''}\n"
+            f"The deadline is {self.deadline_s:.0f} s (argument `timeout` of the strategy). Look at {peer} output "
+            "first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
+            + (f"\n{known}" if known else "")
+        )
+        failed.explained = bool(known)
+        return failed
 
     @contextmanager
     def waiting(self, peer: int | None = None) -> Iterator[None]:
@@ -217,27 +268,14 @@ class Watchdog:
         yield
         self.peer = None
 
-    def begins(self, joint: bool) -> None:
-        """Notes that the operation that :meth:`during` is open for begins.
-
-        Args:
-            joint: all ranks take part, each as often as the others and in the same order; else others may leave it out, as long
-                as none waits for what they would send.
-        """
-        self._number += joint
-        self._passed.append(Passed(self._number, self._current()[0], joint, self._calls()))
-
     def mark(self) -> int:
         """Returns a number that messages of the current operation carry, 31 bits: of another one it is another."""
-        return crc32(self._current()[0].encode()) >> 1
+        return crc32(self._running.get(threading.get_ident(), ("", 0.0))[0].encode()) >> 1
 
     @property
     def operation(self) -> str:
         """The operation that :meth:`during` is open for in this thread; empty if there is none."""
-        return self._current()[0].removesuffix(f", {self.place}")
-
-    def _current(self) -> tuple[str, float]:
-        return self._running.get(threading.get_ident(), ("", 0.0))
+        return self._running.get(threading.get_ident(), ("", 0.0))[0].removesuffix(f", {self.place}")
 
     # The alarm ################################################################
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import DirGNNConv
 
-from lightning_gnn.comm.exchange import during_exchange
+from lightning_gnn.comm.call import halo_exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
@@ -58,8 +58,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
         for peer, edges in parts.items()
         if peer != rank
     ]
-    with during_exchange(world, "DirGNNConv", "out-edges"):
-        world.watch.begins(joint=False)
+    with world.watch.during(halo_exchange("DirGNNConv", "out-edges"), joint=False):
         arrived = world.transport.start_varied(sends, [peer for peer, _ in sends])()
     for peer, message in arrived.items():
         parts[peer] = message.cpu().view(torch.int64)[1:].view(-1, 3)

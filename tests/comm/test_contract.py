@@ -24,7 +24,6 @@ from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.in_process import InProcessTransport, InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
@@ -140,7 +139,7 @@ def test_an_exchange_sees_every_byte(monkeypatch, name):
     start_each = InProcessTransport.start_each
 
     def counting(self: InProcessTransport, sends: Any, receives: Any) -> Any:
-        sent[self._rank] += sum(rows_of(rows).nbytes for _, rows in sends)
+        sent[self._rank] += sum(rows.nbytes for _, rows in sends)
         return start_each(self, sends, receives)
 
     monkeypatch.setattr(InProcessTransport, "start_each", counting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, Rows, Scratch, TransportWrapper, UpTo, rows_of
+from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, TransportWrapper, UpTo
 from lightning_gnn.extensions.codecs.codec import Codec, dequantise, make_codec, quantise, shorten
 
 __all__ = ["EncodingTransport", "make_codec"]
@@ -58,21 +57,20 @@ class EncodingTransport(TransportWrapper):
         return min(self.codec.row_bytes(width, dtype), width * dtype.itemsize)
 
     @override
-    def message_bytes(self, rows: Rows) -> int:
-        rows = rows_of(rows)
+    def message_bytes(self, rows: Tensor) -> int:
         coded = self._row_bytes(rows.shape, rows.dtype)
         return super().message_bytes(rows) if coded is None else len(rows) * coded
 
     @override
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Rows:
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns memory for the rows of the next :meth:`start_each`; the other transport's only where they go as they are."""
         if self._row_bytes(shape, dtype) is None:
-            return self._transport.scratch(shape, dtype, device)
+            return self._transport.scratch(shape, dtype)
         with torch.inference_mode(False):
-            return torch.empty(*shape, dtype=dtype, device=device)
+            return torch.empty(*shape, dtype=dtype, device=self._transport.device)
 
     @override
-    def start_each(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
+    def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
         arriving: list[tuple[int, Receive]] = []
         decodes: list[tuple[Tensor, Tensor]] = []
         for peer, into in receives:
@@ -93,24 +91,24 @@ class EncodingTransport(TransportWrapper):
 
         return finish
 
-    def _encoded(self, sends: Sequence[tuple[int, Rows]]) -> Sequence[tuple[int, Rows]]:
+    def _encoded(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
         """Returns what to send: all of it in the other transport's scratch memory if some is encoded; the same rows once."""
-        distinct = {id(rows): rows_of(rows) for _, rows in sends}
+        distinct = {id(rows): rows for _, rows in sends}
         widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}
         if all(width is None for width in widths.values()):
             return sends
         sizes = [self.message_bytes(rows) for rows in distinct.values()]
         room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        scratch = self._transport.scratch((sum(room),), torch.uint8, next(iter(distinct.values())).device)
-        messages: dict[int, Rows] = {}
+        scratch = self._transport.scratch((sum(room),), torch.uint8)
+        messages: dict[int, Tensor] = {}
         for (key, rows), part, size in zip(distinct.items(), scratch.split(room), sizes):
-            into, width = rows_of(part)[:size], widths[key]
+            into, width = part[:size], widths[key]
             if width is None:
                 into = into.view(rows.dtype).view(rows.shape).copy_(rows.detach())
             else:
                 into = into.view(len(rows), width)
                 self.codec.encode(rows.detach().reshape(len(rows), -1), into)
-            messages[key] = replace(part, rows=into) if isinstance(part, Scratch) else into
+            messages[key] = into
         return [(peer, messages[id(rows)]) for peer, rows in sends]
 
     @override

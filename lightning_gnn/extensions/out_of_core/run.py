@@ -98,7 +98,7 @@ class FileMemory(SharedMemory):
         with self._watch.given_up():
             self._leaves = True
             for peer, number in expected:
-                self._wait(peer, lambda peer=peer, number=number: self._has_come(peer, number))  # type: ignore[misc]
+                self._wait(peer, number, self._is_there)
             self._leaves = False
         super().receive_all(expected)
 
@@ -107,7 +107,7 @@ class FileMemory(SharedMemory):
         if not self._leaves:
             super()._take_in()
 
-    def _has_come(self, peer: int, number: int) -> bool:
+    def _is_there(self, peer: int, number: int) -> bool:
         """Returns whether a message is in its mailbox, or was accepted; accepts those before it."""
         while self._received[peer] < number and self._has_posted(peer):
             if self._received[peer] == number - 1:

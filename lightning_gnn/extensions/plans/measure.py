@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_gnn.comm.group import CommunicationError, World
-from lightning_gnn.comm.shared_memory import PeerError
-from lightning_gnn.comm.transport import by_peer, rows_of
+from lightning_gnn.comm.transport import by_peer
+from lightning_gnn.comm.watchdog import PeerError
 from lightning_gnn.devices import synchronize
 from lightning_gnn.extensions.plans.detect import hosts_of
 from lightning_gnn.extensions.plans.topology import Topology, Wiring
@@ -44,8 +44,8 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
         CommunicationError: a message did not arrive; names the peer.
     """
     sent, received = num_bytes[world.rank].tolist(), num_bytes[:, world.rank].tolist()
-    out = world.scratch((sum(sent),), torch.uint8)
-    rows_of(out).fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
+    out = world.transport.scratch((sum(sent),), torch.uint8)
+    out.fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
     into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
     world.barrier()
     synchronize(world.device)

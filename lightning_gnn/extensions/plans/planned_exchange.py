@@ -16,11 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange, HaloExchange, counted, starting
+from lightning_gnn.comm.exchange import Exchange, HaloExchange, UnderWay
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import Accept
 from lightning_gnn.comm.traffic import Meter, Traffic
-from lightning_gnn.comm.transport import rows_of
 from lightning_gnn.extensions.plans.plan import Plan
 from lightning_gnn.extensions.plans.tables import RankPlan, Stage
 from lightning_gnn.kernels import add_rows, take_rows
@@ -159,9 +158,9 @@ class PlannedExchange(Exchange):
         def start(stage: _Stage) -> Callable[[], None]:
             began = self.now(call)
             shape = (sum(stage.send_counts), *arriving.shape[1:])
-            packed = self.world.scratch(shape, arriving.dtype)
+            packed = self.world.transport.scratch(shape, arriving.dtype)
             for run in stage.sends:
-                take_rows(sources[run.owned], run.rows, rows_of(packed)[run.place])
+                take_rows(sources[run.owned], run.rows, packed[run.place])
             into, counts = (none, nobody) if early else (arriving[stage.arrives], stage.receive_counts)
             return self.send(packed, stage.send_counts, into, counts, call, began)
 
@@ -254,7 +253,7 @@ class SwapExchange(HaloExchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began, traffic, block = self.now(call), Traffic(), None
+        began, block = self.now(call), None
 
         def look(rows: Tensor, part: Tensor) -> Accept:
             return lambda block: take_rows(block.view(x.dtype).view(-1, *x.shape[1:]), rows, part)
@@ -264,10 +263,12 @@ class SwapExchange(HaloExchange):
             for peer, (rows, part) in enumerate(zip(self._reads, halo.split(self.recv_counts)))
             if len(rows)
         }
-        with starting(self.world, self.meter, call, traffic, began):
+        transport = self.world.transport
+        with UnderWay(self.world, self.meter, call, began) as sent:
+            sent.traffic = Traffic()
             if self._readers:
-                block = self.world.scratch(x.shape, x.dtype)
-                rows_of(block).copy_(x)
-                traffic.bytes_sent, traffic.messages, traffic.rows = x.nbytes, 1, len(x)
-            wait = self.world.transport.show(block, self._readers, looks)
-        return counted(wait, self.world, self.meter, call, traffic)
+                block = transport.scratch(x.shape, x.dtype)
+                block.copy_(x)
+                sent.traffic = Traffic(x.nbytes, 1, len(x))
+            sent.wait = transport.show(block, self._readers, looks)
+        return sent

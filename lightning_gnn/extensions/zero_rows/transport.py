@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -31,17 +31,13 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.transport import (
     ALIGNED,
     Messages,
     Receive,
-    Rows,
-    Scratch,
     TransportWrapper,
     UpTo,
     by_peer,
-    rows_of,
 )
 from lightning_gnn.kernels import loops
 
@@ -132,13 +128,12 @@ class ZeroRows:
         self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
         self._under_way: set[Callable[[], None]] = set()
 
-    def messages(self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
+    def messages(self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
         """See :meth:`~lightning_gnn.comm.transport.Transport.messages`."""
         self._begin_step()
         sends, num_rows = self._pack(out, out_counts, call)
-        traffic = Traffic.of(((peer, rows_of(rows).nbytes) for peer, rows in sends), num_rows)
         receives = self._unpacked(into, into_counts, call)
-        return sends, receives, traffic, partial(self._waiting, into, into_counts, call)
+        return sends, receives, self._world.transport.traffic(sends, num_rows), partial(self._waiting, into, into_counts, call)
 
     def _begin_step(self) -> None:
         """The first time in a step, waits for the messages of earlier ones."""
@@ -155,34 +150,33 @@ class ZeroRows:
             seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
         return seen.short
 
-    def _pack(self, out: Rows, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Rows]], int]:
+    def _pack(self, out: Tensor, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Tensor]], int]:
         """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
-        rows = rows_of(out)
         short = [count > 0 and self._short((call, peer, True)) for peer, count in enumerate(counts)]
         if not any(short):
-            self._look(rows, counts, call, True)
-            return by_peer(out, counts), len(rows)
-        row_bytes = rows[0].nbytes
+            self._look(out, counts, call, True)
+            return by_peer(out, counts), len(out)
+        row_bytes = out[0].nbytes
         room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
-        memory: Rows
-        if isinstance(out, Scratch):  # where what is packed lies
+        transport = self._world.transport
+        if transport.lends(out):  # the memory in which it would be packed
             memory = torch.empty(sum(room), dtype=torch.uint8)
         else:
-            memory = self._world.scratch((sum(room),), torch.uint8)
+            memory = transport.scratch((sum(room),), torch.uint8)
         places = [*accumulate(room, initial=0)]
-        found = pack_rows(rows, counts, short, places, rows_of(memory))
-        sends: list[tuple[int, Rows]] = []
+        found = pack_rows(out, counts, short, places, memory)
+        sends: list[tuple[int, Tensor]] = []
         num_rows = 0
         for peer, (count, kept, packed, part) in enumerate(zip(counts, found, short, memory.split(room))):
             if not count:
                 continue
             self._note((call, peer, True), count, kept, row_bytes, packed)
             if packed:
-                data = rows_of(part)[: bits_bytes(count) + kept * row_bytes]
+                data = part[: bits_bytes(count) + kept * row_bytes]
             else:
-                data = rows_of(part)[: count * row_bytes].view(rows.dtype).view(count, *rows.shape[1:])
+                data = part[: count * row_bytes].view(out.dtype).view(count, *out.shape[1:])
             num_rows += kept if packed else count
-            sends.append((peer, replace(part, rows=data) if isinstance(part, Scratch) else data))
+            sends.append((peer, data))
         return sends, num_rows
 
     def _unpacked(self, into: Tensor, counts: Sequence[int], call: Call) -> list[tuple[int, Receive]]:
@@ -250,7 +244,7 @@ class ZeroRowsTransport(TransportWrapper):
     @override
     def messages(
         self,
-        out: Rows,
+        out: Tensor,
         out_counts: Sequence[int],
         into: Tensor,
         into_counts: Sequence[int],

@@ -30,7 +30,6 @@ from lightning_gnn.comm.exchange import Matrix, Triples, start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.matrix import distribute
 from lightning_gnn.comm.traffic import Meter, Moment
-from lightning_gnn.comm.transport import Rows, rows_of
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, on_grid
@@ -156,10 +155,10 @@ class ProductMessages:
         self._world, self._meter, self._call = world, meter, call
         self._open: list[Callable[[], None]] = []
 
-    def start(self, sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         """Starts messages, empty ones left out; returns the function that waits. Call :meth:`end` if it is not called."""
         began = Moment.now(self._world.device, "send", self._call.layer, self._call.direction)
-        sends = [(peer, rows) for peer, rows in sends if rows_of(rows).numel()]
+        sends = [(peer, rows) for peer, rows in sends if rows.numel()]
         receives = [(peer, into) for peer, into in receives if into.numel()]
         waiting = start_messages(self._world, self._meter, self._call, sends, receives, began)
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import HaloExchange, counted, starting
+from lightning_gnn.comm.exchange import HaloExchange, UnderWay
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.comm.transport import Rows, by_peer, rows_of
+from lightning_gnn.comm.traffic import Meter, Moment
+from lightning_gnn.comm.transport import by_peer
 from lightning_gnn.extensions.codecs.codec import Codec
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.partition.shard import HaloPlan, Ids
@@ -145,10 +145,10 @@ class CachedExchange(HaloExchange):
 
     @override
     def send(
-        self, out: Rows, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
         transport, near = self.world.transport, self._cache.near
-        if not transport.approximate or not rows_of(out).is_floating_point():
+        if not transport.approximate or not out.is_floating_point():
             return super().send(out, out_counts, into, into_counts, call, began)
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         whole = [(peer, part) for peer, part in sends if peer in near]
@@ -159,7 +159,7 @@ class CachedExchange(HaloExchange):
             with torch.inference_mode(False):
                 self._channels[key] = _Channel(into, far_out, far_into)
         channel, codec = self._channels[key], transport.codec if isinstance(transport, EncodingTransport) else None
-        rows = torch.cat([into.new_empty(0, *into.shape[1:]), *(rows_of(part) for peer, part in sends if peer not in near)])
+        rows = torch.cat([into.new_empty(0, *into.shape[1:]), *(part for peer, part in sends if peer not in near)])
         try:
             messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec, call)
         except NotFiniteError as error:
@@ -170,8 +170,9 @@ class CachedExchange(HaloExchange):
         with transport.approximating(False):
             traffic = transport.traffic(whole)
         self._cache.record(call.layer, call.direction, channel.num_active + traffic.rows, len(rows) + traffic.rows)
-        traffic += Traffic.of(((peer, data.numel()) for peer, data in messages), channel.num_active)
-        with starting(self.world, self.meter, call, traffic, began):
+        traffic += transport.traffic(messages, channel.num_active)
+        with UnderWay(self.world, self.meter, call, began) as sent:
+            sent.traffic = traffic
             with transport.approximating(False):
                 wait_near = transport.start_each(whole, [each for each in receives if each[0] in near])
             wait = transport.start_varied(messages, [peer for peer, count in enumerate(far_into) if count])
@@ -185,7 +186,8 @@ class CachedExchange(HaloExchange):
                     part.copy_(channel.held_of[peer].view(part.shape))
             channel.fresh = False
 
-        return counted(receive, self.world, self.meter, call, traffic)
+        sent.wait = receive
+        return sent
 
 
 class _Channel:

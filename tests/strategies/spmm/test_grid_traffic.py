@@ -23,7 +23,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.transport import TransportWrapper, rows_of
+from lightning_gnn.comm.transport import TransportWrapper
 from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_traffic
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
 from lightning_gnn.extensions.plans.presets import dgx1
@@ -206,7 +206,7 @@ def test_ranks_send_in_the_order_of_the_stages(make):
         def start(sends: Any, receives: Any) -> Any:
             by_peer: dict[int, int] = {}
             for peer, rows in sends:
-                by_peer[peer] = by_peer.get(peer, 0) + rows_of(rows).nbytes
+                by_peer[peer] = by_peer.get(peer, 0) + rows.nbytes
             order[world.rank] += sorted(by_peer.items())
             return start_each(sends, receives)
 
