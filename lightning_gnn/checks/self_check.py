@@ -19,7 +19,7 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
 from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
 from lightning_gnn.data.shards import Graph
 from lightning_gnn.data.sources import LeftOutError, counted_mask
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows.mode import NotExactError
 

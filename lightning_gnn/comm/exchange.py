@@ -220,8 +220,8 @@ class Exchange(ABC):
         if self.idle:
             return x
         if dim % x.dim():
-            return _Moved.apply(x.movedim(dim, 0).contiguous(), self, call, expanded, reduced).movedim(0, dim)
-        return _Moved.apply(x, self, call, expanded, reduced)
+            return _Expanded.apply(x.movedim(dim, 0).contiguous(), self, call).movedim(0, dim)
+        return _Expanded.apply(x, self, call)
 
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
         """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
@@ -242,7 +242,7 @@ class Exchange(ABC):
             ``[N, ...]``.
         """
         call = self.world.call(layer)
-        return x if self.idle else _Moved.apply(x, self, call, reduced, expanded)
+        return x if self.idle else _Reduced.apply(x, self, call)
 
     def reduce_max(self, x: Tensor, layer: str) -> Tensor:
         """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
@@ -252,7 +252,9 @@ class Exchange(ABC):
             layer: named in errors and counted under.
         """
         call = self.world.call(layer)
-        return x[: self.num_owned].clone() if self.idle else reduced(self, x, replace(call, operation="max"))
+        if self.idle:
+            return x[: self.num_owned].clone()
+        return _Reduced.apply(x.detach(), self, replace(call, operation="max"))
 
     def sum_over_ranks(self, x: Tensor, operation: str) -> Tensor:
         """Returns the sum of equal-shaped tensors of all ranks, bit-identical on every rank; errors name `operation`."""
@@ -355,35 +357,36 @@ class HaloExchange(Exchange):
                 own[rows] = torch.maximum(own[rows], values)
 
 
-def expanded(exchange: Exchange, x: Tensor, call: Call) -> Tensor:
-    """S: ``[N, ...]`` to ``[N + H, ...]``."""
-    out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
-    wait = exchange.start_expand(x.contiguous(), out[exchange.num_owned :], call)
-    out[: exchange.num_owned] = x
-    wait()
-    return out
-
-
-def reduced(exchange: Exchange, x: Tensor, call: Call) -> Tensor:
-    """S^T: ``[N + H, ...]`` to ``[N, ...]``."""
-    finish = exchange.start_reduce(x[exchange.num_owned :].contiguous(), call)
-    own = x[: exchange.num_owned].clone()
-    finish(own)
-    return own
-
-
-class _Moved(torch.autograd.Function):
-    """S as a concatenation, for code that indexes owned and halo rows alike, or S^T; `back` is the other one."""
+class _Expanded(torch.autograd.Function):
+    """S as a concatenation, ``[N, ...]`` to ``[N + H, ...]``, for code that indexes owned and halo rows alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call, move: _Move, back: _Move) -> Tensor:
-        ctx.exchange, ctx.call, ctx.back = exchange, call, back
-        return move(exchange, x, call)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
+        ctx.exchange, ctx.call = exchange, call
+        out = x.new_empty((exchange.num_owned + exchange.num_halo, *x.shape[1:]))
+        wait = exchange.start_expand(x.contiguous(), out[exchange.num_owned :], call)
+        out[: exchange.num_owned] = x
+        wait()
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(ctx.exchange, grad, ctx.call.backward()), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Reduced.forward(ctx, grad, ctx.exchange, ctx.call.backward()), None, None
 
 
-_Move = Callable[[Exchange, Tensor, Call], Tensor]
+class _Reduced(torch.autograd.Function):
+    """S^T, ``[N + H, ...]`` to ``[N, ...]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:
+        ctx.exchange, ctx.call = exchange, call
+        finish = exchange.start_reduce(x[exchange.num_owned :].contiguous(), call)
+        own = x[: exchange.num_owned].clone()
+        finish(own)
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Expanded.forward(ctx, grad, ctx.exchange, ctx.call.backward()), None, None

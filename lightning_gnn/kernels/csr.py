@@ -121,15 +121,15 @@ class CSR:
 
         return half(col < num_first, 0, num_first), half(col >= num_first, num_first, num_last)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return len(self.indptr) - 1
 
-    @property
+    @cached_property
     def num_edges(self) -> int:
         return len(self.indices)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.indptr.device
 

@@ -19,8 +19,8 @@ from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.rows.graph import place_selected
 from lightning_gnn.rows.mode import local_rows
 

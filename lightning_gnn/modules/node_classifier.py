@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 
 UNLABELLED = -1
 

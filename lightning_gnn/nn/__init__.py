@@ -5,7 +5,7 @@ from typing import Any
 from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import register_adapter
 from lightning_gnn.nn.helpers import (
     choose_edges,
@@ -14,7 +14,6 @@ from lightning_gnn.nn.helpers import (
     num_nodes,
     reduce,
 )
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.registry import feature
 
 

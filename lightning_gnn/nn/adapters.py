@@ -12,8 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn import pyg
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
 """Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""

@@ -23,15 +23,13 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.convs import exact_convs, fused, known_kind, rule_of
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.convs import ConvRule, exact_convs, fused, known_kind, rule_of
 from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.learned_rows import LearnedRows
-from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward
+from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward, readout
 from lightning_gnn.nn.over_all import dense_attention, over_all
 from lightning_gnn.nn.patches import Patches
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
-from lightning_gnn.nn.readout import readout
 from lightning_gnn.rows.graph import wrapped
 
 # Aggregations over the edges of one node, all of which its owner holds.
@@ -52,6 +50,8 @@ class _BoundConv:
 
     context: GraphContext
     layer: str
+    rule: ConvRule
+    """What is known of its messages."""
     functions: dict[str, Any]
     """The conv's own methods before wrapping, as functions of the conv: a copy of it calls them on itself."""
 
@@ -156,7 +156,8 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
     wrapped: dict[str, Callable[..., Any]] = {"propagate": _propagate}
     if pyg.implements_edge_update(conv):
         wrapped["edge_updater"] = _edge_updater
-    state = _BoundConv(context, layer, {name: getattr(conv, name).__func__ for name in wrapped})
+    rule = rule_of(type(conv), "message")
+    state = _BoundConv(context, layer, rule, {name: getattr(conv, name).__func__ for name in wrapped})
     adapter = rule_of(type(conv)).adapter
     methods = adapter(conv, context, layer) if adapter is not None else {}
     methods.update(fused(conv, context, layer, methods.get("forward", conv.forward).__func__))
@@ -276,9 +277,19 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
     context.check_edges(edge_index, state.layer, kwargs.get("edge_weight"))
-    out = _by_kernels(self, state, edge_index, kwargs)
-    if out is not None:
-        return out
+    reductions = pyg.reductions(self.aggr_module)
+    rows = None if reductions is None else _rows_of_messages(self, state, kwargs)
+    if reductions is not None and rows is not None:
+        weight = kwargs.get(state.rule.weight) if state.rule.weight is not None else None
+        if reductions in (["sum"], ["mean"]):
+            what = context.sum_of(edge_index, weight, reductions == ["mean"])
+            if what is not None:
+                return context.total(rows, what, state.layer)
+        elif weight is None:
+            parts = aggregations(context, rows, edge_index, reductions, state.layer)
+            if parts is not None:
+                several = isinstance(self.aggr_module, aggr.MultiAggregation)
+                return self.aggr_module.combine(parts) if several else parts[0]
     if context.exchange.present is not None:
         raise UnsupportedModelError(
             f"'{state.layer}' computes messages of its own, and some halo rows do not come in this step. Only sums, extremes and "
@@ -307,10 +318,9 @@ def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **
     return state.functions["edge_updater"](self, edge_index, size=size, **lifted)
 
 
-def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the aggregate of a conv whose messages are source rows; None where that does not apply, on all ranks alike."""
-    rule, reductions = rule_of(type(conv), "message"), pyg.reductions(conv.aggr_module)
-    if not rule.sends_rows or reductions is None or not pyg.is_plain(conv):
+def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the rows of sources that messages are, perhaps weighted; None for other messages, on all ranks alike."""
+    if not state.rule.sends_rows or not pyg.is_plain(conv):
         return None
     x = kwargs["x"]
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
@@ -319,15 +329,7 @@ def _by_kernels(conv: MessagePassing, state: _BoundConv, edge_index: Tensor, kwa
     for rows in (source, target):
         if rows is not None:
             state.context.check_rows(rows.size(0), state.layer, of_targets=rows is not source)
-    weight = kwargs.get(rule.weight) if rule.weight is not None else None
-    if reductions in (["sum"], ["mean"]):
-        return state.context.aggregate(source, edge_index, weight, reductions == ["mean"], state.layer)
-    if weight is not None:
-        return None
-    parts = aggregations(state.context, source, edge_index, reductions, state.layer)
-    if parts is None:
-        return None
-    return conv.aggr_module.combine(parts) if isinstance(conv.aggr_module, aggr.MultiAggregation) else parts[0]
+    return source
 
 
 def _with_halo(

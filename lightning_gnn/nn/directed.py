@@ -21,8 +21,7 @@ from lightning_gnn.comm.call import halo_exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.partition.shard import owners_of
 
 

@@ -50,20 +50,19 @@ class Kept:
         self._look()
         return all(tensor is None or id(tensor) in self._own for tensor in tensors)
 
-    def lasts(self, *tensors: Tensor | None) -> bool:
-        """Returns whether these stay the same between steps; not what an optimizer may change."""
-        self._look()
-        return all(tensor is None or (id(tensor) in self._lasting and not tensor.requires_grad) for tensor in tensors)
-
     def choose(self, tensors: Sequence[Tensor]) -> None:
         """Has tensors, which last, count as the batch's own."""
         self._own.update({id(tensor): tensor for tensor in tensors})
 
-    def of_edges(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
-        """Returns ``make()``, kept by its name and what it is made of; None if that does not last."""
-        if not self.lasts(*tensors):
-            return None
-        key = (name, *map(id, tensors))
+    def of_edges(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T], own: bool = False) -> T | None:
+        """Returns ``make()``, kept by its name and what it is made of; None where that does not stay the same between steps, as
+        what an optimizer may change, or, if `own`, is not :meth:`is_own`."""
+        self._look()
+        known = self._own if own else self._lasting
+        key: Hashable = (name, *map(id, tensors))
+        for tensor in tensors:
+            if tensor is not None and (id(tensor) not in known or tensor.requires_grad):
+                return None
         if key not in self._of_edges:
             # Evaluation may come first, and an inference tensor could not take part in training later.
             with torch.inference_mode(False), torch.no_grad():
@@ -76,7 +75,7 @@ class Kept:
 
     def once(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
         """Returns ``make()``, a tuple of tensors that last as well; None unless all that it is made of are the batch's own."""
-        made: Any = self.of_edges(name, tensors, make) if self.is_own(*tensors) else None
+        made: Any = self.of_edges(name, tensors, make, own=True)
         if made is not None:
             self._lasting.update({id(tensor): tensor for tensor in made})
         return made

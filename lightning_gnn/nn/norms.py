@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric import nn as pyg_nn
 
 from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 
 Forward = Callable[..., Tensor]
 

@@ -17,9 +17,8 @@ from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
 from torch_geometric.nn.attention.performer import PerformerProjection, generalized_kernel
 from torch_geometric.utils import one_hot
 
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.norms import STATE, Statistics
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 Forward = Callable[..., Tensor]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import aggr
 
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.nn.norms import STATE, Statistics
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 
 
 def _sum(take: Statistics, x: Tensor) -> Tensor:

@@ -27,17 +27,21 @@ def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
     return not kept and not context.exchange.one_way and lin.weight.size(0) < x.size(-1)
 
 
-def _aggregate_and_map(context: GraphContext, x: Tensor, lin: Any, aggregate: Aggregate) -> Tensor:
-    """Returns ``lin(aggregate(x))``."""
+def _sides(context: GraphContext, x: Tensor, lin: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns the rows to aggregate and what maps their aggregate, for ``lin(aggregate(x))``."""
     if not _map_first(context, x, lin):
-        return lin(aggregate(x))
-    out = aggregate(F.linear(x, lin.weight))
-    return out if lin.bias is None else out + lin.bias
+        return x, lin
+    return F.linear(x, lin.weight), partial(_plus, lin.bias)
+
+
+def _plus(bias: Tensor | None, out: Tensor) -> Tensor:
+    return out if bias is None else out + bias
 
 
 def gcn(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-    out = _aggregate_and_map(context, x, self.lin, _hop(self, context, layer, x, edge_index, edge_weight))
-    return out if self.bias is None else out + self.bias
+    hop = _hop(self, context, layer, x, edge_index, edge_weight)
+    rows, mapped = _sides(context, x, self.lin)
+    return _plus(self.bias, mapped(hop(rows)))
 
 
 def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> Aggregate:
@@ -48,7 +52,7 @@ def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Te
         what = context.normalised(layer, edge_index, edge_weight, improved, loops, x.dtype)
         if what is not None and pyg.linear_aggregation(conv) == "sum":
             context.check_rows(x.size(0), layer)
-            return lambda rows: context.total(rows, what, layer)
+            return partial(context.total, what=what, layer=layer)
         edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
     return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 
@@ -57,8 +61,8 @@ def sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tenso
     source, target = (x, x) if isinstance(x, Tensor) else x
     if self.project:
         source = self.lin(source).relu()
-    propagate = partial(self.propagate, edge_index, size=size)
-    out = _aggregate_and_map(context, source, self.lin_l, lambda rows: propagate(x=(rows, target)))
+    rows, mapped = _sides(context, source, self.lin_l)
+    out = mapped(self.propagate(edge_index, x=(rows, target), size=size))
     if self.root_weight and target is not None:
         out = out + self.lin_r(target)
     return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
@@ -74,20 +78,17 @@ def graph_conv(
     size: Any = None,
 ) -> Tensor:
     source, target = (x, x) if isinstance(x, Tensor) else x
-    propagate = partial(self.propagate, edge_index, edge_weight=edge_weight, size=size)
-    out = _aggregate_and_map(context, source, self.lin_rel, lambda rows: propagate(x=(rows, target)))
+    rows, mapped = _sides(context, source, self.lin_rel)
+    out = mapped(self.propagate(edge_index, x=(rows, target), edge_weight=edge_weight, size=size))
     return out if target is None else out + self.lin_root(target)
 
 
 def sg(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
-
-    def hops(rows: Tensor) -> Tensor:
-        for _ in range(self.K):
-            rows = hop(rows)
-        return rows
-
-    return _aggregate_and_map(context, x, self.lin, hops)
+    rows, mapped = _sides(context, x, self.lin)
+    for _ in range(self.K):
+        rows = hop(rows)
+    return mapped(rows)
 
 
 def tag(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
@@ -103,7 +104,7 @@ def tag(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Ten
         for lin in others:
             rows = hop(rows)
             out = out + lin(rows)
-    return out if self.bias is None else out + self.bias
+    return _plus(self.bias, out)
 
 
 def gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, size: Any = None) -> Tensor:
@@ -114,7 +115,7 @@ def gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor
     rows = F.linear(source, lin.weight)
     own = rows if target is source else F.linear(target, lin.weight)
     out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
-    with overridden(lin, "forward", lambda rows: rows if lin.bias is None else rows + lin.bias):  # mapped already
+    with overridden(lin, "forward", partial(_plus, lin.bias)):  # mapped already
         return self.nn(out)
 
 
@@ -131,7 +132,8 @@ def first_of_nn(conv: Any) -> list[Any]:
 
 def commnet(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     edges = context.without_self_loops(edge_index)
-    heard = _aggregate_and_map(context, x, self.lin_heard, lambda rows: self.propagate(edges, x=rows))
+    rows, mapped = _sides(context, x, self.lin_heard)
+    heard = mapped(self.propagate(edges, x=rows))
     return self.lin_self(x) + heard
 
 

@@ -18,7 +18,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.registry import explained
 from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import Run, bind_module, twin_of

@@ -40,7 +40,7 @@ from lightning_gnn.console import progress_bar, text_of, text_table
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module

@@ -32,11 +32,10 @@ from lightning_gnn.extensions.node_types.shards import TypedShard
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.norms import STATE, Statistics
 from lightning_gnn.nn.over_all import over_all
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
 
 

@@ -34,9 +34,8 @@ from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import rule_of
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
 from lightning_gnn.partition.shard import HaloPlan
 from lightning_gnn.strategies.gossip.peers import SharedKeys
 

@@ -50,7 +50,7 @@ from lightning_gnn import (
     SpMM15DStrategy,
     VertexCutStrategy,
 )
-from lightning_gnn.nn.rank_graph import UnsupportedModelError
+from lightning_gnn.nn.context import UnsupportedModelError
 
 STRATEGIES: dict[str, type[GNNStrategy]] = {
     "dgcl": DGCLStrategy,
