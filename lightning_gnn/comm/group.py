@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -286,7 +286,7 @@ class World:
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
-    def _all_take_part(self, operation: str) -> Iterator[None]:
+    def all_take_part(self, operation: str) -> Iterator[None]:
         """An operation of all ranks, in the order in which they all come to it; counts its time."""
         began = time.perf_counter()
         with self.watch.during(operation, RuntimeError, joint=True), span(operation):
@@ -296,7 +296,7 @@ class World:
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
-            with self._all_take_part(operation):
+            with self.all_take_part(operation):
                 self._all_reduce_(tensor)
         return tensor
 
@@ -329,7 +329,7 @@ class World:
             request = dist.all_reduce(tensor, group=group, async_op=True)
 
         def wait() -> None:
-            with self._all_take_part(operation), self._waiting():
+            with self.all_take_part(operation), self._waiting():
                 request.wait()
 
         return wait
@@ -338,7 +338,7 @@ class World:
         """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        with self._all_take_part(operation):
+        with self.all_take_part(operation):
             if self._ranks.all_local:
                 return torch.stack(self._ranks.gather(tensor))
             out = tensor.new_empty((self.size, *tensor.shape))
@@ -367,49 +367,9 @@ class World:
             if source == self.rank:
                 piece.copy_(rows)
             if piece.numel():
-                with self._all_take_part(f"Gathering node rows of rank {source}"):
+                with self.all_take_part(f"Gathering node rows of rank {source}"):
                     dist.broadcast(piece.view(-1).view(torch.uint8), source, group=self._group_of(piece))
         return out
-
-    def scatter_rows(self, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int = 0) -> Tensor:
-        """Returns this rank's piece, on its device; one rank has those of all ranks, the others pass None.
-
-        Args:
-            pieces: one for each rank in order, on `source`. They are asked for one by one, so that they need not all be there.
-            shape, dtype: of this rank's piece.
-            source: who sends.
-
-        Raises:
-            CommunicationError: `source`, or a rank that it sends to, does not answer.
-        """
-        own = torch.empty(*shape, dtype=dtype, device=self.device)
-        with self._all_take_part(f"Sending node rows of rank {source}"):
-            if pieces is None:
-                self.transport.start_each([], [(source, own)] if own.numel() else [])()
-                return own
-            for peer, piece in enumerate(pieces):
-                if peer == self.rank:
-                    own.copy_(piece)
-                elif piece.numel():
-                    self.transport.start_each([(peer, piece.to(self.device).contiguous())], [])()
-        return own
-
-    def gather_rows(self, rows: Tensor, counts: Sequence[int], target: int) -> Tensor | None:
-        """Returns ``[sum(counts), ...]`` on `target`: the rows of all ranks in rank order; None on the others. Rank r brings
-        ``counts[r]``.
-
-        Raises:
-            CommunicationError: a rank does not answer.
-        """
-        with self._all_take_part(f"Gathering node rows on rank {target}"):
-            if self.rank != target:
-                self.transport.start_each([(target, rows.contiguous())] if rows.numel() else [], [])()
-                return None
-            out = rows.new_empty((sum(counts), *rows.shape[1:]))
-            pieces = list(enumerate(out.split(list(counts))))
-            pieces[self.rank][1].copy_(rows)
-            self.transport.start_each([], [each for each in pieces if each[0] != target and each[1].numel()])()
-            return out
 
     def scatter_object(self, values: Sequence[T] | None, source: int = 0) -> T:
         """Returns this rank's of the picklable values that `source` has for all ranks; the others pass None."""
@@ -417,7 +377,7 @@ class World:
             assert values is not None
             return values[0]
         mine: list[Any] = [None]
-        with self._all_take_part(f"Values of rank {source} for each rank"):
+        with self.all_take_part(f"Values of rank {source} for each rank"):
             dist.scatter_object_list(mine, None if values is None else [*values], source, group=self.host_group)
         return mine[0]
 
@@ -426,7 +386,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._all_take_part("Gathering values"):
+        with self.all_take_part("Gathering values"):
             dist.all_gather_object(values, value, group=self.host_group)
         return values
 
@@ -435,14 +395,14 @@ class World:
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        with self._all_take_part(f"A value of rank {source}"):
+        with self.all_take_part(f"A value of rank {source}"):
             dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
     def told_by_rank_0(self, own: bool, operation: str) -> bool:
         """Returns rank 0's, by the call that Lightning makes on the default group when it is asked to end."""
         told = torch.tensor([own], dtype=torch.int64, device=self.device)
-        with self._all_take_part(operation), self.watch.waiting(0 if self.rank else None):
+        with self.all_take_part(operation), self.watch.waiting(0 if self.rank else None):
             request = dist.broadcast(told, 0, async_op=True)
             try:
                 request.wait(*([self.timeout] if self.backend == "gloo" else []))  # on devices the host waits below
@@ -459,7 +419,7 @@ class World:
         """Overwrites `tensors` with those of `source`, on every rank."""
         if self.size == 1:
             return
-        with self._all_take_part(f"Tensors of rank {source}"):
+        with self.all_take_part(f"Tensors of rank {source}"):
             for tensor in tensors:
                 # Bytes again: integer and bool buffers travel too.
                 flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -470,7 +430,7 @@ class World:
     def barrier(self, name: str = "Barrier") -> None:
         """Returns when every rank has called it."""
         if self.size > 1:
-            with self._all_take_part(name):
+            with self.all_take_part(name):
                 dist.barrier(group=self.host_group)
 
     def close(self) -> None:

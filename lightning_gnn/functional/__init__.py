@@ -24,7 +24,7 @@ N nodes of the graph, E edges; on this rank N_p owned rows, H halo rows, E_p edg
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -135,12 +135,12 @@ class CommInfo:
             assert x is not None
             return x.detach()[self.n_id.to(x.device)].to(world.device)
         # No rank keeps the order of all: who has a row per node has room for an id per node, the others need not.
-        order, pieces = world.gather_rows(self.n_id, self.counts, source), None
+        order, pieces = _gather_rows(world, self.n_id, self.counts, source), None
         if order is not None:
             assert x is not None
             rows = x.detach()
             pieces = (rows[ids] for ids in order.to(rows.device).split(list(self.counts)))
-        return world.scatter_rows(pieces, (self.num_owned, *shape[1:]), dtype, source)
+        return _scatter_rows(world, pieces, (self.num_owned, *shape[1:]), dtype, source)
 
     def collect(self, x: Tensor) -> Tensor:
         """Returns the rows of all ranks in the graph's original order, ``[N, ...]``, on every rank; not differentiable.
@@ -299,7 +299,7 @@ def build_comm_info(
 
     parts, edges_of = _together(world, cut) or (None, None)
     part = world.scatter_object(parts, source)
-    edges = world.scatter_rows(edges_of, (part.num_edges, 3), torch.int64, source)
+    edges = _scatter_rows(world, edges_of, (part.num_edges, 3), torch.int64, source)
     session.info = CommInfo(
         edge_index=edges[:, :2].t().contiguous(),
         n_id=torch.from_numpy(part.n_id).to(world.device),
@@ -486,6 +486,48 @@ def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]
                 "ranks, or None on all but one."
             )
     return found[0]
+
+
+def _scatter_rows(world: World, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+    """Returns this rank's piece, on its device; one rank has those of all ranks, the others pass None.
+
+    Args:
+        pieces: one for each rank in order, on `source`. They are asked for one by one, so that they need not all be there.
+        shape, dtype: of this rank's piece.
+        source: who sends.
+
+    Raises:
+        CommunicationError: `source`, or a rank that it sends to, does not answer.
+    """
+    own = torch.empty(*shape, dtype=dtype, device=world.device)
+    with world.all_take_part(f"Sending node rows of rank {source}"):
+        if pieces is None:
+            world.transport.start_each([], [(source, own)] if own.numel() else [])()
+            return own
+        for peer, piece in enumerate(pieces):
+            if peer == world.rank:
+                own.copy_(piece)
+            elif piece.numel():
+                world.transport.start_each([(peer, piece.to(world.device).contiguous())], [])()
+    return own
+
+
+def _gather_rows(world: World, rows: Tensor, counts: Sequence[int], target: int) -> Tensor | None:
+    """Returns ``[sum(counts), ...]`` on `target`: the rows of all ranks in rank order; None on the others. Rank r brings
+    ``counts[r]``.
+
+    Raises:
+        CommunicationError: a rank does not answer.
+    """
+    with world.all_take_part(f"Gathering node rows on rank {target}"):
+        if world.rank != target:
+            world.transport.start_each([(target, rows.contiguous())] if rows.numel() else [], [])()
+            return None
+        out = rows.new_empty((sum(counts), *rows.shape[1:]))
+        pieces = list(enumerate(out.split(list(counts))))
+        pieces[world.rank][1].copy_(rows)
+        world.transport.start_each([], [each for each in pieces if each[0] != target and each[1].numel()])()
+        return out
 
 
 def _together(world: World, work: Callable[[], T]) -> T:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.comm.rows import packed, unpacked
+from lightning_gnn.comm.channel import packed, unpacked
 from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names
 from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering
 from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.comm.channel import GroupChannel, packed, unpacked
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.one_copy import one_copy
-from lightning_gnn.comm.rows import GroupChannel, packed, unpacked
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
@@ -41,6 +40,7 @@ from lightning_gnn.strategies.sampling.neighbors import (
     random_numbers,
     sample_neighbors,
 )
+from lightning_gnn.strategies.sampling.one_copy import one_copy
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
 T = TypeVar("T")

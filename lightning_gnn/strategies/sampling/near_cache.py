@@ -17,9 +17,9 @@ from torch import Tensor
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.one_copy import one_copy, shared_zeros
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition.layout import Types
+from lightning_gnn.strategies.sampling.one_copy import one_copy, shared_zeros
 
 Rows = tuple[Tensor, Tensor]
 """Some rows, int64 ``[n]``, and a number of each, ``[n]``."""
