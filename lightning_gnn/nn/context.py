@@ -244,10 +244,6 @@ class GraphContext:
             kept = self.kept.of_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
         return self.exchange.expand(x, layer, dim) if kept is None else kept[0]
 
-    def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Returns owned and halo rows of several tensors, in one message per peer; differentiable."""
-        return [self.expand(tensors[0], layer)] if len(tensors) == 1 else self.exchange.expand_all(tensors, layer)
-
     @contextmanager
     def read_once(self) -> Iterator[None]:
         """While open, S x of the same rows x is made once: code that calls for it again and again does not change them."""
@@ -362,7 +358,8 @@ class GraphContext:
             missing = None
             if present is not None:
                 missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
-            return Attended(csr, self.expand_all(sources, layer), targets, _as_it_is, missing=missing)
+            rows = self.exchange.expand_all(sources, layer) if sources[1:] else [self.expand(sources[0], layer)]
+            return Attended(csr, rows, targets, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.

@@ -157,7 +157,7 @@ def test_several_tensors_in_one_message_pass_through_it():
         shard = shards(3)[rank]
         zeroed = bind_module(With(Zeroed), torch.nn.Module(), shard, world, Meter()).context
         one, other = (torch.ones(shard.plan.num_owned, *shape, requires_grad=True) for shape in ((3,), (2, 4)))
-        for out in zeroed.expand_all([one, other], "layer"):
+        for out in zeroed.exchange.expand_all([one, other], "layer"):
             assert (out[: shard.plan.num_owned] == 1).all() and not out[shard.plan.num_owned :].any()
             out.sum().backward()
         assert (one.grad == 1).all() and (other.grad == 1).all()

@@ -301,7 +301,7 @@ def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
             if name not in seen:
                 seen.add(name)
                 relation.check_rows(k_dict[name].size(0), layer)
-                keys[name], values[name] = relation.expand_all([k_dict[name], v_dict[name]], layer)
+                keys[name], values[name] = relation.exchange.expand_all([k_dict[name], v_dict[name]], layer)
         return getattr(type(self), pyg.HGT_SOURCES)(self, keys, values, edge_index_dict)
 
     return {pyg.HGT_SOURCES: types.MethodType(construct, conv)}
