@@ -20,12 +20,13 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnn.comm.group import World
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import ConvRule, exact_convs, fused, known_kind, rule_of
-from lightning_gnn.nn.directed import both_ways
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward, readout
 from lightning_gnn.nn.over_all import dense_attention, over_all
@@ -87,6 +88,8 @@ class Binding:
             in_convs, out = ({id(part) for conv in of for part in conv.modules()} for of in (convs, reversed_convs))
             for name, child in module.named_modules():
                 if isinstance(child, DirGNNConv):
+                    from lightning_gnn.nn.directed import both_ways
+
                     self._patch(child, both_ways(child, context, name))
                 elif isinstance(child, MessagePassing):
                     self._bind(child, name, context.reverse if id(child) in out and context.reverse else context)
@@ -149,6 +152,19 @@ class Binding:
         """Gives every module, and every copy of it, its own methods back. If not `for_good`, copies outside of `module` stay
         bound: :meth:`bind` would not find them."""
         self._patches.release(copies_in=None if for_good else self._module)
+
+
+def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> GraphContext:
+    """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
+    reads_out_edges = any(isinstance(part, DirGNNConv) for part in module.modules())
+    if not reads_out_edges:
+        return make(shard)
+    from lightning_gnn.nn.directed import reversed_shard
+
+    reverse = make(reversed_shard(shard, world))
+    context = make(shard)
+    context.reverse = reverse
+    return context
 
 
 def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> dict[str, Any]:

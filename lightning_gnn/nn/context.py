@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from typing_extensions import Self
 
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import Exchange, Matrix, Triples
-from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.data.lazy_ids import kept_as, plain_ids, stored_ids
 from lightning_gnn.kernels import CSR
@@ -41,6 +40,9 @@ from lightning_gnn.nn.edges import (
     sum_by,
 )
 from lightning_gnn.nn.kept import Kept
+
+if TYPE_CHECKING:
+    from lightning_gnn.comm.matrix import SparseMatrix
 
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
@@ -332,9 +334,7 @@ class GraphContext:
 
         def spread() -> SparseMatrix:
             source, target = stored_ids(edge_index)
-            matrix = make(Triples(target_ids[target], node_ids[source], None))
-            assert isinstance(matrix, SparseMatrix)
-            return matrix
+            return cast("SparseMatrix", make(Triples(target_ids[target], node_ids[source], None)))
 
         return self.kept.of_edges(("spread", make), [edge_index], spread)
 

@@ -7,7 +7,6 @@ nodes stay where they are, and every edge is told, once, to the owner of its sou
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +22,6 @@ from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.partition.shard import owners_of
-
-
-def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> GraphContext:
-    """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
-    reads_out_edges = any(isinstance(part, DirGNNConv) for part in module.modules())
-    reverse = make(reversed_shard(shard, world)) if reads_out_edges else None
-    context = make(shard)
-    context.reverse = reverse
-    return context
 
 
 def reversed_shard(shard: Shard, world: World) -> Shard:
@@ -85,7 +75,7 @@ def both_ways(conv: DirGNNConv, context: GraphContext, layer: str) -> dict[str, 
     if reverse is None:
         raise UnsupportedModelError(
             f"'{layer}' (DirGNNConv) reads out-edges, which this scheme does not give its ranks: its bind() is older than "
-            "lightning_gnn.nn.directed.context_of."
+            "lightning_gnn.nn.bind.context_of."
         )
 
     def forward(self: DirGNNConv, x: Tensor, edge_index: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from torch_geometric.utils import scatter
 
 from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange, Matrix, Triples
-from lightning_gnn.comm.matrix import SparseMatrix
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.kernels import CSR, spmm
 from lightning_gnn.kernels.sums import STATISTICS, RowStatistics, row_statistics_grad
+
+if TYPE_CHECKING:
+    from lightning_gnn.comm.matrix import SparseMatrix
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, Shard
-from lightning_gnn.nn.bind import Binding, check_module
+from lightning_gnn.nn.bind import Binding, check_module, context_of
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
 

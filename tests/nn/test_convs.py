@@ -34,9 +34,8 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError, convs
-from lightning_gnn.nn.bind import bound_methods, check_module
+from lightning_gnn.nn.bind import bound_methods, check_module, context_of
 from lightning_gnn.nn.convs import CONVS, ConvRule, exact_convs, rule_of
-from lightning_gnn.nn.directed import context_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.cover.strategy import CoverScheme
 from lightning_gnn.strategies.spmm.strategy import CubeScheme, SpMMScheme
