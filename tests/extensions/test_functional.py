@@ -128,24 +128,17 @@ OPTIONS: list[tuple[dict[str, Any], bool]] = [
 def what_arrives(rank: int, world_size: int, nodes: int, options: dict[str, Any]) -> tuple[int, int, Any]:
     """Bytes that this rank is given until features are dispatched, how many rows it owns, and which."""
     values: list[Any] = []
-    with session(rank) as ranks:
+    with session(rank) as ranks, pytest.MonkeyPatch.context() as patch:
         world = ranks.world
-        moves = (
-            "broadcast_object",
-            "scatter_object",
-            "all_gather_object",
-            "scatter_rows",
-            "gather_rows",
-            "all_gather_rows",
-        )
-        for name in moves:
-            original = getattr(world, name)
+        of_world = ("broadcast_object", "scatter_object", "all_gather_object", "all_gather_rows")
+        for owner, name in (*((world, name) for name in of_world), (dgcl, "_scatter_rows"), (dgcl, "_gather_rows")):
+            original = getattr(owner, name)
 
             def kept(*given: Any, original: Any = original) -> Any:
                 values.append(original(*given))
                 return values[-1]
 
-            setattr(world, name, kept)
+            patch.setattr(owner, name, kept)
         graph = ring(nodes) if rank == 0 else None
         part = dgcl.build_comm_info(graph, **(options if rank == 0 else {}))
         x = dgcl.dispatch_features(torch.arange(nodes, dtype=torch.float64) if rank == 0 else None)
