@@ -1,4 +1,4 @@
-"""The hooks of a LightningModule around a step, in Lightning's order."""
+"""The hooks of a LightningModule around a step, in Lightning's order, and what they and the step log."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_gnn.comm.call import Phase
+from lightning_gnn.comm.group import World
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.steps.logs import GlobalLogs
 
 PHASES: dict[str, Phase] = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """Of Lightning's stages, as exchanges are told and hooks are named."""
@@ -29,15 +34,15 @@ class Hooks:
     """Calls the hooks that a module has of its own: before a step all, after it those that log, or have what another one logs.
 
     Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
-    left out from then on: its name is added to `skipped`. Those of the stage's begin are called if it `begins`.
+    left out from then on: its name is added to `skipped`. The stage begins with the step.
 
     Attributes:
         not_run: of hooks that log and are left out, what they raised.
     """
 
-    def __init__(self, stage: str, skipped: set[str], begins: bool = True) -> None:
+    def __init__(self, stage: str, skipped: set[str]) -> None:
         name = PHASES[stage]
-        self._begins = (["on_fit_start"] if stage == "fit" else []) + [f"on_{name}_start"] if begins else []
+        self._begins = [*(["on_fit_start"] if stage == "fit" else []), f"on_{name}_start"]
         self._before = [*self._begins, f"on_{name}_epoch_start"]
         self._batch, self._epoch_end, self._skipped = f"on_{name}_batch", f"on_{name}_epoch_end", skipped
         self.not_run: dict[str, BaseException] = {}
@@ -145,3 +150,58 @@ def _code(method: Any) -> CodeType | None:
     if str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning", "torch", "pytorch_lightning"):
         return None
     return getattr(function, "__code__", None)
+
+
+class LoggedValues:
+    """Takes what a module logs, whose ``log`` it replaces; without a world, on one device. Values by name are those of all ranks
+    at the end of the epoch."""
+
+    def __init__(self, model: pl.LightningModule, world: World | None, rows: GraphRows | None) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._world = world
+        model.__dict__.pop("log_dict", None)  # which calls log
+        object.__setattr__(model, "log", self._keep)
+        self._logs = None if world is None else GlobalLogs(model, world, (), rows)
+
+    def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        if isinstance(value, Metric):
+            self._metrics[name] = value
+        else:
+            self.values[name] = torch.as_tensor(value).detach().double()
+
+    def given_to_logger(self, name: str, value: Any) -> None:
+        """Keeps a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
+        number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if number and (self._world is None or self._world.rank == 0):
+            with local_rows():
+                self.values[f"{name} of self.logger"] = torch.as_tensor(value).detach().double()
+
+    def enter(self) -> None:
+        if self._logs is not None:
+            self._logs.enter_rows()
+
+    def leave(self) -> None:
+        """Ends the step."""
+        if self._logs is not None:
+            self._logs.check_names()
+            self._logs.leave_rows()
+
+    def so_far(self) -> dict[str, Tensor]:
+        """Returns values by name, those of metrics included."""
+        return {**self.values, **{name: metric.compute() for name, metric in self._metrics.items()}}
+
+    def finish(self, skipped: set[str]) -> None:
+        """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""
+        for name, metric in self._metrics.items():
+            if name in skipped:
+                continue
+            try:
+                value = metric.compute()
+            except Exception:
+                if self._world is not None:
+                    raise
+                skipped.add(name)
+                continue
+            if isinstance(value, Tensor):
+                self.values[name] = value.detach().double()

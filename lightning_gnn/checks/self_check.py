@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
 
-from lightning_gnn.checks.differences import STATE, TOLERANCES, UNKNOWN, Difference, Finding, differences
+from lightning_gnn.checks.record import STATE, TOLERANCES, UNKNOWN, Difference, Finding, Outcome, Parted, differences
 from lightning_gnn.checks.small_graph import FORM, Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
-from lightning_gnn.checks.trial import STAGES, Bind, Outcome, Parted, Trial, in_one_line
+from lightning_gnn.checks.trial import STAGES, Bind, Trial, in_one_line
 from lightning_gnn.data.shards import Graph
 from lightning_gnn.data.sources import LeftOutError, counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
@@ -83,7 +83,7 @@ def self_check(
         for dtype, tolerance in TOLERANCES.items():
             try:
                 small = make(batch, masks, form, 0, num_classes)
-                trial = Trial(module, small.graph, stage, quiet_trainer, dtype, True, small.whole)
+                trial = Trial(module, small.graph, stage, quiet_trainer, dtype, small.whole)
                 whole = trial.on_whole()
             except (UnsupportedModelError, LeftOutError) as error:
                 refused = str(error)

@@ -1,8 +1,9 @@
-"""Stand-ins for what a step may touch when it runs without a Trainer: in the self-check and in rehearsals."""
+"""Stand-ins for what a step may touch when it runs without a Trainer, in checks and rehearsals; random numbers among it."""
 
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,11 +11,14 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
@@ -29,10 +33,53 @@ from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.weights import gather_rows
 
 if TYPE_CHECKING:
-    from lightning_gnn.checks.logged_values import LoggedValues
+    from lightning_gnn.checks.hooks import LoggedValues
 
 M = TypeVar("M", bound=torch.nn.Module)
 T = TypeVar("T")
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
+}  # fmt: skip
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows. Generators of the user's
+    are read and stay where they are, since ranks that are threads share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[torch.Generator, torch.Generator] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        given = kwargs.get("generator")
+        if given is not None:
+            if given not in self._copies:
+                self._copies[given] = torch.Generator(given.device)
+                self._copies[given].set_state(given.get_state())
+            kwargs = {**kwargs, "generator": self._copies[given]}
+        return func(*args, **kwargs)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators of torch, numpy and Python that users draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    random.seed(seed)
+
+
+def draws_random_numbers(module: torch.nn.Module) -> bool:
+    """Returns whether a model has dropout, which each rank draws for itself."""
+    for part in module.modules():
+        rate = getattr(part, "p", 0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0)
+        if isinstance(rate, (int, float)) and rate > 0:
+            return True
+    return False
 
 
 @contextmanager
@@ -44,32 +91,6 @@ def aside() -> Iterator[None]:
             stack.enter_context(each)
         warnings.simplefilter("ignore")
         yield
-
-
-@contextmanager
-def kept_state(module: torch.nn.Module) -> Iterator[None]:
-    """Gives a module and those inside it their attributes, buffers and states of metrics back; parameters are not looked at."""
-    tensors: list[tuple[Tensor, Tensor]] = []
-    held: list[tuple[torch.nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
-    for each in module.modules():
-        attributes = dict(vars(each))
-        found = [*attributes.values(), *each._buffers.values()]
-        tensors += [(value, value.detach().clone()) for value in found if isinstance(value, Tensor)]
-        holders = [(value, copy.copy(value)) for value in attributes.values() if isinstance(value, (list, dict, set))]
-        held.append((each, attributes, holders))
-    try:
-        yield
-    finally:
-        for each, attributes, holders in held:
-            vars(each).clear()
-            vars(each).update(attributes)
-            for holder, before in holders:
-                holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(before)
-        with torch.no_grad():
-            for value, values in tensors:
-                if not torch.equal(value, values):
-                    value.copy_(values)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -99,15 +120,8 @@ def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
 
 
 class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers; in a stage and with a datamodule of its own, if these are given.
+    """The Trainer as a step may read it, without its loggers; in a stage and with a datamodule of its own, if these are given."""
 
-    Attributes:
-        epoch: that the step finds itself in; None for the Trainer's own.
-        reads_epoch: whether a step has asked for its epoch, or how many steps there were.
-    """
-
-    epoch: int | None = None
-    reads_epoch = False
     _logged: LoggedValues | None = None
 
     def __init__(self, trainer: pl.Trainer, stage: str | None = None, datamodule: pl.LightningDataModule | None = None) -> None:
@@ -151,22 +165,6 @@ class QuietTrainer:
         return _Metrics({**before, **({} if self._logged is None else self._logged.so_far())})
 
     logged_metrics = callback_metrics
-
-    @property
-    def current_epoch(self) -> int:
-        self.reads_epoch = True
-        return self.epochs_before
-
-    @property
-    def epochs_before(self) -> int:
-        """``current_epoch``, for those that are not the step."""
-        return self._trainer.current_epoch if self.epoch is None else self.epoch
-
-    @property
-    def global_step(self) -> int:
-        """An epoch is one step."""
-        self.reads_epoch = True
-        return self._trainer.global_step if self.epoch is None else self.epoch
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -268,19 +266,10 @@ def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) 
         sums.after()
 
 
-def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., None]) -> Callable[[], int]:
-    """Lets a step with manual optimisation add to gradients only, by `run_backward` in place of its ``manual_backward``; returns
-    what counts these calls."""
-    calls = 0
-
-    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        nonlocal calls
-        calls += 1
-        run_backward(loss, *args, **kwargs)
-
-    _replace(model, manual_backward=manual_backward)
+def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., None]) -> None:
+    """Lets a step with manual optimisation add to gradients only, by `run_backward` in place of its ``manual_backward``."""
+    _replace(model, manual_backward=run_backward)
     _replace(model, **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore))
-    return lambda: calls
 
 
 def _replace(model: pl.LightningModule, **methods: Callable[..., Any]) -> None:
@@ -337,10 +326,8 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
     return model
 
 
-def run_step(model: pl.LightningModule, name: str, batch: Any, loader: int = 0) -> Any:
-    """Returns what a step of that name returns, after the module's own hooks on batches; `loader` is its dataloader's number."""
-    batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, loader), loader)
+def run_step(model: pl.LightningModule, name: str, batch: Any) -> Any:
+    """Returns what a step of that name returns, after the module's own hooks on batches."""
+    batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
     step = getattr(model, name)
-    if loader:
-        return step(batch, 0, loader)
     return step(batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else step(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -13,18 +13,18 @@ import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
 
-from lightning_gnn.checks.draws import NoDropout, seed_all
 from lightning_gnn.checks.explanation import Explanation
-from lightning_gnn.checks.hooks import PHASES, Hooks
-from lightning_gnn.checks.logged_values import LoggedValues
-from lightning_gnn.checks.record import Event, Recorder
+from lightning_gnn.checks.hooks import PHASES, Hooks, LoggedValues
+from lightning_gnn.checks.record import OnRank, Outcome, Parted, Recorder
 from lightning_gnn.checks.stand_ins import (
+    NoDropout,
     QuietTrainer,
     backward,
     copied,
     first_failure,
     quiet,
     run_step,
+    seed_all,
     without_optimizers,
 )
 from lightning_gnn.comm.call import Step
@@ -54,41 +54,6 @@ LR = 0.01
 """Of runs of several steps."""
 
 
-@dataclass
-class OnRank:
-    """A run of the step on one rank.
-
-    Attributes:
-        events: what its modules returned, in order of time.
-        loss: of the whole graph.
-        logged: values by name, at the end of the epoch.
-        predicted: what ``predict_step`` returns, put together; empty where that is not known.
-    """
-
-    events: Sequence[Event]
-    loss: Tensor | None = None
-    logged: Mapping[str, Tensor] = field(default_factory=dict)
-    predicted: Sequence[Tensor] = ()
-
-
-@dataclass
-class Outcome:
-    """A run of the step on all ranks."""
-
-    ranks: Sequence[OnRank]
-    gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor | None]
-
-    @property
-    def loss(self) -> Tensor | None:
-        loss = self.ranks[0].loss
-        return None if loss is None else loss.detach().double()
-
-
-class Parted(Exception):
-    """A run on parts did not come to its end; the text says where and why, `__cause__` is the error."""
-
-
 class Trial:
     """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
     step optimises by hand, or hooks come before it or after its backward, which may read and write both: then each has its
@@ -101,7 +66,6 @@ class Trial:
         stage: a key of `STAGES`.
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
-        begins: whether the stage begins with the step, else it has begun.
         whole: returns a graph as the only rank's shard.
         explanation: is told what ranks send. Then they send what they send in training, and nothing is recorded.
 
@@ -116,13 +80,12 @@ class Trial:
         stage: str,
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
-        begins: bool = True,
         whole: Callable[[Any], Shard] = whole_graph,
         explanation: Explanation | None = None,
     ) -> None:
         self._whole, self._explanation = whole, explanation
         self._skipped: set[str] = set()
-        self._hooks = Hooks(stage, self._skipped, begins)
+        self._hooks = Hooks(stage, self._skipped)
         self.stage, self.training = stage, stage == "fit"
         self.step = STAGES[stage][0]
         self._by_hand = self.training and not module.automatic_optimization

@@ -21,20 +21,22 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.checks.differences import (
+from lightning_gnn.checks.explanation import Explanation
+from lightning_gnn.checks.record import (
     LOGGED_TOLERANCE,
     STATE,
     TOLERANCES,
     UNKNOWN,
     Finding,
+    Outcome,
+    Parted,
+    compared,
     differences,
+    differing,
     first_difference,
 )
-from lightning_gnn.checks.draws import draws_random_numbers
-from lightning_gnn.checks.explanation import Explanation
-from lightning_gnn.checks.record import compared, differing
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, quiet, uncompiled
-from lightning_gnn.checks.trial import STAGES, Outcome, Parted, Trial, in_dtype, in_one_line
+from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, draws_random_numbers, quiet, uncompiled
+from lightning_gnn.checks.trial import STAGES, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar, text_of, text_table
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph

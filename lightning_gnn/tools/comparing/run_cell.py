@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.checks.draws import draws_random_numbers
+from lightning_gnn.checks.stand_ins import draws_random_numbers
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.processes import end_with_parent
 from lightning_gnn.comm.traffic import Meter, Traffic

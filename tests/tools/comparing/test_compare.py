@@ -31,7 +31,7 @@ from lightning_gnn import (
     SamplingStrategy,
     VertexCutStrategy,
 )
-from lightning_gnn.checks.draws import draws_random_numbers
+from lightning_gnn.checks.stand_ins import draws_random_numbers
 from lightning_gnn.tools.commands.compare import compare as command
 from lightning_gnn.tools.comparing.cells import Cell, Comparison, checked, make_cells, section_of
 from lightning_gnn.tools.comparing.report import report_html
