@@ -17,7 +17,7 @@ from common import SHARED, report, run_row
 from torch_geometric.datasets import Planetoid
 
 from lightning_gnn import NodeClassifier
-from lightning_gnn.checks import self_check
+from lightning_gnn.checks.self_check import self_check
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph, whole_graph
 from lightning_gnn.data.sources import prepare_graph

@@ -36,7 +36,7 @@ from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import GradientSum
-from lightning_gnn.steps.metric_states import metrics_in
+from lightning_gnn.steps.metrics import metrics_in
 from lightning_gnn.steps.predictions import PredictedRows, tensors_in
 
 _Graph = TypeVar("_Graph", bound=Graph)

@@ -31,7 +31,7 @@ from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
-from lightning_gnn.steps.model import SharedModel
+from lightning_gnn.steps.gradients import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategy.checks import Checks, Run, RunChecks

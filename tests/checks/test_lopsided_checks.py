@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
 from lightning_gnn import fetch_rows, num_nodes
-from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORM, small_graph
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph

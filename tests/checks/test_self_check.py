@@ -18,7 +18,7 @@ from torch_geometric.nn import BatchNorm, GCNConv, JumpingKnowledge, MessagePass
 from torch_geometric.utils import add_self_loops, degree, dropout_edge, negative_sampling
 
 import lightning_gnn
-from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.comm.traffic import Meter

@@ -14,7 +14,7 @@ from test_hetero_sampling import CLASSES, SIZES, typed_graph
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import HeteroDictLinear
 
-from lightning_gnn.checks import SelfCheck, self_check
+from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORM
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard, split_graph
