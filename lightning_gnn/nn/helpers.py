@@ -15,8 +15,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn.data.lazy_ids import lazy_ids, stored_ids
 from lightning_gnn.nn.context import GraphContext
-from lightning_gnn.rows.mode import active_mode, place, placement_of
-from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
+from lightning_gnn.rows.mode import active_mode, place, rows_of
+from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
 class _Here(threading.local):
@@ -74,8 +74,7 @@ def expand(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
-        of = placement_of(x)
-        if of is None or of.rows is None:
+        if rows_of(x) is None:
             return x  # whole already
         with mode.pause():
             return placed(expand(x), mode.halo_rows)
@@ -104,8 +103,8 @@ def reduce(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
-        of = placement_of(x)
-        if of is None or of.rows is None or of.rows is not mode.halo_rows:
+        of = rows_of(x)
+        if of is None or of.rows is not mode.halo_rows:
             return x  # a sum of all ranks already
         with mode.pause():
             return placed(reduce(x), mode.nodes)
@@ -136,8 +135,8 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
         return x[ids]
     mode = active_mode()
     if mode is not None:
-        of, of_x = placement_of(ids), placement_of(x)
-        if of_x is None or of_x.rows is None:
+        of, of_x = rows_of(ids), rows_of(x)
+        if of_x is None:
             return x[ids]  # whole already
         with mode.pause():
             found = fetch_rows(mode.own(x, of_x), ids)
@@ -173,12 +172,12 @@ def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
         return choose()
     if mode is None:
         return graph.chosen(f"{mask} {names}", batch.edge_index, choose)
-    of = placement_of(batch.edge_index)
+    of = rows_of(batch.edge_index)
     with mode.pause():
         edges, *others = graph.chosen(f"{mask} {names}", batch.edge_index, choose)
-        if of is not None and of.rows is not None:
+        if of is not None:
             rows = of.rows.select(batch[mask])
-            place(edges, Placement(rows, 1, local_ids="both"))
+            place(edges, RowPlacement(rows, 1, local_ids="both"))
             for each in others:
                 place(each, rows.at(0))
     return edges, *others

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.mode import RULES, OtherSizeError, RowsMode, Rule, has_counts, name_of, placement_of, tensors_in
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
+from lightning_gnn.rows.mode import RULES, OtherSizeError, RowsMode, Rule, has_counts, name_of, placement_of, rows_of, tensors_in
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, RowPlacement, RowSet
+
+_OWNERS = (torch, Tensor, F, torch.special, torch.linalg)
 
 
-def register(rule: Rule, names: str, owners: Sequence[Any] = (torch, Tensor, F, torch.special)) -> None:
+def register(rule: Rule, names: str, owners: Sequence[Any] = _OWNERS) -> None:
     """Gives a rule to the functions of some names, wherever torch has them."""
     for name in names.split():
-        found = [getattr(owner, name) for owner in owners if callable(getattr(owner, name, None))]
-        if not found:
-            continue
-        for function in found:
-            RULES[function] = rule
+        for owner in owners:
+            function = getattr(owner, name, None)
+            if callable(function):
+                RULES[function] = rule
 
 
 def properties(rule: Rule, names: str) -> None:
@@ -45,7 +47,7 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
     """Returns a tensor as it is combined with one that has `rows` along its dimension `right` from the right."""
     placement = placement_of(x)
     assert placement is not None
-    if placement.rows is not None:
+    if isinstance(placement, RowPlacement):
         if placement.rows is rows and x.dim() - placement.dim == right:
             return x
         x, placement = mode.gathered(x, placement, name), FROM_ROWS
@@ -62,25 +64,54 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
     return mode.take(x, at, rows, name)
 
 
-def target_of(found: Sequence[tuple[Tensor, Placement]]) -> tuple[RowSet, int, Placement]:
+def whole(mode: RowsMode, x: Tensor, name: str) -> Tensor:
+    """Returns a tensor of all ranks for use with rows of another row set."""
+    of = placement_of(x)
+    if isinstance(of, RowPlacement):
+        x, of = mode.gathered(x, of, name), FROM_ROWS
+    return mode.enter(x, of, name)
+
+
+def target_of(found: Sequence[tuple[Tensor, RowPlacement]]) -> tuple[RowSet, int]:
     """Returns along which rows the result of tensors that broadcast is distributed, and the dimension from the right."""
-    best_x, best = found[0]
-    right = best_x.dim() - best.dim
-    for x, placement in found[1:]:
-        if x.dim() - placement.dim > right:
-            best_x, best, right = x, placement, x.dim() - placement.dim
-    assert best.rows is not None
-    return best.rows, right, best
+    rows, right = found[0][1].rows, 0
+    for x, of in found:
+        if x.dim() - of.dim > right:
+            rows, right = of.rows, x.dim() - of.dim
+    return rows, right
+
+
+def on_all(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions of the rows of all ranks, gathered, or of their number."""
+    has_rows = mode.row_tensors(args, kwargs) or has_counts(args, kwargs)
+    return (mode.on_all_rows if has_rows else mode.plain)(func, args, kwargs)
+
+
+RuleOfRows = Callable[[RowsMode, Any, Any, Any, Sequence[tuple[Tensor, RowPlacement]]], Any]
+
+
+def of_rows(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
+    """Returns a rule from one for arguments among which are row tensors, which it is given, and one for others."""
+
+    @wraps(rule)
+    def checked(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+        found = mode.row_tensors(args, kwargs)
+        return rule(mode, func, args, kwargs, found) if found else without(mode, func, args, kwargs)
+
+    return checked
 
 
 def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of the corresponding entries of tensors, which broadcast."""
     found = mode.row_tensors(args, kwargs)
-    if not found:
+    if not found:  # as of_rows has it, without another call
         return mode.plain(func, args, kwargs)
-    rows, right, _ = target_of(found)
     if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
         return mode.on_all_rows(func, args, kwargs)
+    return _by_entries(mode, func, args, kwargs, *target_of(found))
+
+
+def _by_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet, right: int) -> Any:
     name = name_of(func)
 
     def change(value: Any) -> Any:
@@ -89,16 +120,16 @@ def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     args = tuple(change(each) for each in args)
     if kwargs:
         kwargs = {key: change(each) for key, each in kwargs.items()}
-    return placed(func(*args, **kwargs), rows, right, mode)
+    return placed(func(*args, **kwargs), rows, right)
 
 
-def _compares_ends(func: Any, found: Sequence[tuple[Tensor, Placement]], args: Any) -> bool:
+def _compares_ends(func: Any, found: Sequence[tuple[Tensor, RowPlacement]], args: Any) -> bool:
     """Returns whether the ends of edges are compared with each other: places are equal where nodes are."""
     same = all(of.local_ids and of.rows is found[0][1].rows for _, of in found) and len(found) == len(args)
     return same and name_of(func) in ("eq", "ne", "__eq__", "__ne__")
 
 
-def placed(out: Any, rows: RowSet, right: int, mode: RowsMode) -> Any:
+def placed(out: Any, rows: RowSet, right: int) -> Any:
     """Sets the placement of results that have `rows` along the dimension `right` from the right."""
     if type(out) is Tensor:
         out.__dict__[ATTRIBUTE] = rows.at(out.dim() - right)
@@ -108,29 +139,21 @@ def placed(out: Any, rows: RowSet, right: int, mode: RowsMode) -> Any:
     return out
 
 
-def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+@of_rows
+def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """The same in place."""
-    found = mode.row_tensors(args, kwargs)
-    into = args[0]
-    placement = placement_of(into)
-    if not found:
-        return mode.plain(func, args, kwargs)
-    if placement is None or placement.rows is None or any(of.local_ids for _, of in found):
+    into = rows_of(args[0])
+    if into is None or any(of.local_ids for _, of in found):
         return mode.on_all_rows(func, args, kwargs)
-    rows, right = placement.rows, into.dim() - placement.dim
-    name = name_of(func)
-
-    def change(value: Any) -> Any:
-        return converted(mode, value, rows, right, name) if isinstance(value, Tensor) else value
-
-    out = func(into, *(change(each) for each in args[1:]), **{key: change(each) for key, each in kwargs.items()})
-    return mode.tagged(out, rows.at(placement.dim))
+    return _by_entries(mode, func, args, kwargs, into.rows, args[0].dim() - into.dim)
 
 
 def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Functions whose result has the placement of their first argument."""
-    x = args[0]
-    placement = placement_of(x) if isinstance(x, Tensor) else None
+    x = args[0] if args else None
+    if not isinstance(x, Tensor):
+        return on_all(mode, func, args, kwargs)
+    placement = placement_of(x)
     if placement is None:
         return mode.plain(func, args, kwargs)
     out = func(*args, **kwargs)
@@ -138,89 +161,104 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``zeros_like`` and its kind."""
-    placement = placement_of(args[0])
-    if placement is None:
-        out = func(*args, **kwargs)
-        return mode.untagged(out)
-    if placement.rows is None:
-        with mode.common_draws() if func in RANDOM else _nothing:
-            return mode.tagged(func(*args, **kwargs), REPLICATED)
-    if func in RANDOM and mode.draws_for_all(kwargs):
-        return _drawn(mode, func, args, kwargs)
-    return mode.tagged(func(*args, **kwargs), placement.rows.at(placement.dim))
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-_nothing = _Nothing()
-RANDOM: set[Any] = set()
-"""Functions that draw random numbers."""
+    """``zeros_like`` and its kind, of new values."""
+    of = rows_of(first_tensor(args, kwargs))
+    return mode.plain(func, args, kwargs) if of is None else mode.tagged(func(*args, **kwargs), of.rows.at(of.dim))
 
 
 def random(rule: Rule) -> Rule:
     """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those of
-    one device."""
+    one device: for the rows of all ranks, on every rank. What has the shape of the first argument stays rows."""
 
     def draw(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-        if not mode.row_tensors(args, kwargs):
+        if not mode.row_tensors(args, kwargs) and not has_counts(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        return _drawn(mode, func, args, kwargs) if mode.draws_for_all(kwargs) else rule(mode, func, args, kwargs)
+        if not mode.exact_draws and kwargs.get("generator") is None:  # which is the same on all ranks
+            return rule(mode, func, args, kwargs)
+        out, x = mode.on_all_rows(func, args, kwargs), first_tensor(args, kwargs)
+        of = rows_of(x)
+        if x is None or of is None or not isinstance(out, Tensor) or out is x:
+            return out
+        if out.shape != (*x.shape[: of.dim], of.rows.total, *x.shape[of.dim + 1 :]):
+            return out
+        return mode.tagged(mode.take(out, of.dim, of.rows, name_of(func)), of.rows.at(of.dim))
 
     return draw
 
 
-def _drawn(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Draws for the rows of all ranks, on every rank; what has the shape of the first argument stays rows."""
-    out = mode.on_all_rows(func, args, kwargs)
-    x = args[0] if args else kwargs.get("input")
-    of = placement_of(x) if isinstance(x, Tensor) else None
-    if of is None or of.rows is None or not isinstance(out, Tensor) or out is x:
-        return out
-    shape = list(x.shape)
-    shape[of.dim] = of.rows.total
-    if list(out.shape) != shape:
-        return out
-    return mode.tagged(mode.take(out, of.dim, of.rows, name_of(func)), of.rows.at(of.dim))
+def first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    """Returns the tensor that a function is called with first."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    return next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
 
 
-def first_rows(own_dims: Callable[[Tensor, Any, Any], Iterable[int]] = lambda x, a, k: ()) -> Rule:
-    """Functions of the first argument alone, row by row, with replicated weights, unless rows lie along one of its `own_dims`."""
+class Call(NamedTuple):
+    """A call of a function of row tensor `x`, which mixes or reduces the entries along `dims`."""
 
-    def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-        found = mode.row_tensors(args, kwargs)
-        if not found:
-            return mode.plain(func, args, kwargs)
-        x = args[0] if args else kwargs.get("input")
-        placement = placement_of(x) if isinstance(x, Tensor) else None
-        if placement is None or placement.rows is None or len(found) > 1 or placement.local_ids:
+    func: Any
+    args: Any
+    kwargs: Any
+    x: Tensor
+    of: RowPlacement
+    dims: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return name_of(self.func)
+
+    def again(self, x: Tensor) -> Any:
+        """Returns what the function gives for another tensor."""
+        kwargs = {key: x if value is self.x else value for key, value in self.kwargs.items()}
+        return self.func(*(x if value is self.x else value for value in self.args), **kwargs)
+
+
+Dims = Callable[[Tensor, Any, Any], Iterable[int]]
+
+
+def _gathered(mode: RowsMode, call: Call) -> Any:
+    return mode.on_all_rows(call.func, call.args, call.kwargs)
+
+
+def along(
+    own_dims: Dims = lambda x, a, k: (),
+    over_rows: Callable[[RowsMode, Call], Any] = _gathered,
+    without: Rule = RowsMode.plain,
+) -> Rule:
+    """Functions of one tensor, with replicated weights, that mix or reduce its entries along `own_dims`: row by row, unless rows
+    lie along one of these; then as `over_rows` says; and `without` rows."""
+
+    def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+        x = first_tensor(args, kwargs)
+        of = rows_of(x)
+        if x is None or of is None or len(found) > 1 or of.local_ids:
             return mode.on_all_rows(func, args, kwargs)
-        if any(dim % max(1, x.dim()) == placement.dim for dim in own_dims(x, args, kwargs)):
-            return mode.on_all_rows(func, args, kwargs)
-        name = name_of(func)
+        dims = [dim_of(dim, x.dim()) for dim in own_dims(x, args, kwargs)]
+        if of.dim in dims:
+            return over_rows(mode, Call(func, args, kwargs, x, of, tuple(dims)))
 
         def change(value: Any) -> Any:
-            return mode.enter(value, placement_of(value), name) if isinstance(value, Tensor) and value is not x else value
+            if not isinstance(value, Tensor) or value is x:
+                return value
+            return mode.enter(value, placement_of(value), name_of(func))
 
-        out = func(*(change(each) for each in args), **{key: change(each) for key, each in kwargs.items()})
-        return mode.tagged(out, placement.rows.at(placement.dim))
+        out = func(*map(change, args), **{key: change(each) for key, each in kwargs.items()})
+        is_reduced = (out if isinstance(out, Tensor) else out[0]).dim() < x.dim()
+        gone = sum([dim < of.dim for dim in {*dims}]) if is_reduced else 0
+        return mode.tagged(out, of.rows.at(of.dim - gone))
 
-    return rule
+    return of_rows(rule, without)
 
 
-def dim_argument(place: int, default: int | None) -> Callable[[Tensor, Any, Any], Iterable[int]]:
-    """Returns what finds the argument ``dim`` of a function."""
+def dim_argument(place: int, default: int | None = None) -> Dims:
+    """Returns what finds the argument ``dim`` of a function; None of it stands for all dimensions."""
 
     def find(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
         dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
-        if dim is None:
+        if dim is None or isinstance(dim, (bool, torch.dtype)) or dim in ((), []):
             return range(x.dim())
-        return dim if isinstance(dim, (tuple, list)) else (dim,)
+        return (dim,) if isinstance(dim, int) else dim
 
     return find
 
@@ -228,20 +266,6 @@ def dim_argument(place: int, default: int | None) -> Callable[[Tensor, Any, Any]
 def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
     shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
     return range(x.dim() - (len(shape) if isinstance(shape, (tuple, list)) else 1), x.dim())
-
-
-def _flip_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
-    given = kwargs.get("dims", args[1:])
-    given = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    return (given,) if isinstance(given, int) else given
-
-
-def _diff_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
-    others = (
-        kwargs.get("prepend", args[3] if len(args) > 3 else None),
-        kwargs.get("append", args[4] if len(args) > 4 else None),
-    )
-    return range(x.dim()) if any(each is not None for each in others) else dim_argument(2, -1)(x, args, kwargs)
 
 
 # fmt: off
@@ -257,93 +281,56 @@ expit log_ndtr ndtr entr erfcx ndtri relu6 elu selu celu gelu silu mish softplus
 hardtanh hardsigmoid hardswish hardshrink softshrink threshold leaky_relu __add__ __radd__ __mul__ __rmul__ __sub__
 __rsub__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
 __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__
-__ge__ __lshift__ __rshift__ __rlshift__ __rrshift__ mvlgamma igamma igammac"""
-_IN_PLACE = """abs_ absolute_ acos_ add_ addcdiv_ addcmul_ asin_ atan_ atan2_ bitwise_and_ bitwise_not_ bitwise_or_
-bitwise_xor_ ceil_ clamp_ clamp_max_ clamp_min_ clip_ copysign_ copy_ cos_ cosh_ deg2rad_ div_ divide_ eq_ erf_ erfc_
-exp_ exp2_ expm1_ fill_ float_power_ floor_ floor_divide_ fmod_ frac_ ge_ gt_ le_ lerp_ log_ log10_ log1p_ log2_
-logical_and_ logical_not_ logical_or_ logical_xor_ logit_ lt_ masked_fill_ mul_ multiply_ nan_to_num_ ne_ neg_
-negative_ pow_ rad2deg_ reciprocal_ relu_ remainder_ round_ rsqrt_ sigmoid_ sign_ sin_ sinh_ sqrt_ square_ sub_
-subtract_ tan_ tanh_ true_divide_ trunc_ xlogy_ zero_ leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ rrelu_
-__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
-__irshift__"""
+__ge__ __lshift__ __rshift__ __rlshift__ __rrshift__ mvlgamma igamma igammac i1 i1e i0e"""
 _SAME = """detach clone contiguous cpu cuda to type float double half bfloat16 long int bool short char byte cfloat
 cdouble chalf detach_ requires_grad_ pin_memory resolve_conj resolve_neg alias retain_grad type_as"""
-_RANDOM = """rand randn randint randperm bernoulli multinomial normal rand_like randn_like randint_like poisson rrelu
-dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d gumbel_softmax bernoulli_ uniform_ normal_
-random_ exponential_ cauchy_ geometric_ log_normal_ binomial fractional_max_pool2d dropout_ alpha_dropout_
-feature_dropout feature_dropout_ feature_alpha_dropout_"""
 # fmt: on
 
-register(rowwise, _OF_ENTRIES)
-register(rowwise_, _IN_PLACE)
+for _name in _OF_ENTRIES.split():
+    register(rowwise, _name)
+    register(rowwise_, f"__i{_name[2:]}" if _name.startswith("__") else f"{_name}_")
+register(rowwise_, "copy_ fill_ zero_")
 register(same, _SAME)
-register(random(first_rows()), "bernoulli poisson rrelu dropout alpha_dropout")
-register(random(first_rows(lambda x, a, k: range(1, x.dim()))), "feature_alpha_dropout dropout1d feature_dropout")
+register(like, "zeros_like ones_like full_like empty_like")
+register(random(like), "rand_like randn_like randint_like")
+register(random(along()), "bernoulli poisson rrelu dropout alpha_dropout")
+register(random(along(lambda x, a, k: range(1, x.dim()))), "feature_alpha_dropout dropout1d feature_dropout")
 register(
     random(rowwise_),
-    "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_",
+    "bernoulli_ uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ dropout_ alpha_dropout_ rrelu_",
 )
-register(random(first_rows(dim_argument(4, -1))), "gumbel_softmax")
-register(
-    first_rows(dim_argument(1, None)),
-    "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp",
-    (torch, Tensor, F),
-)
-register(first_rows(_diff_dims), "diff", (torch, Tensor))
-register(first_rows(dim_argument(1, -1)), "sort argsort glu", (torch, Tensor, F))
-register(first_rows(_flip_dims), "flip", (torch, Tensor))
-register(first_rows(lambda x, a, k: (1,)), "fliplr", (torch, Tensor))
-register(first_rows(lambda x, a, k: (0,)), "msort", (torch, Tensor))
-register(first_rows(dim_argument(2, -1)), "topk", (torch, Tensor))
-register(first_rows(dim_argument(2, None)), "roll", (torch, Tensor))
-register(first_rows(dim_argument(2, 1)), "normalize", (F,))
-register(first_rows(_normalized_dims), "layer_norm rms_norm", (torch, F))
-register(first_rows(lambda x, a, k: (-1,)), "linear", (F,))
-register(first_rows(lambda x, a, k: (1,) if x.dim() > 1 else ()), "prelu", (torch, F, Tensor))
-register(first_rows(), "one_hot_ i1 i1e i0e sinc_")
-register(like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like", (torch,))
-for _name in _RANDOM.split():
-    RANDOM.update(getattr(owner, _name) for owner in (torch, Tensor, F) if hasattr(owner, _name))
+register(random(along(dim_argument(4, -1))), "gumbel_softmax")
+register(along(dim_argument(1)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp")
+register(along(dim_argument(1, -1)), "sort argsort glu")
+register(along(dim_argument(2, -1)), "topk")
+register(along(dim_argument(2, 1)), "normalize")
+register(along(_normalized_dims), "layer_norm rms_norm")
+register(along(lambda x, a, k: (-1,)), "linear")
+register(along(lambda x, a, k: (1,) if x.dim() > 1 else ()), "prelu")
 properties(same, "data _grad real imag")
 
 
-def _softmax_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """F.softmax without ``dim`` chooses 1 for matrices, else 0 for vectors."""
-    x = args[0] if args else kwargs["input"]
-    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if given is None and isinstance(x, Tensor) and not (len(args) > 1 and isinstance(args[1], int)):
-        kwargs = {**kwargs, "dim": 0 if x.dim() in (0, 1, 3) else 1}
-        args = args[:1]
-    return _along(mode, func, args, kwargs)
-
-
-_along = first_rows(dim_argument(1, None))
-for _function in (F.softmax, F.log_softmax, F.softmin):
-    RULES[_function] = _softmax_dim
-
-
 def _where(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return rowwise(mode, func, args, kwargs) if len(args) + len(kwargs) > 1 else mode.other(func, args, kwargs)
+    return (rowwise if len(args) + len(kwargs) > 1 else on_all)(mode, func, args, kwargs)
 
 
 RULES[torch.where] = _where
 
 
 def _embedding(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """F.embedding: rows of places in a table."""
-    if kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None:
-        return mode.on_all_rows(func, args, kwargs) if mode.row_tensors(args, kwargs) else mode.plain(func, args, kwargs)
-    return first_alone(mode, func, args, kwargs)
+    """F.embedding: rows of places in a table, which a largest norm would change."""
+    changes = kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
+    return (on_all if changes else by_itself)(mode, func, args, kwargs)
 
 
-first_alone = first_rows()
+by_itself = along()
 RULES[F.embedding] = _embedding
 
 
 def _isin(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """The first argument's entries, looked up in a table that all ranks have."""
     found = mode.row_tensors(args[1:], kwargs)
-    return mode.on_all_rows(func, args, kwargs) if found or has_counts(args) else first_alone(mode, func, args, kwargs)
+    return mode.on_all_rows(func, args, kwargs) if found or has_counts(args, {}) else by_itself(mode, func, args, kwargs)
 
 
-register(_isin, "isin bucketize", (torch,))
+register(_isin, "isin bucketize")

@@ -21,11 +21,12 @@ from lightning_gnn.rows.mode import (
     active_mode,
     place,
     placement_of,
+    rows_of,
     tensors_in,
     tensors_now,
     unknown_origin,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowSet
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, RowPlacement, RowSet
 from lightning_gnn.rows.ranks import Ranks, digest_of
 
 
@@ -54,8 +55,8 @@ class GraphRows:
 
         def make(held: Held) -> RowSet:
             name, ids, all_ids, counts, rows, replicas, _ = held
-            known = placement_of(ids)
-            if known is not None and known.rows is not None and known.rows.ranks is ranks:
+            known = rows_of(ids)
+            if known is not None and known.rows.ranks is ranks:
                 return known.rows
             every = lambda: (all_ids, list(counts))  # noqa: E731
             return RowSet(ranks, rows, lambda: ids.long(), counts[rank], sum(counts), every, name, replicas)
@@ -72,9 +73,8 @@ class GraphRows:
             self.mode.nodes = nodes = self.nodes[None]
             if expand is not None:
                 num_halo = len(shard.halos[rank])
-                every = nodes._all_keys
                 self.mode.halo_rows = RowSet(
-                    ranks, nodes.count + num_halo, self._keys_with_halo, nodes.owned, nodes.total, every, "nodes"
+                    ranks, nodes.count + num_halo, self._keys_with_halo, nodes.owned, nodes.total, nodes.all_keys, "nodes"
                 )
         self.place(shard.batch)
 
@@ -97,7 +97,7 @@ class GraphRows:
                 continue
             if name == "edge_index":
                 of = rows if rows.targets is not None else self.edges[None]
-                place(value, Placement(of, 1, local_ids="both"))
+                place(value, RowPlacement(of, 1, local_ids="both"))
                 continue
             kind = self._kinds.get(name, "" if self._kinds else "row")
             of = self.edges[None] if kind == "edge" else rows
@@ -133,8 +133,8 @@ class GraphRows:
 def _ranks_of(batch: Any, world: World) -> Ranks:
     """Returns the ranks of an earlier run on a batch, with the world of this one, if all ranks have them; else new ones, as where
     one rank has loaded its part again."""
-    placement = placement_of(batch.node_stores[0].n_id)
-    known = None if placement is None or placement.rows is None else placement.rows.ranks
+    placement = rows_of(batch.node_stores[0].n_id)
+    known = None if placement is None else placement.rows.ranks
     if known is not None and (known.size, known.world.rank) != (world.size, world.rank):
         known = None
     found = world.all_gather_object((None if known is None else known.name, uuid4().hex))
@@ -159,8 +159,8 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
     """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without
     effect where row semantics do not hold."""
-    placement = placement_of(of)
-    if placement is not None and placement.rows is not None:
+    placement = rows_of(of)
+    if placement is not None:
         rows = placement.rows.select(mask)
         for each in values:
             if each is not None:
@@ -190,7 +190,7 @@ def check_loss(output: Any, mode: RowsMode) -> None:
     placement = placement_of(loss) or mode.placement_of_constant(loss)
     if placement is None:
         raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
-    if placement.rows is not None and loss.numel() != 1:
+    if isinstance(placement, RowPlacement) and loss.numel() != 1:
         raise NotExactError(
             f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum."
         )
@@ -248,13 +248,13 @@ def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
         )
     rows = RowSet(mode.ranks, len(where), lambda: where, total=whole.size(1), name="edges")
     rows.targets = nodes
-    place(edges, Placement(rows, 1, local_ids="both"))
+    place(edges, RowPlacement(rows, 1, local_ids="both"))
     args = tuple(edges if x is whole else x for x in args)
     return args, {name: edges if x is whole else x for name, x in kwargs.items()}
 
 
-def _edges_of(found: list[tuple[Tensor, Placement]]) -> RowSet | None:
-    return next((of.rows for _, of in found if of.local_ids and of.rows is not None), None)
+def _edges_of(found: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
+    return next((of.rows for _, of in found if of.local_ids), None)
 
 
 def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[Any, Any]:
@@ -264,14 +264,13 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
     targets = None if edges is None else edges.targets
 
     def change(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        of = placement_of(x)
+        of = placement_of(x) if isinstance(x, Tensor) else None
         if of is None:
             return x
-        if of.rows is not None and (of.local_ids or of.rows.is_of_graph or of.rows is edges or targets is None):
-            return x
-        if of.rows is not None:  # in another order, perhaps: joined or shuffled
+        if isinstance(of, RowPlacement):
+            if of.local_ids or of.rows.all_keys is not None or of.rows is edges or targets is None:
+                return x
+            # In another order, perhaps: joined or shuffled.
             x, of = mode.tagged(mode.gathered(x, of, "layer"), FROM_ROWS), FROM_ROWS
             if edges is not None and targets is not None and x.size(0) == edges.total != targets.total:
                 return mode.take(x, 0, edges, "layer")
@@ -290,12 +289,9 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
 def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: bool) -> Any:
     if not of_edges:
         of = found[0][1]
-        assert of.rows is not None
-        for each in tensors_in((out,)):
-            place(each, of.rows.at(of.dim))
-        return out
+        return mode.tagged(out, of.rows.at(of.dim))
     if isinstance(out, dict):
-        nodes = {of.rows.name: of.rows for _, of in found if of.rows is not None and not of.local_ids}
+        nodes = {of.rows.name: of.rows for _, of in found if not of.local_ids}
         for name, each in out.items():
             rows = nodes.get(f"nodes of {name!r}")
             if isinstance(each, Tensor) and rows is not None and each.size(0) == rows.count:
@@ -318,6 +314,3 @@ def wrapped(layer: torch.nn.Module, of_edges: bool) -> Any:
     before = layer.__dict__.get("forward")
     forward = type(layer).forward if before is None else before.__func__
     return types.MethodType(tracked(forward, of_edges), layer)
-
-
-__all__ = ["GraphRows", "NotExactError", "tracked", "wrapped"]

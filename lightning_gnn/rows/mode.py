@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -22,14 +22,16 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # of vmap and the like, which has no memory
 from torch.overrides import TorchFunctionMode
 
-from lightning_gnn.rows.gathering import GatherRows, TakeRows
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
     FROM_ROWS,
     REPLICATED,
+    GatherRows,
     Placement,
     RowCount,
+    RowPlacement,
     RowSet,
+    TakeRows,
     View,
     note_change,
     version_of,
@@ -50,7 +52,8 @@ class OtherSizeError(RuntimeError):
 
 
 class _Open(threading.local):
-    modes: tuple[RowsMode, ...] = ()
+    def __init__(self) -> None:
+        self.modes: list[RowsMode] = []
 
 
 _open = _Open()  # of ranks that are threads
@@ -86,16 +89,19 @@ def placement_of(x: Tensor) -> Placement | None:
     if found.view is not None and found.view.is_stale:
         return None
     if x.requires_grad:
-        made_by = type(x.grad_fn)
-        trusted = _trusted.get(made_by)
-        if trusted is None:
-            trusted = _trusted[made_by] = _is_trusted(made_by)
-        if not trusted:
+        made_by: Any = type(x.grad_fn)
+        if not _is_trusted(made_by):
             return None
         if found.rows is None and not found.from_rows and x._base is not None:
             of = x._base.__dict__.get(ATTRIBUTE)  # a view of what was changed by values reduced from rows
             return found if of is None or not of.from_rows else FROM_ROWS
     return found
+
+
+def rows_of(x: Any) -> RowPlacement | None:
+    """Returns the placement of a row tensor; None of any other value."""
+    found = placement_of(x) if isinstance(x, Tensor) else None
+    return found if isinstance(found, RowPlacement) else None
 
 
 def _is_of_host(x: Tensor) -> bool:
@@ -110,9 +116,7 @@ def _is_of_host(x: Tensor) -> bool:
     )
 
 
-_trusted: dict[type, bool] = {}
-
-
+@cache
 def _is_trusted(made_by: type) -> bool:
     """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
     function = getattr(made_by, "_forward_cls", None)
@@ -148,12 +152,12 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
         raise ValueError(
             f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function})."
         )
-    _trusted.clear()
+    _is_trusted.cache_clear()
     if is_class:
         _row_wise.add(function)
         return
     for each in _called(function):
-        RULES[each] = RULES[torch.add] if rule == "row_wise" else lambda mode, func, args, kwargs: mode.other(func, args, kwargs)
+        RULES[each] = RULES[torch.add] if rule == "row_wise" else RowsMode.other
         _backwards.add(f"{_GENERATED}{each}".replace(".", "_"))
 
 
@@ -214,7 +218,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Returns arguments with each tensor and number changed."""
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+    if isinstance(value, (list, tuple)):
         made = [mapped(each, change) for each in value]
         if isinstance(value, tuple):
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
@@ -223,8 +227,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {name: mapped(each, change) for name, each in value.items()}
     if isinstance(value, slice):
         return slice(*(mapped(each, change) for each in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Size):
-        return tuple(change(each) for each in value)
     return change(value)
 
 
@@ -284,18 +286,15 @@ class RowsMode(TorchFunctionMode):
         ranks._where = user_line
 
     def __enter__(self) -> RowsMode:
-        if self.ranks.world.stand_ins:
-            _open.modes = (*_open.modes, self)
-        else:
-            _everywhere.append(self)
+        self._here().append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self.ranks.world.stand_ins:
-            _open.modes = _open.modes[:-1]
-        else:
-            _everywhere.pop()
+        self._here().pop()
+
+    def _here(self) -> list[RowsMode]:
+        return _open.modes if self.ranks.world.stand_ins else _everywhere
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -339,25 +338,19 @@ class RowsMode(TorchFunctionMode):
             if func is Tensor.detach and (placement := args[0].__dict__.get(ATTRIBUTE)) is not None:
                 place(out, placement)  # of what a checkpoint computes again
             return out
-        changes = _in_place.get(func)
-        if changes is None:
-            changes = _in_place[func] = changes_first(name_of(func))
-        if (changes or kwargs.get("inplace")) and args and isinstance(args[0], Tensor):
+        if (kwargs or _is_in_place(func)) and _changes(func, args, kwargs):
             return self.change(func, args, kwargs)
         return self.applied(func, args, kwargs)
 
     def applied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function by its rule."""
-        rule = RULES.get(func)
-        if rule is None:
-            return self.other(func, args, kwargs)
         if kwargs.get("out") is not None:
             out, kwargs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
             if isinstance(out, Tensor) and next(tensors_in((args, kwargs)), None) is None:
                 kwargs.setdefault("dtype", out.dtype)  # of created values
             return self.written(out, self.applied(func, args, kwargs))
         try:
-            return rule(self, func, args, kwargs)
+            return RULES.get(func, RowsMode.other)(self, func, args, kwargs)
         except OtherSizeError:  # one row that is broadcast, or torch's own error
             return self.on_all_rows(func, args, kwargs)
 
@@ -387,8 +380,8 @@ class RowsMode(TorchFunctionMode):
             if view.whole is None:
                 self.change(Tensor.__setitem__, (view.base, view.index, copy), {})
             else:
-                of = placement_of(view.base)
-                assert of is not None and of.rows is not None
+                of = rows_of(view.base)
+                assert of is not None
                 if of.local_ids:
                     raise self.refuse(_WRITTEN_IDS)
                 own = self.tagged(self.take(view.whole, of.dim, of.rows, "view"), of.rows.at(of.dim))
@@ -403,30 +396,24 @@ class RowsMode(TorchFunctionMode):
         line = user_line()  # none where a step is a library's
         return NotExactError(f"{line}: {what}" if line else what)
 
-    def draws_for_all(self, kwargs: Any) -> bool:
-        """Returns whether each rank draws for the rows of all ranks, as with a generator, which is the same on all ranks."""
-        return self.exact_draws or kwargs.get("generator") is not None
-
-    def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, Placement]]:
+    def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, RowPlacement]]:
         """Returns the row tensors in arguments.
 
         Raises:
             NotExactError: there are rows, and tensors whose placement is unknown.
         """
-        found: list[tuple[Tensor, Placement]] = []
+        found: list[tuple[Tensor, RowPlacement]] = []
         unknown: list[Tensor] = []
         for given in (args, kwargs) if kwargs else (args,):
             for x in tensors_in(given):
                 placement = placement_of(x)
                 if placement is None:
                     unknown.append(x)
-                elif placement.rows is not None:
+                elif isinstance(placement, RowPlacement):
                     found.append((x, placement))
         for x in unknown if found else ():
             if self.placement_of_constant(x) is None:
-                rows = found[0][1].rows
-                assert rows is not None
-                raise self.refuse(f"{rows.name} are combined with {unknown_origin(x)}")
+                raise self.refuse(f"{found[0][1].rows.name} are combined with {unknown_origin(x)}")
         return found
 
     def note_constants(self, found: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> None:
@@ -533,10 +520,9 @@ class RowsMode(TorchFunctionMode):
             return TakeRows.apply(x, rows, operation)
         return TakeRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
 
-    def gathered(self, x: Tensor, placement: Placement, operation: str) -> Tensor:
+    def gathered(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
         """Returns the rows of all ranks in the order of the graph, on all ranks."""
         rows, dim = placement.rows, placement.dim
-        assert rows is not None
         if placement.local_ids:
             if self.halo_rows is None:
                 raise self.refuse(LOCAL_IDS)
@@ -578,10 +564,9 @@ class RowsMode(TorchFunctionMode):
                 f"{free / 1e9:.3g} GB are available."
             )
 
-    def own(self, x: Tensor, placement: Placement) -> Tensor:
+    def own(self, x: Tensor, placement: RowPlacement) -> Tensor:
         """Returns a row tensor without replicas."""
         rows = placement.rows
-        assert rows is not None
         return x if rows.owned == rows.count else x.narrow(placement.dim, 0, rows.owned)
 
     def sum(self, x: Tensor, operation: str) -> Tensor:
@@ -594,43 +579,32 @@ class RowsMode(TorchFunctionMode):
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function that has no rule, on the rows of all ranks."""
-        rows = self.row_tensors(args, kwargs)
-        if not rows and not _has_counts(args) and not (kwargs and _has_counts(tuple(kwargs.values()))):
+        if not self.row_tensors(args, kwargs) and not has_counts(args, kwargs):
             with self.common_draws():  # multinomial, dropout2d and the like draw
                 return self.plain(func, args, kwargs)
         return self.on_all_rows(func, args, kwargs)
 
     def on_all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function on the rows of all ranks, gathered, on every rank; the result is replicated."""
-        name = name_of(func)
-        out = kwargs.get("out")
-        if out is not None:
-            made = self.on_all_rows(func, args, {key: value for key, value in kwargs.items() if key != "out"})
-            return self.written(out, made)
-        changes = (changes_first(name) or kwargs.get("inplace")) and args and isinstance(args[0], Tensor)
-        placement = placement_of(args[0]) if changes else None
-
-        if placement is not None and placement.local_ids:
+        name, changes, into = name_of(func), _changes(func, args, kwargs), args[0] if args else kwargs
+        if changes and (of := rows_of(into)) is not None and of.local_ids:
             raise self.refuse(_WRITTEN_IDS)
         wholes: list[tuple[Tensor, Tensor]] = []
 
         def change(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                placement = placement_of(value)
-                if placement is not None and placement.rows is not None:
-                    wholes.append((value, self.gathered(value, placement, name)))
-                    return wholes[-1][1]
-            return int(value) if isinstance(value, RowCount) else value
+            placement = rows_of(value)
+            if placement is None:
+                return int(value) if isinstance(value, RowCount) else value
+            wholes.append((value, self.gathered(value, placement, name)))
+            return wholes[-1][1]
 
-        into = args[0] if args else None
         args, kwargs = mapped(args, change), mapped(kwargs, change)
         with self.common_draws():
             out = func(*args, **kwargs)
-        if placement is not None and placement.rows is not None:
-            assert isinstance(into, Tensor)
-            if args[0].dim() != into.dim() or args[0].size(placement.dim) != placement.rows.total:
+        if changes and (of := rows_of(into)) is not None:
+            if args[0].dim() != into.dim() or args[0].size(of.dim) != of.rows.total:
                 raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
-            into.copy_(self.take(args[0], placement.dim, placement.rows, name))
+            into.copy_(self.take(args[0], of.dim, of.rows, name))
             return None if out is None else into
         self.tagged(out, FROM_ROWS)
         for x in tensors_in((out,)):
@@ -656,8 +630,6 @@ class RowsMode(TorchFunctionMode):
         return out
 
 
-_in_place: dict[Any, bool] = {}
-"""Whether a function changes its first argument, as far as it was called."""
 _LARGE = 1 << 20
 _MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
 LOCAL_IDS = (
@@ -672,12 +644,17 @@ _WRITTEN_IDS = (
 )
 
 
-def changes_first(name: str) -> bool:
-    """Returns whether a function changes its first argument in place, by its name."""
+def _changes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether a function changes its first argument in place."""
+    return (_is_in_place(func) or bool(kwargs.get("inplace"))) and bool(args) and isinstance(args[0], Tensor)
+
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    name = name_of(func)
     if name.endswith("__"):
-        return name == "__setitem__" or (
-            name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
-        )
+        is_operator = name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")
+        return is_operator or name == "__setitem__"
     return name.endswith("_")
 
 
@@ -689,13 +666,11 @@ def name_of(func: Any) -> str:
     return name
 
 
-def _has_counts(args: Any) -> bool:
-    for value in args:
+def has_counts(args: Any, kwargs: Any) -> bool:
+    """Returns whether numbers of rows are among arguments, or in lists and tuples there."""
+    for value in (*args, *kwargs.values()):
         if isinstance(value, RowCount):
             return True
         if isinstance(value, (list, tuple)) and any(isinstance(each, RowCount) for each in value):
             return True
     return False
-
-
-has_counts = _has_counts

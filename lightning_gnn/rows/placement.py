@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from lightning_gnn.rows.ranks import Ranks
+from lightning_gnn.rows.ranks import EnterRows, Operation, Ranks, SumOverRanks
 
 ATTRIBUTE = "_lightning_gnn_placement"
 """The attribute of a tensor that holds its placement."""
 _SELECTIONS = "_lightning_gnn_selections"
+Made = TypeVar("Made")
 
 
 class RowSet:
@@ -38,7 +41,14 @@ class RowSet:
 
     Attributes:
         targets: of edges, the nodes that they end at.
+        places: of a selection, where its rows are among those that they were selected from, on this rank, int64 ``[count]``.
+        entries_of: of entries of rows, see :meth:`repeated`, the rows and how many entries each has.
+        known_total: rows of all ranks; None if it takes a message to know.
     """
+
+    targets: RowSet | None = None
+    places: Tensor
+    entries_of: tuple[RowSet, int] | None = None
 
     def __init__(
         self,
@@ -54,58 +64,46 @@ class RowSet:
         self.ranks, self.count, self.name = ranks, count, name
         self.owned = count if owned is None else owned
         self.replicas = self.owned != count if replicas is None else replicas
-        self._keys, self._all_keys, self._total = keys, all_keys, total
-        self._own_keys: Tensor | None = None
-        self._known: tuple[list[int], Tensor, Tensor] | None = None
+        self.known_total, self.all_keys, self._keys = total, all_keys, keys
         self._num: Tensor | None = None
-        self._derived: dict[Any, RowSet] = {}
-        self._at = [Placement(self, dim) for dim in range(4)]
-        self.targets: RowSet | None = None
+        self._made: dict[Any, Any] = {}
+        self._at = [RowPlacement(self, dim) for dim in range(4)]
 
-    def at(self, dim: int) -> Placement:
+    def at(self, dim: int) -> RowPlacement:
         """Returns the placement of a tensor whose dimension `dim` has these rows."""
-        return self._at[dim] if dim < 4 else Placement(self, dim)
+        return self._at[dim] if dim < 4 else RowPlacement(self, dim)
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Returns what these rows have under a key, which is made when it is first asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     @property
     def keys(self) -> Tensor:
-        if self._own_keys is None:
-            self._own_keys = self._keys()
-        return self._own_keys
+        return self.once("keys", self._keys)
 
-    def _resolved(self) -> tuple[list[int], Tensor, Tensor]:
+    def _resolve(self) -> tuple[list[int], Tensor, Tensor]:
         """Returns rows per rank, the order of the gathered rows, and the position of each row of this rank; all ranks call it."""
-        if self._known is None:
-            if self._all_keys is not None:
-                keys, counts = self._all_keys()
-            else:
-                keys, counts = self.ranks.gather_rows(self.keys[: self.owned], None, f"Order of {self.name}")
-            keys = keys.to(self.keys.device)
-            in_order, order = keys.sort(stable=True)
-            self._known = list(counts), order, torch.searchsorted(in_order, self.keys)
-            self._total = len(keys)
-        return self._known
+        if self.all_keys is not None:
+            keys, counts = self.all_keys()
+        else:
+            keys, counts = self.ranks.gather_rows(self.keys[: self.owned], None, f"Order of {self.name}")
+        keys = keys.to(self.keys.device)
+        in_order, order = keys.sort(stable=True)
+        self.known_total = len(keys)
+        return list(counts), order, torch.searchsorted(in_order, self.keys)
 
     @property
     def total(self) -> int:
         """Rows of all ranks; all ranks call it, since it may take a message."""
-        if self._total is None:
-            self._total = len(self._resolved()[1])
-        return self._total
-
-    @property
-    def known_total(self) -> int | None:
-        """Rows of all ranks; None if it takes a message to know."""
-        return self._total
-
-    @property
-    def is_of_graph(self) -> bool:
-        """Whether these are all nodes or edges of a type, in the order of the graph."""
-        return self._all_keys is not None
+        return len(self.order) if self.known_total is None else self.known_total
 
     def num_rows(self, like: Tensor) -> Tensor | None:
         """Returns the rows of all ranks as a tensor without dimensions; None if it takes a message to know."""
-        if self._num is None and self._total is not None:
-            self._num = torch.tensor(float(self._total), dtype=torch.float64, device=like.device)
+        if self._num is None and self.known_total is not None:
+            self._num = torch.tensor(float(self.known_total), dtype=torch.float64, device=like.device)
         return self._num
 
     def note_num_rows(self, num: Tensor) -> None:
@@ -115,17 +113,17 @@ class RowSet:
     @property
     def counts(self) -> list[int]:
         """Rows per rank, without replicas; all ranks call it."""
-        return self._resolved()[0]
+        return self.once("resolved", self._resolve)[0]
 
     @property
     def order(self) -> Tensor:
         """Puts gathered rows into the order of the graph, ``[total]``; all ranks call it."""
-        return self._resolved()[1]
+        return self.once("resolved", self._resolve)[1]
 
     @property
     def positions(self) -> Tensor:
         """Of each row of this rank among those of all ranks, in the order of the graph, ``[count]``; all ranks call it."""
-        return self._resolved()[2]
+        return self.once("resolved", self._resolve)[2]
 
     def select(self, mask: Tensor) -> RowSet:
         """Returns the rows in a mask, bool ``[count]``; the same row set for the same mask."""
@@ -133,48 +131,33 @@ class RowSet:
         def make() -> RowSet:
             places = mask.nonzero().view(-1)
             owned = len(places) if self.owned == self.count else int((places < self.owned).sum())
-            made = RowSet(
-                self.ranks,
-                len(places),
-                lambda: self.keys[places],
-                owned,
-                name=f"selected {self.name}",
-                replicas=self.replicas,
-            )
-            made.targets = self.targets
-            made._derived["local"] = places  # type: ignore[assignment]
+            name = f"selected {self.name}"
+            made = RowSet(self.ranks, len(places), lambda: self.keys[places], owned, name=name, replicas=self.replicas)
+            made.targets, made.places = self.targets, places
             return made
 
-        return self._selected(mask, make)
+        return self.selected(mask, make)
 
-    @property
-    def places(self) -> Tensor:
-        """Where the rows of a selection are among those that they were selected from, on this rank, int64 ``[count]``."""
-        found: Any = self._derived["local"]
-        return found
-
-    def choose(self, index: Tensor) -> tuple[RowSet, Tensor]:
-        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks, and
-        where this rank has them: each is on the rank that owns it. All ranks call it."""
+    def choose(self, index: Tensor) -> RowSet:
+        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks: each is on
+        the rank that owns it. All ranks call it."""
 
         def make() -> RowSet:
             index_ = torch.where(index < 0, index + self.total, index).to(self.keys.device)
             if len(index_) and not (int(index_.min()) >= 0 and int(index_.max()) < self.total):
                 raise IndexError(f"an index is out of bounds for {self.total} {self.name}")
-            positions = self.positions[: self.owned]
-            in_order, order = positions.sort()
+            in_order, order = self.positions[: self.owned].sort()
             place = torch.searchsorted(in_order, index_).clamp(max=max(0, len(in_order) - 1))
             here = in_order[place] == index_ if len(in_order) else torch.zeros_like(index_, dtype=torch.bool)
             where = here.nonzero().view(-1)
             found = RowSet(self.ranks, len(where), lambda: where, total=len(index_), name=f"chosen {self.name}")
-            found._derived["local"] = order[place[where]] if len(in_order) else where  # type: ignore[assignment]
-            found.targets = self.targets
+            found.targets, found.places = self.targets, order[place[where]] if len(in_order) else where
             return found
 
-        found = self._selected(index, make)
-        return found, found.places
+        return self.selected(index, make)
 
-    def _selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
+    def selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
+        """Returns the rows that `by`, a mask or an index, chooses: made anew where it has changed in place."""
         kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
         known, version = kept.get(self), version_of(by)
         if known is None or known[0] != version:
@@ -188,42 +171,31 @@ class RowSet:
             own = self.positions.unsqueeze(1) * times + torch.arange(times, device=self.positions.device)
             return own.view(-1)
 
-        if times not in self._derived:
-            made = RowSet(
-                self.ranks,
-                self.count * times,
-                keys,
-                self.owned * times,
-                name=f"entries of {self.name}",
-                replicas=self.replicas,
-            )
-            made._derived["parent"] = self
-            made._derived["times"] = times  # type: ignore[assignment]
-            made._total = None if self._total is None else self._total * times
-            self._derived[times] = made
-        return self._derived[times]
+        def make() -> RowSet:
+            total = None if self.known_total is None else self.known_total * times
+            name, owned = f"entries of {self.name}", self.owned * times
+            made = RowSet(self.ranks, self.count * times, keys, owned, total, name=name, replicas=self.replicas)
+            made.entries_of = self, times
+            return made
+
+        return self.once(times, make)
 
     def joined(self, others: Sequence[RowSet]) -> RowSet | None:
         """Returns the rows of ``torch.cat``; None where some rank holds replicas."""
-        parts = [self, *others]
+        parts = (self, *others)
         if any(part.replicas for part in parts):
             return None
 
         def keys() -> Tensor:
-            begin, found = 0, []
-            for part in parts:
-                found.append(part.positions + begin)
-                begin += part.total
-            return torch.cat(found)
+            begins = [sum(part.total for part in parts[:place]) for place in range(len(parts))]
+            return torch.cat([part.positions + begin for part, begin in zip(parts, begins)])
 
-        name = ("cat", *map(id, others))
-        if name not in self._derived:
-            made = RowSet(self.ranks, sum(part.count for part in parts), keys, name=f"joined {self.name}")
-            if all(part.known_total is not None for part in parts):
-                made._total = sum(part.total for part in parts)
-            made._derived["others"] = tuple(others)  # type: ignore[assignment]
-            self._derived[name] = made
-        return self._derived[name]
+        def make() -> RowSet:
+            totals = [part.known_total for part in parts]
+            total = None if None in totals else sum(part.total for part in parts)
+            return RowSet(self.ranks, sum(part.count for part in parts), keys, total=total, name=f"joined {self.name}")
+
+        return self.once(parts, make)
 
 
 class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
@@ -236,6 +208,7 @@ class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
         return set, ()
 
 
+@dataclass(eq=False, slots=True)
 class Placement:
     """Where the rows of a tensor are.
 
@@ -245,29 +218,20 @@ class Placement:
         from_rows: a replicated tensor was reduced from rows, so that gradients that rows give back to it are summed over ranks.
         local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges'
             ``"source"`` or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
-        in_order: the values are the positions of the rows: 0, 1, 2 and so on.
         view: the values are a copy of rows where one device has a view of them.
     """
 
-    __slots__ = ("dim", "from_rows", "in_order", "local_ids", "rows", "view")
+    rows: RowSet | None
+    dim: int = 0
+    from_rows: bool = False
+    local_ids: str = ""
+    view: View | None = None
 
-    def __init__(
-        self,
-        rows: RowSet | None,
-        dim: int = 0,
-        from_rows: bool = False,
-        local_ids: str = "",
-        in_order: bool = False,
-        view: View | None = None,
-    ) -> None:
-        self.rows, self.dim, self.from_rows, self.local_ids, self.in_order = rows, dim, from_rows, local_ids, in_order
-        self.view = view
-
-    def with_view(self, view: View | None) -> Placement:
+    def with_view(self, view: View | None) -> Self:
         """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
-        return self if view is self.view else Placement(self.rows, self.dim, self.from_rows, self.local_ids, self.in_order, view)
+        return self if view is self.view else replace(self, view=view)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.with_view(None)
 
     def __reduce__(self) -> Any:
@@ -275,6 +239,13 @@ class Placement:
 
     def __repr__(self) -> str:
         return "replicated" if self.rows is None else f"{self.rows.name} along dimension {self.dim}"
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class RowPlacement(Placement):
+    """Where the rows of a row tensor are."""
+
+    rows: RowSet
 
 
 class View:
@@ -313,7 +284,6 @@ def note_change(x: Tensor) -> None:
 
 REPLICATED = Placement(None)
 FROM_ROWS = Placement(None, from_rows=True)
-IN_ORDER = Placement(None, in_order=True)
 
 
 class RowCount(int):
@@ -328,3 +298,40 @@ class RowCount(int):
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
+
+
+class GatherRows(torch.autograd.Function):
+    """The rows of all ranks along dimension 0, in the order of the graph, on all ranks; `x` has this rank's own and replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
+        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
+        found, _ = rows.ranks.gather_rows(x[: rows.owned], rows.counts, ctx.operation)
+        return found[rows.order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = ctx.rows
+        own = EnterRows.apply(grad, rows.ranks, ctx.operation)[rows.positions[: rows.owned]] * rows.ranks.size
+        if rows.owned != rows.count:
+            own = torch.cat([own, own.new_zeros(rows.count - rows.owned, *own.shape[1:])])
+        return own, None, None
+
+
+class TakeRows(torch.autograd.Function):
+    """This rank's rows of a replicated tensor that has those of all ranks along dimension 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
+        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
+        return x[rows.positions]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, operation = ctx.rows, ctx.operation.gradient
+        if not rows.replicas:
+            whole = GatherRows.apply(grad, rows, operation)
+        else:  # replicas give gradients back, too
+            placed = grad.new_zeros(rows.total, *grad.shape[1:]).index_add(0, rows.positions, grad)
+            whole = SumOverRanks.apply(placed, rows.ranks, operation)
+        return whole / rows.ranks.size, None, None

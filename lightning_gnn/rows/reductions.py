@@ -14,87 +14,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gnn.rows.elementwise import converted, dim_of, first_alone, register, rowwise, target_of
-from lightning_gnn.rows.mode import RULES, RowsMode, Rule, name_of, placement_of, tensors_in, unknown_origin
-from lightning_gnn.rows.placement import FROM_ROWS, Placement, RowSet
+from lightning_gnn.rows.elementwise import (
+    Call,
+    along,
+    by_itself,
+    converted,
+    dim_argument,
+    dim_of,
+    first_tensor,
+    of_rows,
+    on_all,
+    register,
+    rowwise,
+    target_of,
+)
+from lightning_gnn.rows.mode import RULES, RowsMode, Rule, name_of, placement_of, rows_of, unknown_origin
+from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
-def _dims(x: Tensor, given: Any) -> tuple[int, ...] | None:
-    """Returns dimensions counted from the left; None for all."""
-    if given is None or isinstance(given, (bool, torch.dtype)) or (isinstance(given, (tuple, list)) and not len(given)):
-        return None
-    return tuple(dim_of(dim, x.dim()) for dim in (given if isinstance(given, (tuple, list)) else (given,)))
+def reduction(over_rows: Callable[[RowsMode, Call], Tensor | None], place: int = 1) -> Rule:
+    """Returns the rule of a reduction: along other dimensions each row by itself; over rows as `over_rows` says, and of the rows
+    of all ranks where it returns None.
+
+    Args:
+        over_rows: returns a replicated tensor.
+        place: of the argument ``dim``, before ``keepdim``.
+    """
+
+    def join(mode: RowsMode, call: Call) -> Any:
+        out = over_rows(mode, call)
+        return mode.on_all_rows(call.func, call.args, call.kwargs) if out is None else mode.tagged(out, FROM_ROWS)
+
+    return along(dim_argument(place), join, _without_rows)
 
 
-class _Call:
-    """The arguments of a reduction: ``(input, dim=None, keepdim=False, ...)``, with `dim` at `place`."""
-
-    def __init__(self, args: Any, kwargs: Any, place: int = 1) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.x: Tensor = args[0] if args else next(each for each in kwargs.values() if isinstance(each, Tensor))
-        given = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
-        self.dims = _dims(self.x, given)
-        self.keepdim = bool(kwargs.get("keepdim", kwargs.get("keepdims", args[place + 1] if len(args) > place + 1 else False)))
-
-    def over(self, placement: Placement) -> bool:
-        return self.dims is None or placement.dim in self.dims
+def _without_rows(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    x = first_tensor(args, kwargs)
+    if x is not None and x.numel() != 1 and placement_of(x) is None and not mode.constants_of(x):
+        raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
+    return mode.plain(func, args, kwargs)
 
 
-def reduction(over_rows: Callable[[RowsMode, Any, _Call, Placement], Any], place: int = 1) -> Rule:
-    """Returns the rule of a reduction: along other dimensions each row by itself, over rows as `over_rows` says."""
-
-    def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-        found = mode.row_tensors(args, kwargs)
-        if not found:
-            for x in (*args[:1], *kwargs.values()):
-                if isinstance(x, Tensor) and x.numel() != 1 and placement_of(x) is None and not mode.constants_of(x):
-                    raise mode.refuse(f"{name_of(func)} of {unknown_origin(x)}")
-            return mode.plain(func, args, kwargs)
-        call = _Call(args, kwargs, place)
-        placement = placement_of(call.x)
-        if placement is None or placement.rows is None or len(found) > 1 or placement.local_ids:
-            return mode.on_all_rows(func, args, kwargs)
-        if call.over(placement):
-            return over_rows(mode, func, call, placement)
-        return along_others(mode, func, call, placement)
-
-    return rule
+def _keeps(call: Call, place: int = 2) -> bool:
+    """Returns the argument ``keepdim``."""
+    given, args = call.kwargs, call.args
+    return bool(given.get("keepdim", given.get("keepdims", args[place] if len(args) > place else False)))
 
 
-def along_others(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    """Reduces dimensions without rows."""
-    out = func(*call.args, **call.kwargs)
-    assert call.dims is not None and placement.rows is not None
-    kept = next(tensors_in((out,))).dim() == call.x.dim()
-    gone = 0 if kept else sum(dim < placement.dim for dim in set(call.dims))
-    return mode.tagged(out, placement.rows.at(placement.dim - gone))
+def _sum(mode: RowsMode, call: Call) -> Tensor:
+    return mode.sum(call.again(mode.own(call.x, call.of)), call.name)
 
 
-def _replaced(call: _Call, own: Tensor) -> tuple[Any, Any]:
-    return (own, *call.args[1:]), {key: value for key, value in call.kwargs.items() if value is not call.x}
-
-
-def _sum(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    args, kwargs = _replaced(call, mode.own(call.x, placement))
-    return mode.tagged(mode.sum(func(*args, **kwargs), name_of(func)), FROM_ROWS)
-
-
-def _mean(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
+def _mean(mode: RowsMode, call: Call) -> Tensor | None:
     x, dtype = call.x, call.kwargs.get("dtype")
     if not (x.is_floating_point() or x.is_complex()) and dtype is None:
-        return func(*call.args, **call.kwargs)  # which raises
-    return mode.tagged(mean(mode, x.to(dtype) if dtype else x, placement, call.dims, call.keepdim, name_of(func)), FROM_ROWS)
+        return None  # and torch raises
+    return mean(mode, x.to(dtype) if dtype else x, call.of, call.dims, _keeps(call), call.name)
 
 
-def mean(mode: RowsMode, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool, name: str) -> Tensor:
+def mean(mode: RowsMode, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool, name: str) -> Tensor:
     """Returns the mean over rows of all ranks, and other dimensions."""
-    dims = range(x.dim()) if dims is None else dims
-    own = mode.own(x, placement)
+    own, dims = mode.own(x, of), tuple(dims)
     wide = own.float() if x.dtype in (torch.float16, torch.bfloat16) else own
-    part = wide.sum(tuple(dims), keepdim=keepdim)
-    assert placement.rows is not None
-    others = prod(x.size(dim) for dim in set(dims) if dim != placement.dim)
-    total, num = with_count(mode, part, placement.rows, name)
+    part = wide.sum(dims, keepdim=keepdim)
+    others = prod(x.size(dim) for dim in set(dims) if dim != of.dim)
+    total, num = with_count(mode, part, of.rows, name)
     return (total / (num * others).to(total.dtype)).to(x.dtype)
 
 
@@ -109,70 +93,60 @@ def with_count(mode: RowsMode, part: Tensor, rows: RowSet, name: str) -> tuple[T
     return joined[:-1].view(part.shape), num
 
 
-def _var(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    given = call.kwargs
-    if len(call.args) > 1 and isinstance(call.args[1], bool):  # x.std(False)
-        given, call.dims, call.keepdim = {"unbiased": call.args[1], **given}, _dims(call.x, given.get("dim")), False
-    elif len(call.args) > 2:  # x.std(dim, unbiased, keepdim)
-        given = {"unbiased": call.args[2], **given}
-        call.keepdim = bool(given.get("keepdim", call.args[3] if len(call.args) > 3 else False))
-    correction = given.get("correction")
-    correction = correction if correction is not None else float(given.get("unbiased", True))
-    x, name, rows = call.x, name_of(func), placement.rows
-    assert rows is not None
-    dims = tuple(range(x.dim())) if call.dims is None else call.dims
-    center = mode.enter(mean(mode, x, placement, dims, True, name), FROM_ROWS, name)
-    apart = mode.own(x, placement) - center
-    part = (apart * apart.conj()).real.sum(dims, keepdim=call.keepdim)
-    num = rows.num_rows(part)
+def _var(mode: RowsMode, call: Call) -> Tensor:
+    given, args, x, of = call.kwargs, call.args, call.x, call.of
+    # x.std(False), x.std(dim, unbiased, keepdim), and x.std(dim, correction=1)
+    place = 1 if len(args) > 1 and isinstance(args[1], bool) else 2
+    unbiased, correction = given.get("unbiased", args[place] if len(args) > place else True), given.get("correction")
+    correction = float(unbiased) if correction is None else correction
+    center = mode.enter(mean(mode, x, of, call.dims, True, call.name), FROM_ROWS, call.name)
+    apart = mode.own(x, of) - center
+    part = (apart * apart.conj()).real.sum(call.dims, keepdim=_keeps(call, 3))
+    num = of.rows.num_rows(part)
     assert num is not None
-    others = prod(x.size(dim) for dim in dims if dim != placement.dim)
-    var = mode.sum(part, name) / (num * others - correction).clamp(min=0).to(part.dtype)
-    if "std" in name:
+    others = prod(x.size(dim) for dim in call.dims if dim != of.dim)
+    var = mode.sum(part, call.name) / (num * others - correction).clamp(min=0).to(part.dtype)
+    if "std" in call.name:
         # As torch's own, whose gradient is 0 where there is no deviation.
         none = var == 0
         var = var.masked_fill(none, 1).sqrt().masked_fill(none, 0)
-    return mode.tagged(var, FROM_ROWS)
+    return var
 
 
-def _joined(combine: Callable[[Tensor, _Call], Tensor]) -> Callable[[RowsMode, Any, _Call, Placement], Any]:
+def _joined(combine: Callable[[Tensor], Tensor]) -> Callable[[RowsMode, Call], Tensor]:
     """Reductions that join the results of ranks by the same reduction."""
-
-    def over_rows(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-        args, kwargs = _replaced(call, mode.own(call.x, placement))
-        return mode.tagged(combine(mode.parts(func(*args, **kwargs), name_of(func)), call), FROM_ROWS)
-
-    return over_rows
+    return lambda mode, call: combine(mode.parts(call.again(mode.own(call.x, call.of)), call.name))
 
 
-def _norm(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
+def _norm(mode: RowsMode, call: Call) -> Tensor | None:
     """``x.norm(p, dim)`` and ``vector_norm(x, ord, dim)`` over rows: norms of vectors; those of matrices are of all rows."""
     given = call.kwargs.get("p", call.kwargs.get("ord", call.args[1] if len(call.args) > 1 else None))
-    dims = len(call.x.shape if call.dims is None else call.dims)
-    of_matrix = func is torch.linalg.norm and given is not None and dims == 2
+    of_matrix = call.func is torch.linalg.norm and given is not None and len(call.dims) == 2
     order = 2.0 if given in (None, "fro") else given
     if of_matrix or isinstance(order, str) or not 0 <= order < float("inf") or call.kwargs.get("dtype") is not None:
-        return mode.on_all_rows(func, call.args, call.kwargs)
-    part = torch.linalg.vector_norm(mode.own(call.x, placement), order, call.dims, call.keepdim)
+        return None
+    part = torch.linalg.vector_norm(mode.own(call.x, call.of), order, call.dims, _keeps(call, 3))
     if order == 0:  # the number of entries that are not 0
-        return mode.tagged(mode.sum(part, name_of(func)), FROM_ROWS)
-    return mode.tagged(torch.linalg.vector_norm(mode.parts(part, name_of(func)), order, 0), FROM_ROWS)
+        return mode.sum(part, call.name)
+    return torch.linalg.vector_norm(mode.parts(part, call.name), order, 0)
 
 
-def extreme(mode: RowsMode, func: Any, x: Tensor, placement: Placement, dims: Sequence[int] | None, keepdim: bool) -> Tensor:
+def _extreme(mode: RowsMode, call: Call) -> Tensor | None:
+    if 0 in (call.of.rows.total, *(size for dim, size in enumerate(call.x.shape) if dim != call.of.dim)):
+        return None  # and torch raises
+    return extreme(mode, call.name, call.x, call.of, call.dims, _keeps(call))
+
+
+def extreme(mode: RowsMode, name: str, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool) -> Tensor:
     """Returns the largest, or smallest, entries over rows of all ranks; ties share the gradient evenly, as on one device."""
-    assert placement.rows is not None
-    name = name_of(func)
-    largest = "max" in name
-    dims = tuple(range(x.dim())) if dims is None else tuple(dims)
-    own = mode.own(x, placement)
-    whole = torch.amax if largest else torch.amin
+    largest, own, dims = "max" in name, mode.own(x, of), tuple(dims)
+    reduce = torch.amax if largest else torch.amin
     with torch.no_grad():
-        if own.size(placement.dim):
-            part = whole(own, dims, keepdim=True)
+        if own.size(of.dim):
+            part = reduce(own, dims, keepdim=True)
         else:
             part = own.new_full([1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest))
-        found = whole(mode.parts(part, name), 0)
+        found = reduce(mode.parts(part, name), 0)
     if x.requires_grad and torch.is_grad_enabled():
         ties = own.detach() == found
         num = mode.sum(ties.sum(dims, keepdim=True).to(x.dtype), name)
@@ -190,77 +164,51 @@ def _least(dtype: torch.dtype, of_largest: bool) -> Any:
     return info.min if of_largest else info.max
 
 
-def _amax(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    x = call.x
-    assert placement.rows is not None
-    if 0 in (placement.rows.total, *(size for dim, size in enumerate(x.shape) if dim != placement.dim)):
-        return mode.on_all_rows(func, call.args, call.kwargs)  # which raises
-    return mode.tagged(extreme(mode, func, x, placement, call.dims, call.keepdim), FROM_ROWS)
-
-
 def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``max(x)``, ``max(x, dim)`` and ``max(x, other)``."""
+    """``max(x)``, ``max(x, dim)``, also with the places of the largest, and ``max(x, other)``."""
     other = kwargs.get("other", args[1] if len(args) > 1 else None)
-    if isinstance(other, Tensor):
-        return rowwise(mode, func, args, kwargs)
-    return _max_rule(mode, func, args, kwargs)
-
-
-def _max_over_rows(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    if call.dims is not None:
-        return mode.on_all_rows(func, call.args, call.kwargs)  # with the places of the largest
-    return _amax(mode, func, call, placement)
-
-
-_max_rule = reduction(_max_over_rows)
-
-
-def _all_rows(mode: RowsMode, func: Any, call: _Call, placement: Placement) -> Any:
-    return mode.on_all_rows(func, call.args, call.kwargs)
+    is_alone = len(args) + len(kwargs) == 1
+    return (rowwise if isinstance(other, Tensor) else _max_of_all if is_alone else _places)(mode, func, args, kwargs)
 
 
 def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    found = mode.row_tensors(args, kwargs)
-    names = dict(zip(("input", "weights", "minlength"), args)) | kwargs
-    x, weights = names.get("input"), names.get("weights")
-    if not found or any(of.rows is not found[0][1].rows or of.local_ids for _, of in found) or x is not found[0][0]:
-        return mode.other(func, args, kwargs)
-    own = mode.own(x, found[0][1])
-    weights = None if weights is None else converted(mode, weights, found[0][1].rows, 1, "bincount")[: len(own)]  # type: ignore[arg-type]
-    part = torch.bincount(own, weights, int(names.get("minlength", 0)))
-    most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
-    if weights is not None and rows:  # torch counts no rows in integers
-        part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
-    part = torch.cat([part, part.new_zeros(most - len(part))])
+    found, names = mode.row_tensors(args, kwargs), dict(zip(("input", "weights", "minlength"), args)) | kwargs
+    x, weights, of = names.get("input"), names.get("weights"), rows_of(names.get("input"))
+    if of is None or any(each.rows is not of.rows or each.local_ids for _, each in found) or not of.rows.total:
+        return on_all(mode, func, args, kwargs)
+    own = mode.own(x, of)
+    least = max(int(names.get("minlength", 0)), int(extreme(mode, "max", x, of, range(x.dim()), False)) + 1)
+    if weights is None:
+        return mode.tagged(mode.sum(torch.bincount(own, minlength=least), "bincount"), FROM_ROWS)
+    part = torch.bincount(own, converted(mode, weights, of.rows, 1, "bincount")[: len(own)], least)
+    part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # torch counts no rows in integers
     return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
 
 
-_sum_rule = reduction(_sum)
-register(_sum_rule, "sum nansum count_nonzero")
+_max_of_all, _places = reduction(_extreme), reduction(lambda mode, call: None)
+register(reduction(_sum), "sum nansum count_nonzero")
 register(reduction(_mean), "mean")
 register(reduction(_var), "var std")
-register(reduction(_joined(lambda parts, call: parts.prod(0))), "prod", (torch, Tensor))
-register(reduction(_joined(lambda parts, call: parts.any(0))), "any")
-register(reduction(_joined(lambda parts, call: parts.all(0))), "all")
-register(reduction(_joined(lambda parts, call: parts.logsumexp(0))), "logsumexp")
-register(reduction(_amax), "amax amin")
-register(reduction(_all_rows), "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
-register(reduction(_all_rows, 2), "kthvalue")
-register(reduction(_norm, 2), "norm vector_norm", (torch, Tensor, torch.linalg))
-register(_max, "max min", (torch, Tensor))
-register(_bincount, "bincount", (torch, Tensor))
+register(reduction(_joined(lambda parts: parts.prod(0))), "prod")
+register(reduction(_joined(lambda parts: parts.any(0))), "any")
+register(reduction(_joined(lambda parts: parts.all(0))), "all")
+register(reduction(_joined(lambda parts: parts.logsumexp(0))), "logsumexp")
+register(_max_of_all, "amax amin")
+register(_places, "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
+register(reduction(lambda mode, call: None, 2), "kthvalue")
+register(reduction(_norm, 2), "norm vector_norm")
+register(_max, "max min")
+register(_bincount, "bincount")
 
 
 def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-    if classes < 0 and mode.row_tensors(args, kwargs):
-        placement = placement_of(args[0])
-        assert placement is not None and placement.rows is not None
-        if placement.rows.total == 0:
-            return mode.on_all_rows(func, args, kwargs)  # which raises
-        classes = int(extreme(mode, torch.amax, args[0], placement, None, False)) + 1
-        return first_alone(mode, func, (args[0], classes), {})
-    return first_alone(mode, func, args, kwargs)
+    classes, of = kwargs.get("num_classes", args[1] if len(args) > 1 else -1), rows_of(args[0])
+    if classes >= 0 or of is None:
+        return by_itself(mode, func, args, kwargs)
+    if of.rows.total == 0:
+        return mode.on_all_rows(func, args, kwargs)  # which raises
+    most = extreme(mode, "max", args[0], of, range(args[0].dim()), False)
+    return by_itself(mode, func, (args[0], int(most) + 1), {})
 
 
 RULES[F.one_hot] = _one_hot
@@ -304,7 +252,7 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given["reduction"] = "none"
     name = name_of(func)
     if func in _OF_ROWS:
-        rows = target_of(found)[0]
+        rows, _ = target_of(found)
         if any(of.dim or of.local_ids for _, of in found) or given[first].dim() < 2:
             return mode.on_all_rows(func, args, kwargs)
         for key, value in given.items():
@@ -319,22 +267,21 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         each = rowwise(mode, func, (given.pop(first),), given)
     if reduction == "none":
         return each
-    if given.get("weight") is not None and "reduction" in given and func in _WEIGHTED:
+    placement = rows_of(each)
+    if placement is None or (given.get("weight") is not None and func in _WEIGHTED):
         return mode.on_all_rows(func, args, kwargs)
-    placement = placement_of(each)
-    assert placement is not None and placement.rows is not None
     own = mode.own(each, placement)
     if reduction == "sum":
         return mode.tagged(mode.sum(own.sum(), name), FROM_ROWS)
     if func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
         return _weighted_mean(mode, own, given, name)
-    of = placement_of(args[0] if args else kwargs[first])
+    of = rows_of(args[0] if args else kwargs[first])
     if reduction == "batchmean" and of is not None and of.rows is placement.rows and of.dim == placement.dim == 0:
         total, num = with_count(mode, own.sum(), placement.rows, name)
         return mode.tagged(total / num.to(total.dtype), FROM_ROWS)
     if reduction != "mean":
         return mode.on_all_rows(func, args, kwargs)
-    return mode.tagged(mean(mode, each, placement, None, False, name), FROM_ROWS)
+    return mode.tagged(mean(mode, each, placement, range(each.dim()), False, name), FROM_ROWS)
 
 
 def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str) -> Tensor:
@@ -355,16 +302,14 @@ _WEIGHTED = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 _OF_ROWS = {getattr(F, name) for name in _PER_ROW.split()}
 
 
-def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+@of_rows
+def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """F.cosine_similarity(x1, x2, dim=1) and F.pairwise_distance, which broadcast and reduce one dimension."""
-    found = mode.row_tensors(args, kwargs)
-    if not found:
-        return mode.plain(func, args, kwargs)
     order = ("x1", "x2", "p", "eps", "keepdim") if func is F.pairwise_distance else ("x1", "x2", "dim", "eps")
     names = dict(zip(order, args)) | kwargs
     most = max(names["x1"].dim(), names["x2"].dim())
     dim = dim_of(int(names.get("dim", 1)) if func is F.cosine_similarity else -1, most)
-    rows, right, _ = target_of(found)
+    rows, right = target_of(found)
     if right == most - dim or names.get("keepdim"):
         return mode.on_all_rows(func, args, kwargs)
     for key in ("x1", "x2"):

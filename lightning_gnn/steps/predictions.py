@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.store import read_array
 from lightning_gnn.rows.mode import NotExactError, RowsMode, place, placement_of, unknown_origin
-from lightning_gnn.rows.placement import FROM_ROWS
+from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement
 
 Predictions = Literal["all", "rank0", "shards", "file"]
 
@@ -59,9 +59,9 @@ class PredictedRows:
         placement = placement_of(x) or self._rows.placement_of_constant(x)
         if placement is None:
             raise NotExactError(f"predict_step returned{f' at {path}' if path else ''} {unknown_origin(x)}")
-        rows = placement.rows
-        if rows is None:
+        if not isinstance(placement, RowPlacement):
             return leaf
+        rows = placement.rows
         if self._mode == "file" and placement.dim == 0:
             places = rows.positions[: rows.owned].cpu()
             x = write_rows(self._world, self._folder / f"{_file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)

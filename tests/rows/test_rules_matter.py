@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gnn.rows.elementwise import RANDOM
 from lightning_gnn.rows.mode import RULES, RowsMode, mapped, name_of
 from lightning_gnn.rows.placement import REPLICATED, RowCount
 from rows.harness import Layout, compare, expression
 from rows.test_expressions import GROUPS
 
-ROW_WISE = ("rowwise", "rowwise_", "same", "like", "_untouched", "_identity", "_from_values", "_leave", "_init")
-"""Names of rules that are right where each row is treated by itself, or concern values without rows, or raise."""
+ROW_WISE = ("rowwise", "rowwise_", "same", "like", "draw", "_untouched", "_new_tensor", "_leave", "_init")
+"""Names of rules that are right where each row is treated by itself, or draw other values, or concern values without rows, or
+raise."""
 OF_OTHERS = (
     "unbind",
     "set_",
@@ -55,8 +55,8 @@ def rules() -> dict[str, list[Any]]:
     for function, rule in RULES.items():
         name = name_of(function).removeprefix("linalg_")
         is_property = getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
-        is_users = rule.__name__ == "<lambda>"
-        is_apart = is_users or function in RANDOM or is_property or name.startswith(("__", *OF_OTHERS))
+        is_users = rule is RowsMode.other or "rowtests" in str(function)
+        is_apart = is_users or is_property or name.startswith(("__", *OF_OTHERS))
         if rule.__name__ not in ROW_WISE and not is_apart:
             found.setdefault(name, []).append(function)
     return found
