@@ -202,13 +202,14 @@ register(_bincount, "bincount")
 
 
 def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    classes, of = kwargs.get("num_classes", args[1] if len(args) > 1 else -1), rows_of(args[0])
-    if classes >= 0 or of is None:
+    x, classes = first_tensor(args, kwargs), kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    of = rows_of(x)
+    if x is None or of is None or classes >= 0:
         return by_itself(mode, func, args, kwargs)
     if of.rows.total == 0:
         return mode.on_all_rows(func, args, kwargs)  # which raises
-    most = extreme(mode, "max", args[0], of, range(args[0].dim()), False)
-    return by_itself(mode, func, (args[0], int(most) + 1), {})
+    most = extreme(mode, "max", x, of, range(x.dim()), False)
+    return by_itself(mode, func, (x, int(most) + 1), {})
 
 
 RULES[F.one_hot] = _one_hot
