@@ -114,13 +114,11 @@ class ParityReport:
     @property
     def findings(self) -> dict[str, list[str]]:
         """What differs, in words, and under which schemes."""
-        found: dict[str, list[str]] = {}
-        first: dict[tuple[str, str, str], str] = {}
+        alike: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
         for each in self.schemes:
-            if each.finding is not None:
-                key = (each.finding.step, each.finding.where, each.finding.why)
-                found.setdefault(first.setdefault(key, str(each.finding)), []).append(each.scheme)
-        return found
+            if (found := each.finding) is not None:
+                alike.setdefault((found.step, found.where, found.why), []).append((str(found), each.scheme))
+        return {group[0][0]: [scheme for _, scheme in group] for group in alike.values()}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values, for JSON."""
@@ -143,12 +141,10 @@ class ParityReport:
         """Returns what the table has no room for: what differs and why, what was left out."""
         found = [f"{', '.join(schemes)}: {text}" for text, schemes in self.findings.items()]
         for kind in ("approximation", "not_compared"):
-            by_text: dict[str, list[str]] = {}
-            for each in self.schemes:
-                if getattr(each, kind):
-                    by_text.setdefault(getattr(each, kind), []).append(each.scheme)
             how = "" if kind == "not_compared" else "approximate by design, after a few training steps; "
-            found += [f"{', '.join(schemes)}: {how}{text}." for text, schemes in by_text.items()]
+            for text in dict.fromkeys(filter(None, (getattr(each, kind) for each in self.schemes))):
+                schemes = [each.scheme for each in self.schemes if getattr(each, kind) == text]
+                found.append(f"{', '.join(schemes)}: {how}{text}.")
         steps = dict.fromkeys(step for each in self.schemes for step in each.steps)
         compared = f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
         return [*found, *self.notes, compared]

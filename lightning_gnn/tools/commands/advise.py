@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_gnn.console import text_table
 from lightning_gnn.extensions.plans.presets import PRESETS
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES
-from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import Advice, advise_on, chosen, extrapolate, smaller
 from lightning_gnn.tools.advising.machine import Machine
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
@@ -45,7 +44,7 @@ class AdviseCLI(GraphCLI):
     wants_module = needs_module = True
 
     @override
-    def prepare(self, scheme: Scheme, parts: int) -> None:
+    def prepare(self, parts: int) -> None:
         config = self.config
         hosts, self.ranks = config.trainer.num_nodes, parts
         if config.topology is None and parts > MAX_DEVICES:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.tools.parity import check_parity, explain_steps, explanation_table, make_strategies
 
@@ -36,7 +35,7 @@ class CheckCLI(GraphCLI):
     wants_module = True
 
     @override
-    def prepare(self, scheme: Scheme, parts: int) -> None:
+    def prepare(self, parts: int) -> None:
         hosts = self.config.trainer.num_nodes
         self.ranks, self.hosts = parts, hosts if parts % hosts == 0 else 1
         configured = self.strategy

@@ -64,7 +64,7 @@ class GraphCLI(LightningCLI):
             run=False,
         )
 
-    def prepare(self, scheme: Scheme, parts: int) -> None:
+    def prepare(self, parts: int) -> None:
         """Checks the command's own options, and may change the scheme; a ValueError ends the command with its message."""
 
     @override
@@ -97,10 +97,10 @@ class GraphCLI(LightningCLI):
         made = self.parser.instantiate(chosen)
         self.datamodule, self.module = made.data, made.get("model")
         self.strategy = self._strategy(made.trainer.strategy)
-        self.scheme = self.strategy.scheme
+        self.scheme: Scheme = self.strategy.scheme
         try:
             parts = self._parts()
-            self.prepare(self.scheme, parts)
+            self.prepare(parts)
             self._json = file_of("--json", self.config.get("json"))
             hosts = self.config.trainer.num_nodes
             self.layout: LayoutSpec = self.scheme.layout(parts, hosts if parts % hosts == 0 else 1)

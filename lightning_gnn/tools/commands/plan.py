@@ -18,7 +18,6 @@ from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.memory import memory_advice
-from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, printed
@@ -54,8 +53,8 @@ class PlanCLI(GraphCLI):
     wants_module = True
 
     @override
-    def prepare(self, scheme: Scheme, parts: int) -> None:
-        config = self.config
+    def prepare(self, parts: int) -> None:
+        config, scheme = self.config, self.scheme
         if parts < 2:
             raise ValueError(f"plans are for several parts (got {parts}): give --parts.")
         if parts > MAX_DEVICES:
@@ -63,7 +62,7 @@ class PlanCLI(GraphCLI):
         for name in ("layers", "columns"):
             if config[name] is not None and config[name] < 1:
                 raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
-        self.topology = self._topology(scheme, parts)
+        self.topology = self._topology(parts)
         if isinstance(scheme, DGCLScheme) and self.topology is not None:
             self.scheme = scheme.over(self.topology)
         layers, columns = (_of_model(config.model, name) for name in ("num_layers", "hidden_channels"))
@@ -77,11 +76,11 @@ class PlanCLI(GraphCLI):
                 raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out.")
             check_folder("--output", self.output)
 
-    def _topology(self, scheme: Scheme, parts: int) -> Topology | None:
+    def _topology(self, parts: int) -> Topology | None:
         """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
         source = self.config.topology
-        if isinstance(scheme, DGCLScheme):
-            source = source or scheme.topology
+        if isinstance(self.scheme, DGCLScheme):
+            source = source or self.scheme.topology
             if source in (None, "auto", "measured"):
                 raise ValueError(
                     f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "

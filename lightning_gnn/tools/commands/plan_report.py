@@ -153,11 +153,9 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
     if topology is None:
         yield "No times, since there is no topology: give --topology, such as uniform, to see them."
     yield _exchange_table(report)
-    reasons: dict[str, list[str]] = {}  # a link that is missing rules out many products
-    for each in report.exchanges:
-        if each.reason:
-            reasons.setdefault(each.reason, []).append(each.scheme)
-    for reason, schemes in reasons.items():
+    # A link that is missing rules out many products.
+    for reason in dict.fromkeys(each.reason for each in report.exchanges if each.reason):
+        schemes = [each.scheme for each in report.exchanges if each.reason == reason]
         yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
     yield from _notes(report)
     if report.balance is not None:

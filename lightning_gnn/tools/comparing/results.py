@@ -1,4 +1,7 @@
-"""From what ranks have measured to the numbers of a cell, and how far these are from the reference's. No processes here."""
+"""From what ranks have measured to the numbers of a cell, how far these are from the reference's, and a table of them.
+
+No processes here. The table is shown while cells run and at the end; the HTML report has the same columns.
+"""
 
 from __future__ import annotations
 

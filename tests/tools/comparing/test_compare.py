@@ -45,6 +45,7 @@ from lightning_gnn.tools.comparing.results import (
     split_time,
     summarise,
 )
+from lightning_gnn.tools.comparing.run import write_json
 
 GRAPH = {"num_nodes": 300, "num_features": 12, "num_classes": 5, "seed": 3}
 GCN = {"in_channels": 12, "hidden_channels": 8, "num_layers": 2, "out_channels": 5}
@@ -322,6 +323,12 @@ def test_a_table_has_the_columns_for_which_there_is_room():
     assert "In a wider terminal" not in texts[220]
     digits = [sorted(filter(str.isdigit, texts[width])) for width in (30, 80)]
     assert digits[0] == digits[1]  # folded letter by letter
+
+
+def test_what_is_no_number_is_null_in_the_file(tmp_path):
+    write_json(tmp_path, {"loss": [float("nan"), float("inf"), -float("inf"), 1.5], "inside": {"value": float("nan")}})
+    text = (tmp_path / "comparison.json").read_text()
+    assert json.loads(text) == {"loss": [None, None, None, 1.5], "inside": {"value": None}}
 
 
 def test_table_and_report_of_what_has_failed():
