@@ -104,7 +104,7 @@ def costs_of(*arguments: Any) -> Sequence[Any]:
 def source_of(data: Any) -> Any:
     """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule: that of files for the path of a folder."""
     if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
-        folders = import_module("lightning_gnn.extensions.graph_files.source")
+        folders = import_module("lightning_gnn.extensions.graph_files.folders")
         return folders.FolderSource(data.source, data.partition_memory)
     return import_module("lightning_gnn.data.loading").GraphSource(data.source)
 

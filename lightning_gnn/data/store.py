@@ -173,13 +173,6 @@ LARGEST_MANIFEST = 1 << 28
 """Bytes; those of thousands of parts have some millions."""
 
 
-Save = Callable[[str, np.ndarray], None]
-"""Writes an array of an entry, by its name."""
-
-SavePieces = Callable[[str, tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]], Path]
-"""Writes an array of an entry, by its name, shape and dtype, from pieces of it; returns its file."""
-
-
 # What this process has read of entries, where it could not leave a note.
 _read_here: dict[Path, dict[str, list[int]]] = {}
 
@@ -242,7 +235,7 @@ def write_store(
     holders: np.ndarray | None = None,
     predicted: Predicted | None = None,
     digests: Mapping[str, str] | None = None,
-    write_edges: Callable[[np.ndarray, int, Save, SavePieces], Written] | None = None,
+    write_edges: Callable[[np.ndarray, int, ArrayWriter], Written] | None = None,
 ) -> None:
     """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
 
@@ -256,28 +249,14 @@ def write_store(
         holders: of a vertex cut, the rank that computes each edge, ``[E]``.
         predicted: of `data`, which tells it by itself if not given.
         digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
-        write_edges: writes edges, halos and ids of all parts, given `part`, P, and what writes arrays; by default as they are in
-            memory.
+        write_edges: writes edges, halos and ids of all parts, given `part`, P and a writer; by default as they are in memory.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
     with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
-        files: dict[str, list[int]] = {}
-        predicted = predicted or Predicted.of(data)
-
-        def save_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
-            with _summed(scratch / f"{name}.npy") as file:
-                write_header(file, shape, dtype)
-                for piece in pieces:
-                    file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-            files[f"{name}.npy"] = [file.size, file.checksum]
-            return scratch / f"{name}.npy"
-
-        def save(name: str, array: np.ndarray) -> None:
-            save_pieces(name, array.shape, array.dtype, [array])
-
-        written = (write_edges or partial(_write_edges, data, predicted))(part, layout.parts, save, save_pieces)
+        out, predicted = ArrayWriter(scratch), predicted or Predicted.of(data)
+        written = (write_edges or partial(_write_edges, data, predicted))(part, layout.parts, out)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.by_type.items():
             key = written.orders.types.key(kind)
@@ -285,13 +264,13 @@ def write_store(
             attributes[key] = list(rows_of_kind)
             for name, value in rows_of_kind.items():
                 values = value.detach().cpu().numpy()
-                save_pieces(f"{key}.{name}", values.shape, values.dtype, _in_order(values, order))
+                out.save_pieces(f"{key}.{name}", values.shape, values.dtype, _in_order(values, order))
         scalars = {}
         if isinstance(data, Data):
             scalars = {name: value for name, value in data.to_dict().items() if not isinstance(value, Tensor)}
             attributes["graph"] = [name for name, kind in kinds_of(data).items() if kind == "graph"]
             for name in attributes["graph"]:
-                save(f"graph.{name}", data[name].detach().cpu().numpy())
+                out.save(f"graph.{name}", data[name].detach().cpu().numpy())
         digest = hashlib.blake2b(np.ascontiguousarray(part, dtype=np.int32).data, digest_size=16)
         if holders is not None:
             of_edges: np.ndarray = holders
@@ -302,7 +281,7 @@ def write_store(
                     digest.update(ranks.data)
                     yield ranks
 
-            save_pieces("holders", holders.shape, np.dtype(np.int16), in_order())
+            out.save_pieces("holders", holders.shape, np.dtype(np.int16), in_order())
 
         edge_orders = written.edge_orders
         manifest = {
@@ -321,9 +300,32 @@ def write_store(
             "left_out": left_out_of(data) if isinstance(data, Data) else {},
             "report": report,
             "locality": None if written.locality is None else asdict(written.locality),
-            "files": files,
+            "files": out.files,
         }
         _complete(scratch, {**manifest, "checksum": _manifest_checksum(manifest)})
+
+
+class ArrayWriter:
+    """Writes arrays to a folder, and notes the size and the checksum of each file.
+
+    Attributes:
+        files: by name, these.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.files = folder, dict[str, list[int]]()
+
+    def save(self, name: str, array: np.ndarray) -> None:
+        self.save_pieces(name, array.shape, array.dtype, [array])
+
+    def save_pieces(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
+        """Writes an array from pieces of it; returns its file."""
+        with _summed(self._folder / f"{name}.npy") as file:
+            write_header(file, shape, dtype)
+            for piece in pieces:
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        self.files[f"{name}.npy"] = [file.size, file.checksum]
+        return self._folder / f"{name}.npy"
 
 
 def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, int], Iterable[bytes | memoryview]]) -> None:
@@ -399,7 +401,7 @@ class Written:
     locality: Locality | None
 
 
-def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, save: Save, _: SavePieces) -> Written:
+def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
     """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
@@ -410,12 +412,12 @@ def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts:
     locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
     edge_orders = []
     for number, piece in enumerate(joined.parts(relabelling)):
-        save(f"part{number}.edge_index", piece.edge_index)
-        save(f"part{number}.halo", piece.halo)
+        out.save(f"part{number}.edge_index", piece.edge_index)
+        out.save(f"part{number}.halo", piece.halo)
         edge_orders.append(piece.edge_ids)
     orders = joined.orders(relabelling, edge_orders, part, predicted)
-    save("n_id", orders.n_id())
-    save("e_id", orders.e_id())
+    out.save("n_id", orders.n_id())
+    out.save("e_id", orders.e_id())
     return Written(relabelling.offsets, orders, edge_orders, locality)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gnn.data.shards import Orders
-from lightning_gnn.data.store import Save, SavePieces, Written, read_array, write_header
+from lightning_gnn.data.store import ArrayWriter, Written, read_array, write_header
 from lightning_gnn.partition.adjacency import compiled, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
@@ -266,28 +266,26 @@ def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-def write_parts(
-    edges: InEdges, told: Callable[[int], None], part: np.ndarray, num_parts: int, save: Save, save_pieces: SavePieces
-) -> Written:
+def write_parts(edges: InEdges, told: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
     """Writes edges, halos and ids of all parts, a piece at a time; rows of a part are in the graph's own order."""
     relabelling = Relabelling.from_assignment(part, num_parts)
     n_id, offsets = relabelling.n_id, relabelling.offsets
     new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))
-    save("n_id", n_id)
+    out.save("n_id", n_id)
     counts = list[int]()
 
     def ids() -> Iterator[np.ndarray]:
         for number, (low, high) in enumerate(pairwise(offsets.tolist())):
             piece = PartEdges.of(edges, n_id[low:high], low, new, local)
             rows = chain(piece.sources(), piece.targets())
-            save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
-            save(f"part{number}.halo", piece.halo)
+            out.save_pieces(f"part{number}.edge_index", (2, piece.num_edges), piece.dtype, rows)
+            out.save(f"part{number}.halo", piece.halo)
             counts.append(piece.num_edges)
             for edge_ids in piece.edge_ids():
                 yield edge_ids
                 told(len(edge_ids))
 
-    e_id = read_array(save_pieces("e_id", edges.edge_ids.shape, edges.edge_ids.dtype, ids()))
+    e_id = read_array(out.save_pieces("e_id", edges.edge_ids.shape, edges.edge_ids.dtype, ids()))
     ends = np.cumsum([0, *counts])
     edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
     return Written(offsets, Orders.of_one_type(relabelling, counts, e_id), edge_orders, None)
