@@ -146,16 +146,15 @@ class JoinedGraph:
         found[firsts[kind] :][: len(mask)] = mask.numpy()
         return found
 
-    def types_per_part(self, part: np.ndarray, num_parts: int) -> dict[str, np.ndarray]:
-        """Returns the nodes and the edges of each type in each part, int64 ``[P]``, by its name; none without types."""
-        if self.node_firsts is None or self.edge_firsts is None:
-            return {}
-        owner, counts = part[self.edge_index[1]], {}
-        for number, name in enumerate(self.node_firsts):
-            counts[f"{name} nodes"] = np.bincount(part[self.node_kinds == number], minlength=num_parts)
-        for number, kind in enumerate(self.edge_firsts):
-            counts[" ".join(kind)] = np.bincount(owner[self.edge_kinds == number], minlength=num_parts)
-        return counts
+    def types(self, part: np.ndarray, num_parts: int, input_type: NodeType) -> Types:
+        """Returns how many nodes and edges of each type each part has; of a graph with types."""
+        assert self.node_firsts is not None and self.edge_firsts is not None
+        owner = part[self.edge_index[1]]
+        nodes, edges = (
+            {name: np.bincount(of[kinds == number], minlength=num_parts) for number, name in enumerate(names)}
+            for names, kinds, of in ((self.node_firsts, self.node_kinds, part), (self.edge_firsts, self.edge_kinds, owner))
+        )
+        return Types(nodes, edges, input_type)
 
     def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
         """Returns where nodes and edges of a graph come to lie.
@@ -164,20 +163,13 @@ class JoinedGraph:
             edge_ids: of each part, in order.
             predicted: of the graph.
         """
-        edge_order, sizes = np.concatenate(edge_ids), list(map(len, edge_ids))
-        if self.node_firsts is None or self.edge_firsts is None:
-            return Orders.of_one_type(relabelling, sizes, edge_order)
-        assert self.node_kinds is not None and self.edge_kinds is not None
-        num_parts, owner = len(edge_ids), np.repeat(np.arange(len(edge_ids)), sizes)
-        orders: dict[NodeType | EdgeType, Ids] = {}
-        nodes, edges = {}, {}
-        for number, (name, first) in enumerate(self.node_firsts.items()):
-            rows = relabelling.n_id[self.node_kinds[relabelling.n_id] == number]
-            orders[name], nodes[name] = rows - first, np.bincount(part[rows], minlength=num_parts)
-        for number, (kind, first) in enumerate(self.edge_firsts.items()):
-            here = self.edge_kinds[edge_order] == number
-            orders[kind], edges[kind] = edge_order[here] - first, np.bincount(owner[here], minlength=num_parts)
-        return Orders(Types(nodes, edges, predicted.node_type), orders)
+        nodes, edges, by_type = relabelling.n_id, np.concatenate(edge_ids), dict[NodeType | EdgeType, Ids]()
+        if self.node_kinds is None or self.edge_kinds is None:
+            return Orders.of_one_type(relabelling, list(map(len, edge_ids)), edges)
+        for firsts, kinds, order in ((self.node_firsts, self.node_kinds, nodes), (self.edge_firsts, self.edge_kinds, edges)):
+            for number, (name, first) in enumerate((firsts or {}).items()):
+                by_type[name] = order[kinds[order] == number] - first
+        return Orders(self.types(part, len(edge_ids), predicted.node_type), by_type)
 
 
 def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:

@@ -570,7 +570,8 @@ class GraphDataModule(L.LightningDataModule):
         """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        masks, edge_masks = joined.masks_of(self.predicted(data))
+        predicted = self.predicted(data)
+        masks, edge_masks = joined.masks_of(predicted)
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
         if layout.kind == "vertex_cut":
@@ -579,8 +580,10 @@ class GraphDataModule(L.LightningDataModule):
         from lightning_gnn.partition.edge_cut import assign_nodes  # of no use to ranks that find the graph in the store
 
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, others=others)
-        report = replace(nodes.report, types=joined.types_per_part(nodes.part, layout.parts))
-        return nodes.part, None, {**report.as_dict(), "method": nodes.method, "balance": nodes.balance}
+        report = {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
+        if predicted.has_types:
+            report["types"] = joined.types(nodes.part, layout.parts, predicted.node_type).by_name()
+        return nodes.part, None, report
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""

@@ -88,6 +88,11 @@ class Types:
         starts = np.concatenate([[0], np.cumsum(per_part)[:-1]])
         return np.searchsorted(starts, rows, side="right") - 1, starts
 
+    def by_name(self) -> dict[str, list[int]]:
+        """Returns the nodes and the edges of each type in each part, by its name."""
+        nodes = {f"{name} nodes": counts.tolist() for name, counts in self.nodes.items()}
+        return nodes | {" ".join(kind): counts.tolist() for kind, counts in self.edges.items()}
+
     def as_dict(self) -> dict[str, Any] | None:
         """Returns plain values, of which :func:`types_of` makes these again; None without types."""
         if not self.is_hetero:
