@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -297,33 +298,26 @@ class World:
         """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
             with self.all_take_part(operation):
-                self._all_reduce_(tensor)
+                if self._ranks.all_local:
+                    # In rank order, so that all ranks round alike.
+                    parts = self._ranks.gather(tensor)
+                    total = parts[0].clone()
+                    for part in parts[1:]:
+                        total += part
+                    tensor.copy_(total)
+                else:
+                    with self._waiting():
+                        dist.all_reduce(tensor, group=self._group_of(tensor))
         return tensor
 
-    def _all_reduce_(self, tensor: Tensor) -> None:
-        if self._ranks.all_local:
-            # In rank order, so that all ranks round alike.
-            parts = self._ranks.gather(tensor)
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            tensor.copy_(total)
-        else:
-            with self._waiting():
-                dist.all_reduce(tensor, group=self._group_of(tensor))
-
-    def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], None]:
+    def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], Any]:
         """Starts to sum `tensor` over all ranks in place; returns the function that waits.
 
         It travels beside other messages, on a group of its own. Between ranks of one machine, where copying is the work, it
         does when it is waited for.
         """
         if self.gradient_group is None:
-
-            def later() -> None:
-                self.all_reduce_(tensor, operation)
-
-            return later
+            return partial(self.all_reduce_, tensor, operation)
         group = self.gradient_group if tensor.device.type == self.device.type else self.host_group
         with self.watch.during(operation, RuntimeError):
             request = dist.all_reduce(tensor, group=group, async_op=True)

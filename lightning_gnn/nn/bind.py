@@ -28,8 +28,7 @@ from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import ConvRule, exact_convs, fused, known_kind, rule_of
 from lightning_gnn.nn.learned_rows import LearnedRows
-from lightning_gnn.nn.norms import NORMS, STATE, Statistics, global_forward, readout
-from lightning_gnn.nn.over_all import dense_attention, over_all
+from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import wrapped
 
@@ -95,12 +94,9 @@ class Binding:
                     self._bind(child, name, context.reverse if id(child) in out and context.reverse else context)
                 elif isinstance(child, GPSConv) and isinstance(child.attn, torch.nn.MultiheadAttention):
                     self._patch(child.attn, dense_attention(child, context, f"{name}.attn"))
-                else:
-                    reads_out = isinstance(child, aggr.Aggregation) and id(child) not in in_convs
-                    forward = readout if reads_out else global_forward(child)
-                    if methods := over_all(child) or ({} if forward is None else {"forward": forward}):
-                        bound = {key: types.MethodType(method, child) for key, method in methods.items()}
-                        self._patch(child, bound, Statistics(context.exchange, name))
+                elif methods := global_methods(child, reads_out=id(child) not in in_convs):
+                    bound = {key: types.MethodType(method, child) for key, method in methods.items()}
+                    self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
                 self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})

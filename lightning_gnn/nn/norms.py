@@ -1,4 +1,4 @@
-"""Norms and aggregation modules over all nodes, or edges, of all ranks: the statistics that one device would take.
+"""Modules over all nodes, or edges, of all ranks: norms, readouts and attention, with the numbers that one device would get.
 
 Every row counts on one rank, so sums over ranks of sums over rows are exact. The backward of a sum over ranks is a sum over
 ranks: each rank's output depends on every rank's rows. N rows of this rank, F columns.
@@ -6,20 +6,27 @@ ranks: each rank's output depends on every rank's rows. N rows of this rank, F c
 Aggregation modules outside convs read out the whole graph. Sum, mean, maximum and minimum of rows that lie on several ranks are
 exact; others look at all rows at once and are refused when they are called so. An aggregation over the edges of each node (an
 ``index`` with several groups) is local as ever.
+
+Linear attention is a sum over all nodes of small matrices, so ranks send these; dense attention needs the rows of all nodes.
+n nodes of this rank; B graphs, one; H heads, D columns of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
-from torch_geometric.nn import aggr
+from torch_geometric.nn import CorrectAndSmooth, GPSConv, aggr
+from torch_geometric.nn.attention import PolynormerAttention, SGFormerAttention
+from torch_geometric.nn.attention.performer import PerformerProjection, generalized_kernel
+from torch_geometric.utils import one_hot
 
 from lightning_gnn.comm.exchange import Exchange
-from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Forward = Callable[..., Tensor]
 
@@ -178,15 +185,6 @@ NORMS: dict[type[torch.nn.Module], Forward] = {
 """By class, the forward of a bound norm. PyG's BatchNorm and DiffGroupNorm hold a BatchNorm1d and need nothing."""
 
 
-def global_forward(module: torch.nn.Module) -> Forward | None:
-    """Returns the forward with statistics over all ranks; None for a module that looks at one row at a time, and for one with
-    a forward of its own, which row semantics follow."""
-    if isinstance(module, pyg_nn.norm.LayerNorm) and module.mode == "node":
-        return None
-    kind = next((kind for kind in type(module).__mro__ if kind in NORMS), None)
-    return NORMS[kind] if kind is not None and type(module).forward is kind.forward else None
-
-
 # Readouts #####################################################################
 
 
@@ -241,3 +239,132 @@ def readout(
             "MeanAggregation, MaxAggregation or MinAggregation."
         )
     return compute(take, take.own(x, dim).movedim(dim, -2)).movedim(-2, dim)
+
+
+# Linear attention, dense attention, correct and smooth ###########################
+
+
+def _own(self: Any, x: Tensor, dim: int) -> Statistics | None:
+    """Returns what sums over ranks where `x` has this rank's nodes along `dim`, of one graph; None for rows of something else."""
+    take: Statistics = self.__dict__[STATE]
+    return take if x.size(0) == 1 and x.size(dim) == take.num_rows else None
+
+
+def _sums(take: Statistics, *parts: Tensor) -> list[Tensor]:
+    """Returns the sums of several tensors over ranks, in one message."""
+    summed = take.total(torch.cat([part.reshape(-1) for part in parts]))
+    return [each.view(part.shape) for each, part in zip(summed.split([part.numel() for part in parts]), parts)]
+
+
+def _sgformer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    take = _own(self, x, 1)
+    if take is None:
+        return type(self).forward(self, x, mask)
+
+    def heads(lin: torch.nn.Linear) -> Tensor:
+        return lin(x).reshape(*x.shape[:2], self.heads, self.head_channels)  # [1, n, H, D]
+
+    def unit(rows: Tensor) -> Tensor:
+        rows = rows.masked_fill(rows == 0, 1e-6)
+        return rows / torch.linalg.norm(rows, dim=-1, keepdim=True)
+
+    q, k, v = unit(heads(self.q)), unit(heads(self.k)), heads(self.v)
+    own_k = take.own(k, 1)
+    kv, k_sum, count = _sums(
+        take,
+        torch.einsum("blhm,blhd->bhmd", own_k, take.own(v, 1)),
+        own_k.sum(1),
+        own_k.new_full((1,), own_k.size(1)),
+    )
+    above = torch.einsum("bnhm,bhmd->bnhd", q, kv) + count * v
+    below = torch.einsum("bnhm,bhm->bnh", q, k_sum).unsqueeze(-1) + count
+    return (above / below).mean(2)
+
+
+def _polynormer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    take = _own(self, x, 1)
+    if take is None:
+        return type(self).forward(self, x, mask)
+
+    def heads(rows: Tensor) -> Tensor:
+        return rows.view(*x.shape[:2], self.head_channels, self.heads)  # [1, n, D, H]
+
+    k = heads(self.k(x).sigmoid())
+    q = k if self.qk_shared else heads(self.q(x).sigmoid())
+    own_k, own_v = take.own(k, 1), take.own(heads(self.v(x)), 1)
+    kv, k_sum = _sums(take, torch.einsum("bndh,bnmh->bdmh", own_k, own_v), own_k.sum(1))
+    above = torch.einsum("bndh,bdmh->bnmh", q, kv)
+    below = torch.einsum("bndh,bdh->bnh", q, k_sum).unsqueeze(2)
+    out = self.lns((above / (below + 1e-6)).reshape(*x.shape[:2], -1)) * (self.h_lins(x) + self.beta)
+    return self.dropout(torch.relu(self.lin_out(out)))
+
+
+def _performer(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    take = _own(self, q, 2)  # [1, H, n, D]
+    if take is None:
+        return type(self).forward(self, q, k, v)
+    q, k = (generalized_kernel(rows, self.projection_matrix, self.kernel) for rows in (q, k))
+    own_k = take.own(k, 2)
+    kv, k_sum = _sums(take, own_k.transpose(-2, -1) @ take.own(v, 2), own_k.sum(-2))
+    return (q @ kv) / (q @ k_sum.unsqueeze(-1))
+
+
+def _correct(
+    self: Any, y_soft: Tensor, y_true: Tensor, mask: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor:
+    if not self.autoscale:
+        return type(self).correct(self, y_soft, y_true, mask, edge_index, edge_weight)
+    take: Statistics = self.__dict__[STATE]
+    if y_true.dtype == torch.long and y_true.size(0) == y_true.numel():
+        y_true = one_hot(y_true.view(-1), num_classes=y_soft.size(-1), dtype=y_soft.dtype)
+    error = torch.zeros_like(y_soft)
+    error[mask] = y_true - y_soft[mask]
+    smoothed = self.prop1(error, edge_index, edge_weight=edge_weight, post_step=lambda x: x.clamp_(-1.0, 1.0))
+    total, count = take.total(torch.stack([error[mask].abs().sum(), error.new_tensor(len(y_true))]))
+    scale = total / count / smoothed.abs().sum(1, keepdim=True)
+    scale[scale.isinf() | (scale > 1000)] = 1.0
+    return y_soft + scale * smoothed
+
+
+OVER_ALL: dict[type[torch.nn.Module], dict[str, Forward]] = {
+    SGFormerAttention: {"forward": _sgformer},
+    PolynormerAttention: {"forward": _polynormer},
+    PerformerProjection: {"forward": _performer},
+    CorrectAndSmooth: {"correct": _correct},
+}
+"""By class, the methods of a bound module in which every node looks at all others."""
+
+_METHODS = OVER_ALL | {kind: {"forward": forward} for kind, forward in NORMS.items()}
+
+
+def global_methods(module: torch.nn.Module, reads_out: bool = False) -> Mapping[str, Forward]:
+    """Returns the methods of a bound module that looks at the nodes of all ranks, by name; none for one that looks at one row at
+    a time, and for one with such methods of its own, which row semantics follow.
+
+    Args:
+        reads_out: whether an aggregation module is outside of convs.
+    """
+    if reads_out and isinstance(module, aggr.Aggregation):
+        return {"forward": readout}
+    if isinstance(module, pyg_nn.norm.LayerNorm) and module.mode == "node":
+        return {}
+    kind = next((kind for kind in type(module).__mro__ if kind in _METHODS), None)
+    if kind is None or any(getattr(type(module), name) is not getattr(kind, name) for name in _METHODS[kind]):
+        return {}
+    return _METHODS[kind]
+
+
+def dense_attention(conv: GPSConv, context: GraphContext, layer: str) -> dict[str, Any]:
+    """Returns the forward of a bound GPSConv's ``torch.nn.MultiheadAttention``, over the rows of all ranks."""
+
+    def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        if query.size(0) != 1 or query.size(1) != len(context.x):
+            raise UnsupportedModelError(
+                f"'{layer}' was given {list(query.shape[:2])} graphs and nodes; a graph over ranks is one graph, and batch None."
+            )
+        assert context.rows is not None
+        all_nodes = torch.arange(context.rows.num_nodes, device=query.device)
+        rows = context.rows.fetch(key[0], all_nodes, layer).unsqueeze(0)
+        return type(self).forward(self, query, rows, rows, need_weights=False)
+
+    return {"forward": types.MethodType(forward, conv.attn)}

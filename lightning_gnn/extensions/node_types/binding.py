@@ -34,8 +34,7 @@ from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import rule_of
-from lightning_gnn.nn.norms import STATE, Statistics
-from lightning_gnn.nn.over_all import over_all
+from lightning_gnn.nn.norms import OVER_ALL, STATE, Statistics, global_methods
 from lightning_gnn.partition.shard import HaloPlan
 
 
@@ -220,7 +219,7 @@ def check_typed_module(module: torch.nn.Module) -> None:
 
 
 def _refuse_for_one_type(where: str, child: torch.nn.Module) -> None:
-    if isinstance(child, (pyg_nn.DirGNNConv, pyg_nn.GPSConv)) or over_all(child):
+    if isinstance(child, (pyg_nn.DirGNNConv, pyg_nn.GPSConv)) or (isinstance(child, tuple(OVER_ALL)) and global_methods(child)):
         raise UnsupportedModelError(f"{where} is for graphs of one type: use convs that are called on an edge type.")
 
 
