@@ -122,12 +122,10 @@ class _Part:
         # Sources are rows of the rank, of all types, and then of its halo.
         self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
         self._first_row, self._num_targets = int(types.begins(source_type)[rank]), types.total(target_type)
-        self._edges = made.get("edges")
         stored = _stored_of(cut, rank, kind, choice)
-        self._csr = CSR(made["indptr"], made.get("source", stored["source"]), None, self._owned + len(halo))
-        self._choice: dict[str, Any] = {
-            name: made.get(name, stored.get(name)) for name in ("weight", "time") if name in {**stored, **made}
-        }
+        given = stored | dict(made)
+        self._edges, self._csr = given.get("edges"), CSR(given["indptr"], given["source"], None, self._owned + len(halo))
+        self._choice: dict[str, Any] = {name: given[name] for name in ("weight", "time") if name in given}
         self._kind, self._score = kind, choice.score
         self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
         if choice.labor:  # which node of the graph a column is, for those that edges of this type read
