@@ -30,7 +30,7 @@ class Lockstep(Worker):
 
     def __init__(self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None) -> None:
         super().__init__(pool, Pairing(me, size), interval, peers, 0.0, 0)
-        self._group = group
+        self.pairs, self._group = False, group
         self._share = math.ceil(pool.size / size)
         self._taken = 0
 
@@ -54,18 +54,6 @@ class Lockstep(Worker):
 
     @override
     def give_back(self, item: int) -> None:
-        pass
-
-    @override
-    def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
-        return None
-
-    @override
-    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
-        pass
-
-    @override
-    def come_back(self) -> None:
         pass
 
     @override

@@ -105,6 +105,7 @@ class Worker:
         self.pool, self.pairing, self.interval = pool, pairing, interval
         self.peers = peers
         self.me, self.size = pairing.me, pairing.size
+        self.pairs = self.size > 1  # it may meet another
         self.counts = Counts()
         self.left = False
         self.reached = 0  # items that had been taken, by all workers, when this one took its last
@@ -153,9 +154,9 @@ class Worker:
 
     def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Takes part from now on; in the place of one that was killed, goes on with its counts, and returns as :meth:`meet`."""
-        if self.peers is None:
+        if self.peers is None or not self.pairs:
             return None
-        self.peers.keys.put(f"address/{self.me}", self.peers.server.address.encode())
+        self.keys.put(f"address/{self.me}", self.peers.server.address.encode())
         if self.life and (before := self.all_counts().get(self.me)) is not None:
             self.counts = before
             self._began -= before.seconds
@@ -173,12 +174,12 @@ class Worker:
 
     def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
         """Is not chosen from now on; gives its own to who waits for it."""
-        if not self.left and self.size > 1:
+        if self.pairs and not self.left:
             self._meet(self.pairing.leave(for_good), own)
         self.left = self.left or for_good
 
     def come_back(self) -> None:
-        if not self.left and self.size > 1:
+        if self.pairs and not self.left:
             self._carry_out(self.pairing.come_back())
 
     def _meet(self, steps: Steps[Any], own: Callable[[], Tensor] | None) -> Tensor | None:
