@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.group import CommunicationError, no_process_group
+from lightning_gnn.comm.listening import gloo_beside
+from lightning_gnn.devices import backend_of
 from lightning_gnn.strategies.gossip.pairing import Pairing
-from lightning_gnn.strategies.gossip.peers import WorkerGroup
+from lightning_gnn.strategies.gossip.peers import connect_to_store
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.worker import Peers, Worker
 
@@ -23,16 +31,24 @@ class Lockstep(Worker):
 
     In the thesis a worker that has a batch less than another would never come to the last average. Here all make as many: where
     they do not divide an epoch's batches, some of these are done twice. Of the pool, only the items are used: no worker asks what
-    others have taken or done.
+    others have taken or done. All workers sum in process groups of their own, beside torch's default one; each waits `timeout`
+    seconds for the others.
+
+    Raises:
+        CommunicationError: also from `meet` and `agrees`: a worker does not answer.
     """
 
     through_host = False
 
-    def __init__(self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, group: WorkerGroup | None) -> None:
+    def __init__(self, pool: Pool, me: int, size: int, interval: int, peers: Peers | None, timeout: float) -> None:
         super().__init__(pool, Pairing(me, size), interval, peers, 0.0, 0)
-        self.pairs, self._group = False, group
+        self.pairs, self._limit = False, timedelta(seconds=timeout)
         self._share = math.ceil(pool.size / size)
         self._taken = 0
+        self._on_devices: Any = None
+        if peers is not None:
+            with self._naming(), gloo_beside(peers.place.rpartition(":")[0]):
+                self._on_hosts: Any = dist.ProcessGroupGloo(connect_to_store(peers.place), me, size, self._limit)
 
     @property
     def _first_epoch(self) -> int:
@@ -72,10 +88,10 @@ class Lockstep(Worker):
     @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
         self.counts.batches += 1
-        if self._group is None or self.counts.batches % self.interval:
+        if self.peers is None or self.counts.batches % self.interval:
             return None
         total, began = own(), time.perf_counter()
-        self._group.sum_(total)
+        self._sum(self.peers, total)
         self.counts.waits += 1
         self.counts.averages += 1
         self.counts.waited += time.perf_counter() - began
@@ -83,4 +99,36 @@ class Lockstep(Worker):
 
     @override
     def agrees(self, decision: bool, all: bool) -> bool:
-        return decision if self._group is None else self._group.agree(decision, all)
+        """Returns whether all workers, or any, have decided so."""
+        if self.peers is None:
+            return decision
+        count = torch.tensor([int(decision)])
+        self._sum(self.peers, count)
+        return int(count) >= (self.size if all else 1)
+
+    def _sum(self, peers: Peers, tensor: Tensor) -> None:
+        """Sums `tensor` over all workers, in place: between CPUs, or between devices, whose queues wait, and not the host."""
+        with self._naming():
+            group = self._on_hosts if tensor.device.type == "cpu" else self._of_devices(peers, tensor.device)
+            group.allreduce([tensor]).wait()
+
+    def _of_devices(self, peers: Peers, device: torch.device) -> Any:
+        """Returns the group over which devices meet; made when they do for the first time."""
+        if self._on_devices is None:
+            # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
+            # this worker alone is none to split communicators from.
+            make: Any = dist.distributed_c10d._new_process_group_helper
+            store, name, backend = connect_to_store(peers.place), f"workers of {peers.place}", backend_of(device)
+            with no_process_group():
+                self._on_devices, _ = make(self.size, self.me, [], dist.Backend(backend), store, name, timeout=self._limit)
+        return self._on_devices
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Averaging over all workers on rank {self.me} of {self.size}: {error}. Look at the other ranks' output first: "
+                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
+            ) from error

@@ -1,4 +1,4 @@
-"""How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective but one.
+"""How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective.
 
 The store is a TCPStore in a process of its own: any rank may die, and the process that starts them may be one.
 Vectors travel over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a
@@ -15,15 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnn.comm.group import CommunicationError, no_process_group
-from lightning_gnn.comm.listening import gloo_beside
-from lightning_gnn.devices import backend_of
+from lightning_gnn.comm.group import CommunicationError
 
 LOCAL = "127.0.0.1"
 MOST_WAITING = 128
@@ -159,58 +157,6 @@ class Heartbeat:
         """Beats no more."""
         self._over.set()
         self._thread.join()
-
-
-class WorkerGroup:
-    """All workers at once, beside torch's default process group; all make its calls in the same order.
-
-    Args:
-        place: of the store by which they find each other.
-        me, size: this worker and how many there are.
-        timeout: seconds to wait for the others.
-
-    Raises:
-        CommunicationError: also from all methods: a worker does not answer.
-    """
-
-    def __init__(self, place: str, me: int, size: int, timeout: float) -> None:
-        self._place, self._me, self._size, self._limit = place, me, size, timedelta(seconds=timeout)
-        with self._naming(), gloo_beside(place.rpartition(":")[0]):
-            self._hosts: Any = dist.ProcessGroupGloo(connect_to_store(place), me, size, self._limit)
-        self._devices: Any = None
-
-    def _of_devices(self, device: torch.device) -> Any:
-        """Returns the group over which devices meet; made when they do for the first time."""
-        if self._devices is None:
-            # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
-            # this worker alone is none to split communicators from.
-            make: Any = dist.distributed_c10d._new_process_group_helper
-            store, name, backend = connect_to_store(self._place), f"workers of {self._place}", backend_of(device)
-            with no_process_group():
-                self._devices, _ = make(self._size, self._me, [], dist.Backend(backend), store, name, timeout=self._limit)
-        return self._devices
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"Averaging over all workers on rank {self._me} of {self._size}: {error}. Look at the other ranks' output first: "
-                "one may have stopped, or be slower than the deadline (argument `timeout` of the strategy)."
-            ) from error
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Sums `tensor` over all workers, in place: between CPUs, or between devices, whose queues wait, and not the host."""
-        with self._naming():
-            group = self._hosts if tensor.device.type == "cpu" else self._of_devices(tensor.device)
-            group.allreduce([tensor]).wait()
-
-    def agree(self, decision: bool, all: bool) -> bool:
-        """Returns whether all workers, or any, have decided so."""
-        count = torch.tensor([int(decision)])
-        self.sum_(count)
-        return int(count) >= (self._size if all else 1)
 
 
 class PeerServer:

@@ -14,7 +14,6 @@ from lightning_gnn.arguments import check_numbers, check_whole
 from lightning_gnn.strategies.gossip.cluster_strategy import Average, ClusterStrategy
 from lightning_gnn.strategies.gossip.lockstep import Lockstep
 from lightning_gnn.strategies.gossip.pairing import Pairing, Rule
-from lightning_gnn.strategies.gossip.peers import WorkerGroup
 from lightning_gnn.strategies.gossip.pool import Pool
 from lightning_gnn.strategies.gossip.push_sum import PushSum
 from lightning_gnn.strategies.gossip.worker import Peers, Worker
@@ -141,6 +140,5 @@ class ClusterAllReduceStrategy(ClusterStrategy):
 
     @override
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
-        rank, size = self.global_rank, self.world_size
-        group = None if peers is None else WorkerGroup(peers.place, rank, size, self.timeout.total_seconds())
-        return Lockstep(pool, rank, size, self.averaging_interval, peers, group)
+        timeout = self.timeout.total_seconds()
+        return Lockstep(pool, self.global_rank, self.world_size, self.averaging_interval, peers, timeout)
