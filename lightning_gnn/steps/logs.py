@@ -21,7 +21,7 @@ from lightning_gnn.nn.patches import Patches
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
 from lightning_gnn.steps.metrics import StandInMetrics
-from lightning_gnn.steps.weights import RowWeights, loss_scale
+from lightning_gnn.steps.weights import RowWeights
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Of ``self.log``, in their order behind name and value."""
@@ -113,18 +113,13 @@ class GlobalLogs:
     def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
         """Ends the step, which has returned `output`: makes the held values global and logs them, in order.
 
-        Returns what to multiply this rank's loss with, see :func:`~lightning_gnn.steps.weights.loss_scale`.
+        Returns what to multiply this rank's loss with, see :meth:`RowWeights.loss_scale`.
         """
-        weights, world = self.weights, self._world
-
-        def gather(own: Tensor) -> Tensor:
-            return world.all_gather(own, "Weights of losses")
-
-        scale, said = loss_scale(output, weights.counts, world.rank, loss_reduction, gather, weights.stand_ins, weights.sizes)
-        if said is not None:
-            weights.say(said)
+        weights = self.weights
+        says = weights.take(output)
+        scale = weights.loss_scale(loss_reduction)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and said is None and loss_reduction == "sum":
+        if isinstance(loss, Tensor) and not says and loss_reduction == "sum":
             self._sum = loss.detach()
         held, self._held = self._held, None
         self._flush(held or [])

@@ -16,7 +16,6 @@ from lightning_gnn.data.sources import MASKS, counted_mask, num_labelled
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import NotExactError
 from lightning_gnn.steps.logs import GlobalLogs
-from lightning_gnn.steps.weights import scale_by
 
 
 class StepValues:
@@ -79,7 +78,7 @@ class StepValues:
         stand_ins = 1 if sampled and not counts[rank] else 0
         self.logs.enter(counts, stand_ins, shard.sizes(rank))
         # For manual_backward, inside the step, which has not said what its loss weighs.
-        self.scale = scale_by(None, self.logs.weights.counts, rank, self._loss_reduction, stand_ins)
+        self.scale = self.logs.weights.loss_scale(self._loss_reduction)
 
     def leave(self, output: Any, trains: bool = False) -> None:
         """Ends the step, which has returned `output`: logs what it has logged.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -20,7 +20,7 @@ class _Stage:
     """Training, validation or test.
 
     Attributes:
-        counts: labelled rows of each rank in the last step, or what it says that its values weigh.
+        counts: labelled rows of each rank in the last step, or what it `says` that its values weigh.
         stand_ins: rows that only stand in for this rank's empty mask.
         sums: counts of all steps since a hook of an epoch has read them.
         sizes: nodes and edges of this rank.
@@ -31,6 +31,7 @@ class _Stage:
     stand_ins: int = 0
     sums: Sequence[float] = ()
     sizes: Sequence[int] = ()
+    says: bool = False
     read: bool = False
 
 
@@ -51,11 +52,50 @@ class RowWeights:
         self._stages[self._name] = _Stage(counts, stand_ins, [a + b for a, b in zip(sums, counts)], sizes)
         self.in_step = True
 
-    def say(self, weights: Sequence[float]) -> None:
-        """Has the step's values weigh what it says."""
-        stage = self._stages[self._name]
+    def take(self, output: Any) -> bool:
+        """Has the step's values weigh what its `output` says, a mapping with ``loss_weight``, if it is one; returns whether. All
+        ranks call it.
+
+        A weight of all this rank's nodes or edges, or of several columns of each, is none of the mask.
+
+        Raises:
+            ValueError: on all ranks: a weight may count rows that stand in, and others.
+        """
+        if not isinstance(output, Mapping) or "loss_weight" not in output:
+            return False
+        counts, stage, own = self.counts, self._stage, float(output["loss_weight"])
+        of_all = any(size and own % size == 0 for size in stage.sizes)
+        mine = torch.tensor([own, stage.stand_ins, of_all], dtype=torch.float64)
+        by_rank = self._world.all_gather(mine, "Weights of losses").tolist()
+        per_row = {weight / count for (weight, *_), count in zip(by_rank, counts) if count}
+        alike = len({weight for weight, *_ in by_rank}) == 1
+        weights = []
+        for rank, (weight, standing_in, is_of_all) in enumerate(by_rank):
+            if standing_in and (weight <= standing_in or per_row == {weight / standing_in}):
+                weight = 0.0
+            elif standing_in and not (alike or is_of_all):
+                raise ValueError(
+                    f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether "
+                    f"it is among those that loss_weight={weight:g} counts cannot be told. Return loss_weight=0 where "
+                    "batch.seed_counts[self.global_rank] is 0; or give each rank a node of each mask, GraphDataModule(partition="
+                    '"metis_masks").'
+                )
+            weights.append(weight)
         stage.sums = [total + weight - count for total, weight, count in zip(stage.sums, weights, stage.counts)]
-        stage.counts = weights
+        stage.counts, stage.says = weights, True
+        return True
+
+    def loss_scale(self, reduction: str) -> float:
+        """Returns what to multiply this rank's loss with, so that the sum over ranks is the loss of one device.
+
+        Args:
+            reduction: of the loss over this rank's rows, ``"mean"`` or ``"sum"``, unless the step has said what it weighs.
+        """
+        if self._stage.says and not any(self._stage.counts):
+            return 0.0
+        if reduction == "sum" and not self._stage.says:
+            return 0.0 if self.stand_ins else 1.0
+        return self.share
 
     @property
     def _name(self) -> str:
@@ -108,67 +148,6 @@ class RowWeights:
         some = counts > 0
         parts = counts[some].view(-1, *[1] * value.dim()) / counts.sum()
         return (by_rank[some].double() * parts).sum(0).to(value.dtype)
-
-
-def loss_scale(
-    output: Any,
-    counts: Sequence[float],
-    rank: int,
-    reduction: str,
-    gather: Callable[[Tensor], Tensor],
-    stand_ins: int = 0,
-    sizes: Sequence[int] = (),
-) -> tuple[float, list[float] | None]:
-    """Returns what to multiply a rank's loss with, so that the sum over ranks is the loss of one device, and what the values of
-    each rank weigh if the step says it.
-
-    Args:
-        output: of ``training_step``; a mapping with ``loss_weight`` says what its mean is over.
-        counts: labelled nodes of the stage's mask on each rank: what it is over otherwise.
-        reduction: ``"mean"`` or ``"sum"``.
-        gather: returns the tensors of all ranks, ``[P, ...]``.
-        stand_ins: rows that only stand in for this rank's empty mask, which weigh nothing.
-        sizes: nodes and edges of this rank. A weight of all of them, or of several columns of each, is none of the mask.
-
-    Raises:
-        ValueError: on all ranks: a weight may count rows that stand in, and others.
-    """
-    said = _weights_of(output, counts, gather, stand_ins, sizes)
-    return scale_by(said, counts, rank, reduction, stand_ins), said
-
-
-def scale_by(weights: Sequence[float] | None, counts: Sequence[float], rank: int, reduction: str, stand_ins: int = 0) -> float:
-    """Returns what to multiply a rank's loss with, by what the step says that ranks weigh, if it does; see :func:`loss_scale`."""
-    if weights is not None:
-        return weights[rank] / sum(weights) if any(weights) else 0.0
-    if reduction == "sum":
-        return 0.0 if stand_ins else 1.0
-    return counts[rank] / sum(counts) if any(counts) else 1 / len(counts)
-
-
-def _weights_of(
-    output: Any, counts: Sequence[float], gather: Callable[[Tensor], Tensor], stand_ins: int, sizes: Sequence[int]
-) -> list[float] | None:
-    if not isinstance(output, Mapping) or "loss_weight" not in output:
-        return None
-    own = float(output["loss_weight"])
-    of_all = any(size and own % size == 0 for size in sizes)
-    by_rank = gather(torch.tensor([own, stand_ins, of_all], dtype=torch.float64)).tolist()
-    per_row = {weight / count for (weight, *_), count in zip(by_rank, counts) if count}
-    alike = len({weight for weight, *_ in by_rank}) == 1
-    weights = []
-    for rank, (weight, standing_in, is_of_all) in enumerate(by_rank):
-        if standing_in and (weight <= standing_in or per_row == {weight / standing_in}):
-            weight = 0.0
-        elif standing_in and not (alike or is_of_all):
-            raise ValueError(
-                f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether it "
-                f"is among those that loss_weight={weight:g} counts cannot be told. Return loss_weight=0 where "
-                "batch.seed_counts[self.global_rank] is 0; or give each rank a node of each mask, GraphDataModule(partition="
-                '"metis_masks").'
-            )
-        weights.append(weight)
-    return weights
 
 
 class _Gather(torch.autograd.Function):

@@ -6,6 +6,7 @@ Test tiers: without ranks; ranks of one process; gloo ranks in the pool.
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, UnsupportedModelError, check_parity, expand
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.steps.weights import loss_scale
+from lightning_gnn.steps.weights import RowWeights
 
 PART = (~awkward_graph().train_mask).long()
 """Rank 1 owns no training node."""
@@ -82,11 +83,16 @@ def test_helpers_work_on_the_graph_of_the_run_that_is_going_on(context):
 def test_a_weight_that_may_count_a_row_that_stands_in_is_refused_with_what_to_return():
     """Rank 1 has no seed, and a row in its mask that stands in."""
 
-    def scale(weight: int) -> Any:
-        def gather(own: torch.Tensor) -> torch.Tensor:
-            return torch.stack([own.new_tensor([3, 0, 0]), own])
+    def gather(own: torch.Tensor, operation: str) -> torch.Tensor:
+        return torch.stack([own.new_tensor([3, 0, 0]), own])
 
-        return loss_scale({"loss": None, "loss_weight": weight}, (2, 0), 1, "mean", gather, 1, (5, 7))
+    def scale(weight: int) -> Any:
+        module: Any = SimpleNamespace(_current_fx_name="training_step")
+        world: Any = SimpleNamespace(rank=1, size=2, all_gather=gather)
+        weights = RowWeights(module, world)
+        weights.enter((2, 0), 1, (5, 7))
+        assert weights.take({"loss": None, "loss_weight": weight})
+        return weights.loss_scale("mean"), weights.counts
 
     with pytest.raises(ValueError, match="Rank 1 .* loss_weight=2 .* Return loss_weight=0 where batch.seed_counts"):
         scale(2)
