@@ -54,10 +54,12 @@ def test_the_package_is_imported_in_a_moment_and_loads_no_strategy():
     ]
 
 
-def test_a_fit_loads_no_command_line_no_reports_and_no_other_scheme():
+def test_a_fit_of_one_rank_loads_no_command_line_no_checks_of_ranks_and_no_other_scheme():
     modules, _ = loaded(FIT)
     others = ("cover", "gossip", "sampling", "spmm", "vertex_cut")
-    unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.strategies.{name}" for name in others))
+    of_ranks = ("checks.", "launching.script", "launching.processes", "strategy.self_checks", "strategy.memory_checks")
+    names = (*(f"strategies.{name}" for name in others), *of_ranks)
+    unused = (*NOT_IN_A_RANK, *(f"lightning_gnn.{name}" for name in names))
     assert "lightning_gnn.strategies.dgcl.strategy" in modules
     assert not [name for name in modules if name.startswith(unused)]
 
