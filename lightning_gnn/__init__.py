@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import lightning_gnn.strategies  # noqa: F401  registers their names
-from lightning_gnn.foreign import leave_out
 from lightning_gnn.launching import join_parent
+from lightning_gnn.private_lightning import leave_out
 from lightning_gnn.registry import home_of
 
 if TYPE_CHECKING:

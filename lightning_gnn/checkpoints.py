@@ -19,6 +19,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_gnn.private_lightning import checkpoint_parser
+
 
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint is not whole, or not as it was written."""
@@ -98,7 +100,7 @@ def damage_of(file: Path) -> str:
                 # With another size a checksum would be left out, and what passes for a folder is not read.
                 changed = next((each.filename for each in archive.infolist() if not _stored(each)), None)
                 changed = changed or archive.testzip()
-            torch._C.PyTorchFileReader(str(file))  # is stricter about heads, looser about the rest
+            torch.PyTorchFileReader(str(file))  # is stricter about heads, looser about the rest
         except Exception as error:  # of many types, on bytes that make no sense
             return f"it is cut off, or no checkpoint ({type(error).__name__}: {error})"
     return f"its entry {changed!r} has changed" if changed else ""
@@ -128,7 +130,7 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
     if trainer is None or not places:
         return args
     assert trainer.state.fn is not None
-    found = trainer._checkpoint_connector._parse_ckpt_path(trainer.state.fn, "last", True, True)
+    found = checkpoint_parser(trainer)(trainer.state.fn, "last", True, True)
     file = None if found is None else _local(found)
     damage = "" if file is None else damage_of(file)
     if file is None or not damage:

@@ -35,6 +35,7 @@ from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.private_torch import tree_leaves
 from lightning_gnn.rows.graph import GraphRows
 
 
@@ -204,7 +205,7 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside or not self._open:
                 return forward(*args, **kwargs)
-            for each in torch.utils._pytree.tree_leaves((args, kwargs)):
+            for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor) and each.requires_grad:
                     self._note(each, argument=True)
             self._inside = name

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.call import Phase
 from lightning_gnn.comm.group import World
+from lightning_gnn.private_lightning import HOOK
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.logs import GlobalLogs
@@ -101,7 +102,8 @@ class Hooks:
     def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
             return
-        before, model._current_fx_name = model._current_fx_name, hook
+        before = getattr(model, HOOK)
+        setattr(model, HOOK, hook)
         try:
             getattr(model, hook)(*args)
         except BaseException as error:
@@ -113,7 +115,7 @@ class Hooks:
             if logs(model, hook):
                 self.not_run[hook] = error
         finally:
-            model._current_fx_name = before
+            setattr(model, HOOK, before)
 
 
 def _given(output: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_gnn.private_torch import graph_task, tree_leaves
 from lightning_gnn.rows import active_mode, gather_global, placement_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
@@ -118,7 +119,7 @@ class Recorder:
         """Records the floating tensors in `values`, and with `whole_numbers` those of integers and truth values."""
         if not self._active or (self._on_rank and active_mode() is None):
             return
-        for index, value in enumerate(torch.utils._pytree.tree_leaves(values)):
+        for index, value in enumerate(tree_leaves(values)):
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_complex():
                 continue
             if not (value.is_floating_point() or whole_numbers) or (self._on_rank and placement_of(value) is None):
@@ -130,7 +131,7 @@ class Recorder:
 
 def _in_backward() -> bool:
     """Returns whether a module is at work in a backward, as checkpoints are: these end before they return."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:

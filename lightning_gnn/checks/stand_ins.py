@@ -25,7 +25,9 @@ from typing_extensions import override
 from lightning_gnn.comm.group import CommunicationError, World, no_process_group
 from lightning_gnn.comm.in_process import kept_random_state
 from lightning_gnn.nn.learned_rows import untrained_rows
-from lightning_gnn.nn.pyg import clear_caches
+from lightning_gnn.private_lightning import TRAINER, metrics_so_far
+from lightning_gnn.private_pyg import clear_caches
+from lightning_gnn.private_torch import tree_leaves
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place
 from lightning_gnn.rows.placement import FROM_ROWS
@@ -136,7 +138,7 @@ class QuietTrainer:
             self.datamodule = datamodule
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # of a copy that is being made
+        if name == TRAINER:  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._trainer, name)
 
@@ -161,7 +163,7 @@ class QuietTrainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """What has been logged; the Trainer's own would ask other ranks, which are not here."""
-        before = self._trainer._logger_connector._callback_metrics
+        before = metrics_so_far(self._trainer)
         return _Metrics({**before, **({} if self._logged is None else self._logged.so_far())})
 
     logged_metrics = callback_metrics
@@ -303,7 +305,7 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
             if isinstance(held, dict) and not held:
                 memo[id(held)] = type(held)()  # of hooks, mostly: copying them took most of the time
                 continue
-            for left in torch.utils._pytree.tree_leaves(held):
+            for left in tree_leaves(held):
                 if isinstance(left, Tensor) and not left.is_leaf:
                     memo[id(left)] = left.detach().clone()
     found = copy.deepcopy(module, memo)
@@ -315,7 +317,7 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
     """Returns the module, which logs and prints nothing from now on, with that trainer; its optimizers do nothing."""
-    model._trainer = trainer  # type: ignore[assignment]
+    setattr(model, TRAINER, trainer)
     idle = cache(partial(_idle, model))  # only if they are asked for
 
     def one_or_all(found: list[_Idle]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor
 
 from lightning_gnn.checks.explanation import Explanation
@@ -33,6 +32,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_s
 from lightning_gnn.data.shards import Graph, Shard, whole_graph
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.private_lightning import HOOK, TRAINER, DtypeContext
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import GradientSum
@@ -225,13 +225,13 @@ class Trial:
                     store[name] = store[name] % (int(known_ids.max()) + 1)
             logged = LoggedValues(model, world, rows)
             if self._trainer is not None:
-                model._trainer = self._trainer.on_rank(world, logged)  # type: ignore[assignment]
+                setattr(model, TRAINER, self._trainer.on_rank(world, logged))
             if rows is not None:
                 rows.place(batch)
 
         with torch.set_grad_enabled(self.training):
             self._hooks.before(model, batch, alone, again=step > 0)
-            model._current_fx_name = self.step
+            setattr(model, HOOK, self.step)
             logged.enter()
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
 
@@ -250,7 +250,7 @@ class Trial:
                 check_loss(output if self.training else None, rows.mode)
             logged.leave()
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            model._current_fx_name = None
+            setattr(model, HOOK, None)
             if self.training:
                 if isinstance(loss, Tensor):
                     ran.loss = loss.detach()
@@ -273,9 +273,9 @@ class Trial:
         for kind, store in shard.stores(batch).items():
             yield from ((store, known[kind][name], name) for name in ("n_id", "e_id") if name in known[kind])
 
-    def _in_dtype(self) -> _DtypeContextManager:
+    def _in_dtype(self) -> DtypeContext:
         """Tensors that a step makes are of the trial's type, too."""
-        return _DtypeContextManager(self._dtype or torch.get_default_dtype())
+        return DtypeContext(self._dtype or torch.get_default_dtype())
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:

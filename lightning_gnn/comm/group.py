@@ -24,6 +24,7 @@ from lightning_gnn.comm.traffic import span
 from lightning_gnn.comm.transport import Buffers, ProcessTransport, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, CommunicationError, PeerError, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
+from lightning_gnn.private_torch import call_counter, default_store
 from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
@@ -193,10 +194,9 @@ class World:
             # was perhaps made without a device_id, and then NCCL connects when something is sent.
             dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
         if size > 1:
-            shared: Any = dist.distributed_c10d._get_default_store()
+            shared: Any = default_store(dist)()
             name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
-            everyone: Any = dist.distributed_c10d._get_default_group()
-            self.watch.start(dist.PrefixStore(name, shared.clone()), everyone._get_sequence_number_for_group)
+            self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD))
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = self._make_memory()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import profiler
 from torch.profiler import record_function
 
 from lightning_gnn.devices import functions_of
+from lightning_gnn.private_torch import profiler_is_on
 
 
 @dataclass
@@ -58,7 +58,7 @@ ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]
 
 def span(*words: str) -> AbstractContextManager[Any]:
     """Returns what is open during a span of a profiler's trace, whose name has these words; where none is active, nothing."""
-    return record_function(" ".join(words)) if profiler._is_profiler_enabled else nullcontext()
+    return record_function(" ".join(words)) if profiler_is_on() else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Moment:
             layer, direction: whose rows.
         """
         opened = None
-        if what and profiler._is_profiler_enabled:
+        if what and profiler_is_on():
             opened = span(what, layer, direction)
             opened.__enter__()
         return cls(time.perf_counter(), None if device.type == "cpu" else _event(device), opened)

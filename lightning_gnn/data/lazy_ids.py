@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_gnn.devices import available_bytes
+from lightning_gnn.private_torch import VERSION, make_wrapper, parse_to, tree_map_only
 
 # fmt: off
 _OF_THE_SHAPE = frozenset((
@@ -41,7 +41,7 @@ class LazyIds(Tensor):
 
     @staticmethod
     def __new__(cls, ids: Tensor, attribute: str) -> LazyIds:
-        return Tensor._make_wrapper_subclass(cls, ids.shape, dtype=torch.long, device=ids.device)
+        return make_wrapper(cls, ids.shape, dtype=torch.long, device=ids.device)
 
     def __init__(self, ids: Tensor, attribute: str) -> None:
         self.ids, self.attribute = ids, attribute
@@ -78,13 +78,13 @@ class LazyIds(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if name in _OF_THE_SHAPE:
                 return func(*args, **kwargs)
             first = args[0] if args else None
             if not isinstance(first, LazyIds):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-            if name == "_version" and not first.were_read:
+            if name == VERSION and not first.were_read:
                 return 0
             moved = first._moved(func, args[1:], kwargs)
             if moved is not None:
@@ -102,7 +102,7 @@ class LazyIds(Tensor):
         """Returns them on another device or in order, or themselves; None where something else is asked for."""
         if func is Tensor.to:
             try:
-                device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+                device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
             except RuntimeError:  # a copy is asked for, which this does not know
                 return None
             args, kwargs = (device or self.ids.device,), {"non_blocking": non_blocking}

@@ -25,6 +25,8 @@ from lightning_gnn.console import progress_bar
 from lightning_gnn.data.shards import Graph, graph_by_type
 from lightning_gnn.data.sources import TO_PREDICT_LINKS, tell_kinds
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.private_pyg import key_of
+from lightning_gnn.private_torch import version_counter
 
 if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Partitioner
@@ -133,7 +135,7 @@ def graph_digests(data: Graph) -> dict[str, str]:
     """Returns a digest of every attribute of the graph, by its name: two graphs are the same if these are."""
     digests = {}
     for store in data.stores:
-        kind = store._key
+        kind = key_of(store)
         of = "" if kind is None else f"{kind if isinstance(kind, str) else ' '.join(kind)}."
         for name, value in sorted(store.items()):
             digest = hashlib.blake2b(digest_size=16)
@@ -156,15 +158,15 @@ class Versions:
     def __init__(self, data: Graph | None = None) -> None:
         stores = [] if data is None else data.stores
         tensors = [(name, value) for store in stores for name, value in store.items() if isinstance(value, Tensor)]
-        self._seen = [(name, ref(value), value._version) for name, value in tensors if not value.is_inference()]
+        self._seen = [(name, ref(value), version_counter(value)) for name, value in tensors if not value.is_inference()]
 
     def renew(self) -> None:
         """Counts from now on."""
-        self._seen = [(name, ref(tensor), tensor._version) for name, tensor, _ in self._living()]
+        self._seen = [(name, ref(tensor), version_counter(tensor)) for name, tensor, _ in self._living()]
 
     def changed(self) -> list[str]:
         """Returns the names of tensors that have been changed in place since."""
-        return [*dict.fromkeys(name for name, tensor, version in self._living() if tensor._version != version)]
+        return [*dict.fromkeys(name for name, tensor, version in self._living() if version_counter(tensor) != version)]
 
     def named(self) -> dict[int, str]:
         """Returns the names of tensors by :func:`id`."""

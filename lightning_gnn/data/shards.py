@@ -43,6 +43,7 @@ from lightning_gnn.partition.shard import (
     id_dtype,
     local_relabelling,
 )
+from lightning_gnn.private_torch import version_counter
 from lightning_gnn.registry import feature
 
 if TYPE_CHECKING:
@@ -385,7 +386,7 @@ class Shard(CutInfo):
 
     def versions(self) -> dict[str, int]:
         """Returns by name how often each tensor of the batch has been changed in place; of types, nothing: steps get samples."""
-        return {name: value._version for name, value in self.batch.to_dict().items() if isinstance(value, Tensor)}
+        return {name: version_counter(value) for name, value in self.batch.to_dict().items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
-from lightning_gnn.foreign import leave_out_missing_validation
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec, checked_method
+from lightning_gnn.private_lightning import leave_out_missing_validation
 from lightning_gnn.registry import cutter_of, feature, source_of
 
 if TYPE_CHECKING:

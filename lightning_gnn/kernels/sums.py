@@ -149,7 +149,7 @@ class RowStatistics:
 def _zero_is_a_tie() -> bool:
     """torch's scatter counts the zero that it starts from among the ties for an extreme of zero, asked for or not."""
     # Found out once in each process, which need not be when other ranks do: no mode may send messages for it.
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+    with torch.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         source, here = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
         result = torch.zeros(1).scatter_reduce(0, here, source, "amax", include_self=False)
         return float(torch.autograd.grad(result, source)[0]) < 1

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.launching import program  # where this program was started is known now only
+from lightning_gnn.private_lightning import Launcher
 
 if TYPE_CHECKING:
     from lightning_gnn.launching.supervisor import Launchable
@@ -40,7 +40,7 @@ def join_parent() -> None:
         take_up(*map(int, os.environ.pop(STARTED_BY).split()))
 
 
-class InPlaceLauncher(_Launcher):
+class InPlaceLauncher(Launcher):
     """Starts nothing: this process is the only rank."""
 
     @property
@@ -57,7 +57,7 @@ class InPlaceLauncher(_Launcher):
         """There is no other process."""
 
 
-def make_launcher(strategy: Launchable, start_method: StartMethod) -> _Launcher:
+def make_launcher(strategy: Launchable, start_method: StartMethod) -> Launcher:
     """Returns the launcher, which starts the ranks and runs the Trainer's calls on them; raises ValueError if they are there
     already, and would be started again, RuntimeError under MPI."""
     environment: Any = strategy.cluster_environment

@@ -23,6 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
+from lightning_gnn.private_torch import LOAD_HOOKS, MODULES, version_counter
+
 MOST_BYTES = 1 << 30
 """Of the attributes that a rank sends back."""
 
@@ -133,11 +135,11 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     if not isinstance(owner, torch.nn.Module):
         return {name: value for name, value in _state_of(owner).items() if name in vars(owner)}
     if is_parametrized(owner):  # of a class that was made for it
-        modules = {name: each for name, each in owner._modules.items() if name != _PARAMETRIZATIONS}
+        modules = {name: each for name, each in getattr(owner, MODULES).items() if name != _PARAMETRIZATIONS}
         lists: Any = owner.parametrizations
         made = {name: list(each) for name, each in lists.items()}
-        kind, state = type(owner).__bases__[0], {**vars(owner), "_modules": modules, _PARAMETRIZATIONS: made}
-        del state["_load_state_dict_pre_hooks"]  # torch's weight norm has a local function there, for older checkpoints
+        kind, state = type(owner).__bases__[0], {**vars(owner), MODULES: modules, _PARAMETRIZATIONS: made}
+        del state[LOAD_HOOKS]  # torch's weight norm has a local function there, for older checkpoints
     else:
         kind, state = type(owner), _state_of(owner)
     left_out = _OF_RUN if isinstance(owner, pl.LightningModule) else ()
@@ -170,7 +172,7 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
     if isinstance(value, _Gone):
         vars(owner).pop(attribute, None)
         return
-    if attribute == "_modules" and _PARAMETRIZATIONS in before:
+    if attribute == MODULES and _PARAMETRIZATIONS in before:
         value = {**value, _PARAMETRIZATIONS: before[_PARAMETRIZATIONS]}
     if type(before) is type(value) and isinstance(value, list):
         before[:] = value
@@ -208,7 +210,7 @@ class _Looker(_Pickler):
         if (name := super().persistent_id(value)) is not None:
             return name
         if isinstance(value, Tensor):
-            version = 0 if value.is_inference() else value._version
+            version = 0 if value.is_inference() else version_counter(value)
             return "tensor", id(value), version, str(value.dtype), tuple(value.shape), _sample(value)
         if isinstance(value, np.ndarray) and value.size > _SAMPLE:
             part = value[(slice(0, _SAMPLE),) * value.ndim]

@@ -17,11 +17,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.multiprocessing as mp
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_gnn.callbacks.loggers import begin_runs
@@ -31,9 +27,11 @@ from lightning_gnn.comm.processes import end_with_parent, here
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
+from lightning_gnn.private_lightning import Launcher, collect_random_states, set_num_threads, set_random_states
+from lightning_gnn.private_torch import tree_map_only
 
 
-class ProcessLauncher(_Launcher):
+class ProcessLauncher(Launcher):
     """Starts processes that each run one call of the Trainer, and brings rank 0's results back to the caller.
 
     The caller's module and callbacks get the trained weights and whatever else has changed on them (``changes.py``). Metrics, the
@@ -80,7 +78,7 @@ class ProcessLauncher(_Launcher):
             if trainer is not None:
                 begin_runs(trainer)
             if self._start_method == "spawn":
-                given: tuple[Any, ...] = _collect_rng_states(), trainer, function, args, kwargs
+                given: tuple[Any, ...] = collect_random_states(), trainer, function, args, kwargs
                 supervisor.start_all((self, given), max(IMPORT_S, strategy.timeout.total_seconds()))
             else:
                 given = None, trainer, function, args, kwargs
@@ -141,11 +139,11 @@ class ProcessLauncher(_Launcher):
         reporter.send("arrived", here().address)
         try:
             if random_states is not None:
-                _set_rng_states(random_states)
+                set_random_states(random_states)
             if self._start_method == "fork":
                 torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
             else:
-                _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
+                set_num_threads(num_processes=self._strategy.num_processes)
             os.environ["LOCAL_RANK"] = str(local_rank)
             if local_rank == 0 and self._listener is not None:
                 hold(self._listener)

@@ -16,9 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _hydra_subprocess_cmd
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -39,6 +36,7 @@ from lightning_gnn.launching.failures import (
     show_once,
 )
 from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
+from lightning_gnn.private_lightning import HYDRA_AVAILABLE, Launcher, hydra_command, set_num_threads
 
 
 @dataclass
@@ -71,7 +69,7 @@ def take_up(parent: int, rank: int, size: int, descriptor: int) -> None:
     show_once()
 
 
-class ScriptLauncher(_Launcher):
+class ScriptLauncher(Launcher):
     """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
 
     The others begin to import while this process looks for what is wrong, and are ended if something is.
@@ -121,7 +119,7 @@ class ScriptLauncher(_Launcher):
                 f"Give all its Trainers as many devices, or use strategy='{strategy.strategy_name}_spawn' for each, whose ranks "
                 "last for one call."
             )
-        _set_num_threads_if_needed(num_processes=strategy.num_processes)
+        set_num_threads(num_processes=strategy.num_processes)
         if script.supervisor is not None:
             self._begin(script.supervisor, starts)
             return self._as_parent(script.supervisor, function, args, kwargs)
@@ -278,11 +276,11 @@ def _command(local_rank: int, strategy: str) -> tuple[Sequence[str], str]:
     Raises:
         RuntimeError: it cannot be.
     """
-    if _HYDRA_AVAILABLE:
+    if HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
 
         if HydraConfig.initialized():
-            (python, *arguments), folder = _hydra_subprocess_cmd(local_rank)
+            (python, *arguments), folder = hydra_command(local_rank)
             return [python, *program.options(), *arguments], folder
     try:
         return program.command()

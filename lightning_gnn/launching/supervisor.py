@@ -29,6 +29,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import Progress, here
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
+from lightning_gnn.private_lightning import PORT
 
 
 class Launchable(Protocol):
@@ -246,7 +247,7 @@ def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | N
     is_given = not isinstance(environment, LightningEnvironment) or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
     listener = listen_for_ranks(environment.main_address, environment.main_port if is_given else 0, size)
     if listener is not None and not is_given:
-        environment._main_port = listener.getsockname()[1]  # type: ignore[attr-defined]
+        setattr(environment, PORT, listener.getsockname()[1])
     return listener
 
 

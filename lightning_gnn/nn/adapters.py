@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.nn import pyg
+from lightning_gnn import private_pyg as pyg
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]

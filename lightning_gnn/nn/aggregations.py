@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_gnn import private_pyg as pyg
 from lightning_gnn.kernels.run import has_loops_for
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.context import GraphContext
 
 # What is taken in the one pass for those of `pyg.reductions` that are not taken themselves.

@@ -20,9 +20,9 @@ from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import DirGNNConv, GPSConv, MessagePassing, aggr
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnn import private_pyg as pyg
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
@@ -30,6 +30,7 @@ from lightning_gnn.nn.convs import ConvRule, exact_convs, fused, known_kind, rul
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
+from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm
 from lightning_gnn.rows.graph import wrapped
 
 # Aggregations over the edges of one node, all of which its owner holds.
@@ -38,8 +39,8 @@ _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.
 
 # Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
 _ACROSS_NODES = (
-    torch.nn.modules.batchnorm._BatchNorm,
-    torch.nn.modules.instancenorm._InstanceNorm,
+    AnyBatchNorm,
+    AnyInstanceNorm,
     pyg_nn.norm.HeteroBatchNorm,
 )
 

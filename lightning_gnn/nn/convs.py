@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnn.nn import adapters, aggregations, attention, pyg, reorder
+from lightning_gnn import private_pyg as pyg
+from lightning_gnn.nn import adapters, aggregations, attention, reorder
 from lightning_gnn.nn.adapters import Adapter
 from lightning_gnn.nn.commnet import CommNetConv
 from lightning_gnn.nn.context import GraphContext

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_gnn.private_torch import version_counter
+
 T = TypeVar("T")
 
 
@@ -33,7 +35,7 @@ class Kept:
 
     def _look(self) -> None:
         """Forgets what was made of what has been changed in place, on every rank alike."""
-        seen = [tensor._version for tensor in (self.x, *self._edges)]
+        seen = [version_counter(tensor) for tensor in (self.x, *self._edges)]
         if seen == self._seen:
             return
         if seen[1:] != self._seen[1:]:
@@ -86,7 +88,7 @@ class Kept:
             return False
         self._look()
         _, version = self._made_of_x.get(id(x), (x, None))
-        return x is self.x if version is None else x._version == version
+        return x is self.x if version is None else version_counter(x) == version
 
     def of_x(self, name: Hashable, x: Tensor, count: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
         """Returns ``make()``, `count` tensors as wide as x that are made of x and edges; None unless x is constant.
@@ -104,5 +106,5 @@ class Kept:
             if self._columns + columns <= self.widths * self.x.size(1):
                 self._columns += columns
                 self._of_x[key] = kept
-                self._made_of_x.update({id(each): (each, each._version) for each in kept})
+                self._made_of_x.update({id(each): (each, version_counter(each)) for each in kept})
         return kept

@@ -27,6 +27,7 @@ from torch_geometric.utils import one_hot
 
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.private_torch import input_check
 
 Forward = Callable[..., Tensor]
 
@@ -99,7 +100,7 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
     take: Statistics = norm.__dict__[STATE]
     if not norm.training and norm.running_mean is not None:
         return type(norm).forward(norm, x)
-    norm._check_input_dim(x)
+    input_check(norm)(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = tuple(dim for dim in range(x.dim()) if dim != 1)
     mean, count = take.mean(wide, dims)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.private_torch import tree_flatten, tree_unflatten
 from lightning_gnn.rows.mode import local_rows
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn as pyg_nn
 
-from lightning_gnn.nn import pyg
+from lightning_gnn import private_pyg as pyg
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.context import GraphContext
 

@@ -145,11 +145,15 @@ def _ranks_of(batch: Any, world: World) -> Ranks:
     return known
 
 
+_OF_ANY_MODULE = vars(torch.nn.Module()).keys()
+"""Where modules have parameters, parts and buffers, which are looked at by themselves; and hooks."""
+
+
 def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields buffers and tensors among attributes, by name."""
     for prefix, part in module.named_modules():
-        for name, value in {**vars(part), **part._buffers}.items():
-            if name in ("_parameters", "_modules", "_buffers"):
+        for name, value in {**vars(part), **dict(part.named_buffers(recurse=False, remove_duplicate=False))}.items():
+            if name in _OF_ANY_MODULE:
                 continue
             for number, x in enumerate(tensors_in((value,))):
                 if not isinstance(x, torch.nn.Parameter):

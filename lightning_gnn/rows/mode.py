@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # of vmap and the like, which has no memory
 from torch.overrides import TorchFunctionMode
 
+from lightning_gnn.private_torch import FORWARD_CLASS, OPERATOR, OpOverloadPacket, base_of, is_functorch_wrapped_tensor
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
     FROM_ROWS,
@@ -92,8 +92,8 @@ def placement_of(x: Tensor) -> Placement | None:
         made_by: Any = type(x.grad_fn)
         if not _is_trusted(made_by):
             return None
-        if found.rows is None and not found.from_rows and x._base is not None:
-            of = x._base.__dict__.get(ATTRIBUTE)  # a view of what was changed by values reduced from rows
+        if found.rows is None and not found.from_rows and base_of(x) is not None:
+            of = base_of(x).__dict__.get(ATTRIBUTE)  # a view of what was changed by values reduced from rows
             return found if of is None or not of.from_rows else FROM_ROWS
     return found
 
@@ -111,7 +111,7 @@ def _is_of_host(x: Tensor) -> bool:
         and x.is_leaf
         and x.device.type == "cpu"
         and x.layout == torch.strided
-        and not is_functorch_wrapped_tensor(x)
+        and not is_functorch_wrapped_tensor(x)  # by vmap and the like, which has no memory
         and not x.untyped_storage().resizable()
     )
 
@@ -119,7 +119,7 @@ def _is_of_host(x: Tensor) -> bool:
 @cache
 def _is_trusted(made_by: type) -> bool:
     """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
-    function = getattr(made_by, "_forward_cls", None)
+    function = getattr(made_by, FORWARD_CLASS, None)
     return (
         function is None
         or function in _row_wise
@@ -163,15 +163,15 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
 
 def _called(function: Any) -> list[Any]:
     """Returns what torch may call for a function: of an operator, all overloads."""
-    function = getattr(function, "_opoverload", function)
+    function = getattr(function, OPERATOR, function)
     packet = getattr(function, "overloadpacket", function)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
     return [packet, *(getattr(packet, name) for name in overloads)]
 
 
 def unknown_origin(x: Tensor) -> str:
     """Returns why the placement of a tensor is unknown, and what to do."""
-    function = getattr(type(x.grad_fn), "_forward_cls", None)
+    function = getattr(type(x.grad_fn), FORWARD_CLASS, None)
     made = (
         "by a function that is not followed (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
         "outside of steps and hooks"
@@ -358,14 +358,14 @@ class RowsMode(TorchFunctionMode):
         """Runs a function that changes its first argument in place: where one device has a view, so that the base changes,
         too."""
         x = args[0]
-        seen = (x,) if x._base is None else (x, x._base)
+        seen = (x,) if base_of(x) is None else (x, base_of(x))
         views = ((each, of) for each in seen if (of := each.__dict__.get(ATTRIBUTE)) is not None)
         found = next((one for one in views if one[1].view is not None), None)
         if found is not None and found[1].view.is_stale:
             raise self.refuse(f"{name_of(func)} changes {unknown_origin(found[0])}")
         out = self.applied(func, args, kwargs)
         note_change(x)
-        after, base = placement_of(x), x._base
+        after, base = placement_of(x), base_of(x)
         if base is not None and not isinstance(base, torch.nn.Parameter):  # it has changed as the view has
             of = placement_of(base)
             if after is None:
@@ -608,9 +608,9 @@ class RowsMode(TorchFunctionMode):
             return None if out is None else into
         self.tagged(out, FROM_ROWS)
         for x in tensors_in((out,)):
-            for base, whole in wholes if x._base is not None else ():
-                root = whole if whole._base is None else whole._base
-                if x._base is root:
+            for base, whole in wholes if base_of(x) is not None else ():
+                root = whole if base_of(whole) is None else base_of(whole)
+                if base_of(x) is root:
                     root.__dict__[ATTRIBUTE] = x.__dict__[ATTRIBUTE] = FROM_ROWS.with_view(View(base, None, whole))
         return out
 
@@ -620,7 +620,7 @@ class RowsMode(TorchFunctionMode):
             if value.requires_grad:
                 raise self.refuse("functions with out=... have no gradients, and one of the arguments requires them")
             of, before = placement_of(value), placement_of(into)
-            if into._base is not None or (before is not None and before.view is not None):
+            if base_of(into) is not None or (before is not None and before.view is not None):
                 self.change(Tensor.copy_, (into, value), {})
                 continue
             with torch.no_grad():

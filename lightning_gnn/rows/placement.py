@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_gnn.private_torch import version_counter
 from lightning_gnn.rows.ranks import EnterRows, Operation, Ranks, SumOverRanks
 
 ATTRIBUTE = "_lightning_gnn_placement"
@@ -272,7 +273,7 @@ _changes: dict[int, int] = {}
 
 def version_of(x: Tensor) -> int:
     """Returns a number that changes in place with a tensor."""
-    return _changes.get(x.untyped_storage().data_ptr(), 0) if x.is_inference() else x._version
+    return _changes.get(x.untyped_storage().data_ptr(), 0) if x.is_inference() else version_counter(x)
 
 
 def note_change(x: Tensor) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward  # autograd.grad itself is a function that modes are asked about
 
+from lightning_gnn.private_torch import TensorBase, run_backward, storage_id
 from lightning_gnn.rows.elementwise import (
     converted,
     dim_of,
@@ -90,7 +90,7 @@ properties(
 )
 
 
-_properties: Any = vars(Tensor) | vars(torch._C.TensorBase)
+_properties: Any = vars(Tensor) | vars(TensorBase)
 _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad", "requires_grad"))
 
 
@@ -166,7 +166,7 @@ def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
         return []  # torch's own error is raised where the function runs on all rows
     found = []
     for out in (results,) if isinstance(results, Tensor) else results:
-        if out.untyped_storage()._cdata != x.untyped_storage()._cdata:
+        if storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
             return []
         along = [at for at, size in enumerate(out.shape) if size != 1 and out.stride(at)]
         found.append((tuple(out.shape), along[0] if len(along) == 1 else None, out.storage_offset()))
@@ -843,7 +843,7 @@ def _run_backward(
     if again:
         mode.twice_at = user_line()
     with mode.opened(in_backward=True, in_rule=True), mode.differentiating():
-        return _engine_run_backward(
+        return run_backward(
             outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
         )
 

@@ -23,6 +23,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.replicas import Replicas
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.learned_rows import LearnedRows, learned_rows
+from lightning_gnn.private_lightning import TRAINER
+from lightning_gnn.private_torch import hooks_on_gradient, version_counter
 
 _Hook = Callable[[Tensor], Tensor | None]
 
@@ -246,13 +248,12 @@ class GradientSum:
 
 def _hooks_of(parameter: Any) -> tuple[dict[int, _Hook], dict[int, _Hook]]:
     """Returns the hooks on a parameter by number, called with its gradient and with itself; torch reads these very dicts."""
-    found = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    on_grad, on_parameter = ({} if hooks is None else hooks for hooks in found)
+    on_grad, on_parameter = ({} if hooks is None else hooks for hooks in hooks_on_gradient(parameter))
     return on_grad, on_parameter
 
 
 def _versions(bucket: _Bucket) -> list[tuple[int, int] | None]:
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in bucket.parameters]
+    return [None if p.grad is None else (id(p.grad), version_counter(p.grad)) for p in bucket.parameters]
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
@@ -316,7 +317,7 @@ class SharedModel:
         Raises:
             RuntimeError: one of the others has learned.
         """
-        trainer = self._module._trainer
+        trainer = getattr(self._module, TRAINER)
         optimizers = [] if trainer is None else trainer.optimizers
         learned = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._module.named_parameters():

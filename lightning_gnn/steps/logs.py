@@ -18,9 +18,10 @@ from torchmetrics import Metric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.patches import Patches
+from lightning_gnn.private_lightning import HOOK
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
-from lightning_gnn.steps.metrics import StandInMetrics
+from lightning_gnn.steps.metrics import FORWARD, StandInMetrics
 from lightning_gnn.steps.weights import RowWeights
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
@@ -151,7 +152,7 @@ class GlobalLogs:
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(OPTIONS, args))  # positional prog_bar and so on
-        call = _Call(name, value, options, self._module._current_fx_name)
+        call = _Call(name, value, options, getattr(self._module, HOOK))
         with local_rows():
             if self._world.size > 1:
                 self._prepare(call)
@@ -174,7 +175,7 @@ class GlobalLogs:
             on_step = options.get("on_step")
             if not self._is_whole and self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
                 self.metrics.forward_of_all_ranks(call.value)
-            call.forward = call.value._forward_cache
+            call.forward = getattr(call.value, FORWARD)
         elif not options.get("rank_zero_only"):
             call.value = self.metrics.of_all_ranks(call.value)
         elif name not in self._warned:
@@ -224,13 +225,13 @@ class GlobalLogs:
         for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
             # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
             call.options["batch_size"] = int(weight) or 1
-        now = self._module._current_fx_name
+        now = getattr(self._module, HOOK)
         for call in calls:
             if isinstance(call.value, Metric) and self._world.size > 1:
-                call.value._forward_cache = call.forward
-            self._module._current_fx_name = call.hook
+                setattr(call.value, FORWARD, call.forward)
+            setattr(self._module, HOOK, call.hook)
             self._log(call.name, call.value, **call.options)
-        self._module._current_fx_name = now
+        setattr(self._module, HOOK, now)
 
     def _own_size(self, call: _Call) -> float:
         given = call.options.get("batch_size")

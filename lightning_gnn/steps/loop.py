@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import here
+from lightning_gnn.private_lightning import END_QUESTION, EXAMPLE
 
 SKIPPED = object()
 """What a strategy returns in place of None, which Lightning refuses of several ranks."""
@@ -59,7 +60,7 @@ def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
 
     Lightning takes a time-out for a no, and goes on to wait for the same rank once more.
     """
-    loop, name = trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+    loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
 
     def ask() -> None:
         if world.told_by_rank_0(trainer.received_sigterm, "Lightning's question whether to end"):
@@ -79,11 +80,12 @@ def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
 def without_example(module: pl.LightningModule) -> Iterator[None]:
     """While open, a module that is bound to its part of the graph has no ``example_input_array``, which is a graph of its own:
     summaries leave sizes out."""
-    given, module._example_input_array = module._example_input_array, None
+    given = getattr(module, EXAMPLE)
+    setattr(module, EXAMPLE, None)
     try:
         yield
     finally:
-        module._example_input_array = given
+        setattr(module, EXAMPLE, given)
 
 
 def hooks_move_batches(module: pl.LightningModule, data: pl.LightningDataModule) -> bool:

@@ -1,4 +1,14 @@
-"""torchmetrics over ranks: stand-in rows are not counted, scalars weigh what they stand for, states travel in one message."""
+"""torchmetrics over ranks: stand-in rows are not counted, scalars weigh what they stand for, states travel in one message.
+
+The private names of torchmetrics that the package uses are read in this file only. Tested with torchmetrics 1.9.0 and 1.7.0;
+`tests/test_private_names.py` checks that they are there, and that no other file has any. They are:
+
+- of a metric: its states by name as they begin (``_defaults``) and with what joins them (``_reductions``), how often it was
+  updated (``_update_count``), its kept result (``_computed``) and its kept value on the batch (``_forward_cache``);
+- what wraps its ``update`` (``_wrap_update``) and joins its states over ranks (``_sync_dist``);
+- of a collection: whether two metrics have equal states (``_equal_metric_states``); of a running metric: how many values it has
+  seen (``_num_vals_seen``).
+"""
 
 from __future__ import annotations
 
@@ -30,10 +40,15 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.nn.patches import Patches
+from lightning_gnn.private_lightning import TRAINER
+from lightning_gnn.private_torch import MODULES, tree_leaves
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED
 from lightning_gnn.steps.weights import RowWeights
+
+FORWARD = "_forward_cache"
+"""Of a metric: its value on the batch."""
 
 
 class _Current(threading.local):
@@ -328,7 +343,7 @@ class StandInMetrics:
             with self._counting_all(), begun_anew([metric]):
                 value = forward(*args, **options)
             _skip(metric)
-            metric._forward_cache = value
+            setattr(metric, FORWARD, value)
         else:
             kept = vars(metric)
             guesses = kept["_guesses"] if metric._update_count else 0
@@ -336,7 +351,7 @@ class StandInMetrics:
             kept["_guesses"] = kept["_guesses"] + guesses  # forward begins the metric anew, then adds what was before
         of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
         self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
-        for number, leaf in enumerate(torch.utils._pytree.tree_leaves(value)):
+        for number, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, Tensor):
                 self._forwards[id(leaf)] = leaf, made, number
         return value
@@ -346,13 +361,13 @@ class StandInMetrics:
         if id(value) not in self._forwards:
             return value
         _, made, place = self._forwards[id(value)]
-        return torch.utils._pytree.tree_leaves(self._joined(made))[place]
+        return tree_leaves(self._joined(made))[place]
 
     def forward_of_all_ranks(self, metric: Metric) -> None:
         """Makes the value on the batch that a metric keeps that of all ranks' rows. All ranks call it."""
         made = self._last.get(id(metric))
-        if made is not None and metric._forward_cache is not None:
-            metric._forward_cache = self._joined(made)
+        if made is not None and getattr(metric, FORWARD) is not None:
+            setattr(metric, FORWARD, self._joined(made))
 
     def _joined(self, made: _Forward) -> Any:
         """Returns what a call returns if states are joined in it, as they are in later calls."""
@@ -432,7 +447,7 @@ _LIBRARIES = {
     "weakref",
 }
 
-_NOT_KEPT = {"_trainer", "_defaults", *vars(torch.nn.Module())} - {"_modules"}
+_NOT_KEPT = {TRAINER, "_defaults", *vars(torch.nn.Module())} - {MODULES}
 """What holds no metrics in a module."""
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.store import read_array
+from lightning_gnn.private_torch import keystr, tree_flatten_with_path, tree_unflatten
 from lightning_gnn.rows.mode import NotExactError, RowsMode, place, placement_of, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS, counted_mask, num_labelled
+from lightning_gnn.private_torch import version_counter
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import NotExactError
 from lightning_gnn.steps.logs import GlobalLogs
@@ -41,7 +42,7 @@ class StepValues:
         self.logs = GlobalLogs(module, world, callbacks, rows)
         self.scale = 1.0
         given = shard.predicted(shard.batch)
-        self._versions = {name: given[name]._version for name in ("y", *shard.mask_counts) if given.get(name) is not None}
+        self._versions = {name: version_counter(given[name]) for name in ("y", *shard.mask_counts) if given.get(name) is not None}
 
     def release(self) -> None:
         self.logs.release()
@@ -115,7 +116,8 @@ class StepValues:
         labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
         # The user may have replaced or changed them.
         if all(
-            batch[name] is given[name] and self._versions.get(name) in (None, given[name]._version) for name in (mask, *labels)
+            batch[name] is given[name] and self._versions.get(name) in (None, version_counter(given[name]))
+            for name in (mask, *labels)
         ):
             return self._shard.mask_counts[mask]
         own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])

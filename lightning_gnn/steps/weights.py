@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.private_lightning import HOOK
 
 
 @dataclass
@@ -99,7 +100,7 @@ class RowWeights:
 
     @property
     def _name(self) -> str:
-        hook = self._module._current_fx_name
+        hook = getattr(self._module, HOOK)
         if hook is None:
             return self._last
         return next((stage for stage in ("validation", "test") if stage in hook), "training")
@@ -112,7 +113,7 @@ class RowWeights:
     def counts(self) -> Sequence[float]:
         """What ranks weigh: in the step, or in the epoch in its hooks; all alike where there is nothing to go by."""
         stage = self._stage
-        of_epoch = not self.in_step and "epoch" in (self._module._current_fx_name or "")
+        of_epoch = not self.in_step and "epoch" in (getattr(self._module, HOOK) or "")
         stage.read |= of_epoch
         counts = stage.sums if of_epoch else stage.counts
         return counts if any(counts) else (1,) * self._world.size

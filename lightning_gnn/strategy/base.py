@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -27,6 +26,7 @@ from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.private_lightning import reduce_over
 from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
@@ -414,7 +414,7 @@ class GNNStrategy(RankStrategy):
         is_mean, weights = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"), self.steps.weights
         if is_mean and weights is not None and self.world.size > 1 and group in (None, self.world.everyone):
             return weights.mean(tensor, "A mean over ranks")
-        return _sync_ddp_if_available(tensor.to(self.root_device), group, reduce_op=reduce_op)
+        return reduce_over(tensor.to(self.root_device), group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

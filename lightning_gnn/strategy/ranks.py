@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
@@ -23,6 +22,7 @@ from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.processes import here
 from lightning_gnn.devices import backend_of
 from lightning_gnn.launching import StartMethod, make_launcher
+from lightning_gnn.private_lightning import TRAINER, WrappingCheckpointIO, compilation
 
 MOST_SECONDS = 10**8
 """Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
@@ -85,7 +85,7 @@ class RankStrategy(ParallelStrategy):
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
         """Takes the Trainer's module, before Lightning looks whether it was compiled."""
-        if module is not None and module._compiler_ctx is not None:
+        if module is not None and compilation(module) is not None:
             raise ValueError(
                 f"{type(self).__name__} looks into the layers and steps of a module, and torch.compile(module) hides them. "
                 "Compile a model in it: self.model = torch.compile(self.model), in its __init__."
@@ -99,7 +99,7 @@ class RankStrategy(ParallelStrategy):
 
     @property
     def _trainer(self) -> Any:
-        return getattr(self.lightning_module, "_trainer", None)
+        return getattr(self.lightning_module, TRAINER, None)
 
     @override
     def _configure_launcher(self) -> None:
@@ -183,7 +183,7 @@ class RankStrategy(ParallelStrategy):
         """Ours, unless ``Trainer(plugins=...)`` names another; under a wrapper, such as AsyncCheckpointIO, too."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
         return self._checkpoint_io
 

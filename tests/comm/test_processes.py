@@ -44,7 +44,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> ScriptLauncher:
-    monkeypatch.setattr(script, "_set_num_threads_if_needed", lambda num_processes: None)
+    monkeypatch.setattr(script, "set_num_threads", lambda num_processes: None)
     monkeypatch.setattr(script, "end_after", lambda seconds, code: None)
     monkeypatch.setattr(script, "show_once", lambda: None)
     environment = SimpleNamespace(validate_settings=lambda **_: None, creates_processes_externally=True)

@@ -14,9 +14,9 @@ from common import FEATURES, OwnConv, awkward_graph, build
 from torch_geometric import nn as pyg_nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing
 
+from lightning_gnn import private_pyg as internals
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.nn import Binding, GraphContext, UnsupportedModelError
-from lightning_gnn.nn import pyg as internals
 from lightning_gnn.nn.directed import reversed_shard
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
@@ -185,7 +185,7 @@ def test_weights_that_are_learnt_later_are_not_kept(context, conv):
 
 
 def test_private_fields_of_this_torch_geometric():
-    """If this fails, read `lightning_gnn/nn/pyg.py` against the installed version."""
+    """If this fails, read `lightning_gnn/private_pyg.py` against the installed version."""
     assert tuple(map(int, torch_geometric.__version__.split(".")[:2])) >= (2, 7)
     gat, gcn, own = GATConv(4, 4), GCNConv(4, 4, cached=True), OwnConv(4, 4)
     assert internals.lifted_arguments(own)[:2] == ({"x"}, {"x"})

@@ -24,18 +24,19 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
+from lightning_gnn import private_pyg as pyg
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.node_types.shards import TypedShard
-from lightning_gnn.nn import pyg
 from lightning_gnn.nn.adapters import substitute
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.norms import OVER_ALL, STATE, Statistics, global_methods
 from lightning_gnn.partition.shard import HaloPlan
+from lightning_gnn.private_torch import version_counter
 
 
 class TypedGraph(GraphContext):
@@ -118,7 +119,7 @@ class TypedGraph(GraphContext):
         is_inference = x.is_inference()  # and does not know how often it was changed
         if is_inference and not self._in_layer:
             return None
-        key, seen = (name, x.shape[1:]), (0 if is_inference else x._version, torch.is_grad_enabled())
+        key, seen = (name, x.shape[1:]), (0 if is_inference else version_counter(x), torch.is_grad_enabled())
         known = self._known.get(key)
         if known is None or known[0] is not x or known[1] != seen:
             known = self._known[key] = x, seen, first.expand(x, layer, alone=True)

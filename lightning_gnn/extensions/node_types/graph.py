@@ -28,6 +28,7 @@ from lightning_gnn.data.sources import (
     warn_of_left_out,
     with_masks_of_ids,
 )
+from lightning_gnn.private_pyg import graph_attributes
 
 
 def about_types(error: str, step: str) -> str | None:
@@ -67,7 +68,7 @@ def prepare_hetero(
     masks_needed = masks_needed and predicted is None
     result = HeteroData()
     sizes: dict[NodeType, int] = {}
-    rows_of_type(dict(data._global_store.items()), None, None, "the HeteroData itself")
+    rows_of_type(dict(graph_attributes(data).items()), None, None, "the HeteroData itself")
     for name in data.node_types:
         with _told(f"Node type {name!r}"):
             attributes = dict(data[name].items())

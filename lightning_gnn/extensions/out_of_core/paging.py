@@ -34,12 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
+from lightning_gnn.private_torch import TorchDispatchMode, storage_id, tree_leaves
 
 _LOOK_S = 1e-3  # between looks whether there is a turn; only the next rank looks
 
@@ -338,7 +337,7 @@ class Pager(TorchDispatchMode):
             return
         address = storage.data_ptr()
         block = self._blocks.get(address)
-        if block is None or block.storage.cdata != storage._cdata:
+        if block is None or block.storage.cdata != storage_id(storage):
             begin, end = -(-address // _PAGE) * _PAGE, (address + storage.nbytes()) // _PAGE * _PAGE
             self._blocks[address] = block = _Block(begin, end, StorageWeakRef(storage))
             self._in_memory += block.nbytes

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.devices import copy_to_device, copy_to_host
+from lightning_gnn.private_lightning import results_of
 from lightning_gnn.strategies.gossip.worker import Scores
 
 Final = Literal["auto", "best", "average"]
@@ -96,7 +97,8 @@ class Comparison:
         if not self.compares:
             return
         candidates = self._candidates(trainer)
-        logged = {} if trainer._results is None else trainer._results.metrics(on_step=False)["callback"]
+        results = results_of(trainer)
+        logged = {} if results is None else results.metrics(on_step=False)["callback"]
         self._chosen_by = next(((name, mode) for name, mode in candidates if name in logged), None)
         names = ", ".join(sorted(logged)) or "nothing"
         if self._chosen_by is not None:

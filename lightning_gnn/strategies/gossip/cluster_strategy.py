@@ -31,6 +31,7 @@ from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.private_lightning import batches_of
 from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
@@ -396,7 +397,7 @@ class ClusterStrategy(GNNStrategy):
     def _end_epoch(self) -> None:
         """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
         loop: Any = self._module.trainer.fit_loop
-        loop.epoch_loop.on_advance_end(loop._data_fetcher)
+        loop.epoch_loop.on_advance_end(batches_of(loop))
         raise StopIteration
 
     @override

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
 from lightning_gnn.comm.processes import here
@@ -21,6 +20,8 @@ from lightning_gnn.launching.failures import Failure
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import ScriptLauncher
 from lightning_gnn.launching.supervisor import Child, Reporter, Supervisor
+from lightning_gnn.private_lightning import Launcher
+from lightning_gnn.private_torch import barrier_of_agents, end_of_agents
 
 REJOIN_VARIABLE = "LIGHTNING_GNN_REJOINS"
 """Environment of a rank that takes the place of one that was killed: where the store of the others is."""
@@ -141,7 +142,7 @@ class SurvivingProcessLauncher(ProcessLauncher):
         self._reporter.send("independent", place)
 
 
-def surviving(launcher: _Launcher | None) -> _Launcher | None:
+def surviving(launcher: Launcher | None) -> Launcher | None:
     """Returns a launcher that starts ranks as the given one does, and as many, but has the others go on without lost ones."""
     if isinstance(launcher, ScriptLauncher):
         return SurvivingScriptLauncher(launcher._strategy)
@@ -169,4 +170,4 @@ def end_for_lost_agents(agents: Collection[int]) -> None:
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S))
         of_agents = dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
         for _ in agents:
-            barriers._barrier_nonblocking(of_agents, int(os.environ["GROUP_WORLD_SIZE"]), api._TERMINAL_STATE_SYNC_ID)
+            barrier_of_agents(barriers)(of_agents, int(os.environ["GROUP_WORLD_SIZE"]), end_of_agents(api))

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_gnn.comm.group import CommunicationError, no_process_group
 from lightning_gnn.comm.listening import gloo_beside
 from lightning_gnn.devices import backend_of
+from lightning_gnn.private_torch import make_group
 from lightning_gnn.strategies.gossip.pairing import Pairing
 from lightning_gnn.strategies.gossip.peers import connect_to_store
 from lightning_gnn.strategies.gossip.pool import Pool
@@ -117,7 +118,7 @@ class Lockstep(Worker):
         if self._on_devices is None:
             # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
             # this worker alone is none to split communicators from.
-            make: Any = dist.distributed_c10d._new_process_group_helper
+            make: Any = make_group(dist)
             store, name, backend = connect_to_store(peers.place), f"workers of {peers.place}", backend_of(device)
             with no_process_group():
                 self._on_devices, _ = make(self.size, self.me, [], dist.Backend(backend), store, name, timeout=self._limit)

@@ -41,6 +41,7 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
+from lightning_gnn.private_torch import tree_flatten, tree_map, tree_unflatten
 from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.predictions import in_files
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
@@ -498,7 +499,7 @@ class SamplingStrategy(GNNStrategy):
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
             output = super(GNNStrategy, self).predict_step(batch, *args, **kwargs)
-            leaves, spec = torch.utils._pytree.tree_flatten(output)
+            leaves, spec = tree_flatten(output)
             batch_type = self._input_type
             nodes = part_of(batch, batch_type)
             for leaf in leaves:
@@ -509,7 +510,7 @@ class SamplingStrategy(GNNStrategy):
                         f"tensors with a row for each of them, such as out['{batch_type}'], or for the first batch_size."
                     )
             pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
-        return torch.utils._pytree.tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
+        return tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
 
     def _gather_predictions(self, output: Any) -> Any:
         """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
@@ -525,7 +526,7 @@ class SamplingStrategy(GNNStrategy):
             rows = self.world.all_gather_rows(leaf.contiguous(), counts)
             return torch.empty_like(rows).index_copy_(0, ids, rows)
 
-        gathered = torch.utils._pytree.tree_map(gather, output)
+        gathered = tree_map(gather, output)
         return gathered if self.predictions == "all" or self.is_global_zero else None
 
     @override

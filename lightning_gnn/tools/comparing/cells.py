@@ -16,9 +16,9 @@ import lightning as L
 import torch
 import torch_geometric
 from lightning.pytorch.strategies import StrategyRegistry
-from torch.utils._pytree import tree_leaves
 
 from lightning_gnn.datamodules import GraphDataModule
+from lightning_gnn.private_torch import tree_leaves
 from lightning_gnn.strategies import GNNStrategy, registered
 from lightning_gnn.tools.parser import Parser, did_you_mean, unknown_word
 

@@ -1,6 +1,7 @@
-"""The private parts of torch_geometric that binding needs, read in this file only.
+"""The private names of torch_geometric that the package uses, read in this file only.
 
-Tested with torch_geometric 2.7.0 and 2.8.1; `tests/nn/test_binding.py` checks that the names are there.
+Tested with torch_geometric 2.8.1 and 2.7.0; `tests/test_private_names.py` checks that no other file has any, and
+`tests/nn/test_binding.py` that they are there.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import Linear, MessagePassing, aggr
 
+from lightning_gnn.private_torch import hooks_of_calls
+
 # Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
+
+key_of = attrgetter("_key")
+"""The type of the nodes or edges in a store of a graph, or None."""
+
+graph_attributes = attrgetter("_global_store")
+"""The store of what a HeteroData has for no type."""
 
 CHEB_NORM = "__norm__"
 """ChebConv's method that makes the Laplacian."""
@@ -80,7 +89,7 @@ def is_plain_map(lin: Any) -> bool:
 
 def is_watched(module: torch.nn.Module) -> bool:
     """Returns whether a module has hooks, which must see what they see on one device."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return any(hooks_of_calls(module))
 
 
 def read_by_update(conv: MessagePassing) -> set[str]:
