@@ -97,8 +97,7 @@ class Comparison:
         if not self.compares:
             return
         candidates = self._candidates(trainer)
-        results = results_of(trainer)
-        logged = {} if results is None else results.metrics(on_step=False)["callback"]
+        logged = {} if (results := results_of(trainer)) is None else results.metrics(on_step=False)["callback"]
         self._chosen_by = next(((name, mode) for name, mode in candidates if name in logged), None)
         names = ", ".join(sorted(logged)) or "nothing"
         if self._chosen_by is not None:
