@@ -174,14 +174,15 @@ def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     found, names = mode.row_tensors(args, kwargs), dict(zip(("input", "weights", "minlength"), args)) | kwargs
     x, weights, of = names.get("input"), names.get("weights"), rows_of(names.get("input"))
-    if of is None or any(each.rows is not of.rows or each.local_ids for _, each in found) or not of.rows.total:
+    if of is None or any(each.rows is not of.rows or each.local_ids for _, each in found):
         return on_all(mode, func, args, kwargs)
     own = mode.own(x, of)
-    least = max(int(names.get("minlength", 0)), int(extreme(mode, "max", x, of, range(x.dim()), False)) + 1)
-    if weights is None:
-        return mode.tagged(mode.sum(torch.bincount(own, minlength=least), "bincount"), FROM_ROWS)
-    part = torch.bincount(own, converted(mode, weights, of.rows, 1, "bincount")[: len(own)], least)
-    part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # torch counts no rows in integers
+    weights = None if weights is None else converted(mode, weights, of.rows, 1, "bincount")[: len(own)]
+    part = torch.bincount(own, weights, int(names.get("minlength", 0)))
+    most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
+    if weights is not None and rows:  # torch counts no rows in integers
+        part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
+    part = torch.cat([part, part.new_zeros(most - len(part))])
     return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
 
 
