@@ -263,6 +263,11 @@ def dim_argument(place: int, default: int | None = None) -> Dims:
     return find
 
 
+def _flipped_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
+    given = kwargs.get("dims", args[1:])
+    return given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
 def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
     shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
     return range(x.dim() - (len(shape) if isinstance(shape, (tuple, list)) else 1), x.dim())
@@ -303,6 +308,8 @@ register(random(along(dim_argument(4, -1))), "gumbel_softmax")
 register(along(dim_argument(1)), "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp")
 register(along(dim_argument(1, -1)), "sort argsort glu")
 register(along(dim_argument(2, -1)), "topk")
+register(along(dim_argument(2)), "roll")
+register(along(_flipped_dims), "flip")
 register(along(dim_argument(2, 1)), "normalize")
 register(along(_normalized_dims), "layer_norm rms_norm")
 register(along(lambda x, a, k: (-1,)), "linear")
