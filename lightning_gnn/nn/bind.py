@@ -145,10 +145,9 @@ class Binding:
         attributes.update({name: _left_eager(method) for name, method in methods.items()})
         self._patches.put(module, attributes)
 
-    def release(self, for_good: bool = True) -> None:
-        """Gives every module, and every copy of it, its own methods back. If not `for_good`, copies outside of `module` stay
-        bound: :meth:`bind` would not find them."""
-        self._patches.release(copies_in=None if for_good else self._module)
+    def release(self) -> None:
+        """Gives every module, and every copy of it, its own methods back."""
+        self._patches.release()
 
 
 def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> GraphContext:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
 _REDUCE = "__reduce_ex__"  # pickle and copy look it up on the object itself
 
 
@@ -41,11 +39,9 @@ class Patches:
         patched.put(attributes, self)
         self._patched.add(patched)
 
-    def release(self, copies_in: torch.nn.Module | None = None) -> None:
-        """Gives every module and every copy back what it had before; of copies, only those in a module, if it is given."""
-        inside = None if copies_in is None else {id(each) for each in copies_in.modules()}
-        copies = [each for each in self._copies if inside is None or id(each.module) in inside]
-        for patched in (*self._patched, *copies):
+    def release(self) -> None:
+        """Gives every module and every copy back what it had before."""
+        for patched in (*self._patched, *self._copies):
             patched.release(self)
         self._patched.clear()
 

@@ -50,7 +50,7 @@ class GraphRows:
     ) -> None:
         # Tensors that the user keeps from an earlier run on the same batch have the row sets of then.
         self.ranks = ranks = _ranks_of(shard.batch, world)
-        self._common_draws, self._expand, self._reduce = common_draws, expand, reduce
+        self._expand, self._reduce = expand, reduce
         self._shard, rank = shard, world.rank
 
         def make(held: Held) -> RowSet:

@@ -276,7 +276,7 @@ class RowsMode(TorchFunctionMode):
         self.nodes: RowSet | None = None  # of a graph without types, and with copies of halo rows behind them
         self.halo_rows: RowSet | None = None
         self.paused = 0
-        self.in_backward = False
+        self.in_backward = self._has_views = False
         self.exact_draws = self.lets_rows_leave = False
         self.left: dict[int, tuple[Any, Tensor]] = {}
         self.see: Callable[[Any, Any], None] | None = None
@@ -349,8 +349,12 @@ class RowsMode(TorchFunctionMode):
             if isinstance(out, Tensor) and next(tensors_in((args, kwargs)), None) is None:
                 kwargs.setdefault("dtype", out.dtype)  # of created values
             return self.written(out, self.applied(func, args, kwargs))
+        rule = RULES.get(func, RowsMode.other)
+        if self._has_views and rule is not RowsMode.untouched:
+            for x in tensors_in((args, kwargs)):
+                self.refresh(x)
         try:
-            return RULES.get(func, RowsMode.other)(self, func, args, kwargs)
+            return rule(self, func, args, kwargs)
         except OtherSizeError:  # one row that is broadcast, or torch's own error
             return self.on_all_rows(func, args, kwargs)
 
@@ -361,8 +365,8 @@ class RowsMode(TorchFunctionMode):
         seen = (x,) if base_of(x) is None else (x, base_of(x))
         views = ((each, of) for each in seen if (of := each.__dict__.get(ATTRIBUTE)) is not None)
         found = next((one for one in views if one[1].view is not None), None)
-        if found is not None and found[1].view.is_stale:
-            raise self.refuse(f"{name_of(func)} changes {unknown_origin(found[0])}")
+        if found is not None:
+            self.refresh(found[0])
         out = self.applied(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), base_of(x)
@@ -388,6 +392,20 @@ class RowsMode(TorchFunctionMode):
                 self.change(Tensor.copy_, (view.base, own), {})
             view.version = version_of(view.base)
         return out
+
+    def refresh(self, x: Tensor) -> None:
+        """Copies rows again that one device has a view of, if they have changed in place since."""
+        placement = x.__dict__.get(ATTRIBUTE)
+        view = None if placement is None else placement.view
+        if view is None or not view.is_stale:
+            return
+        self.refresh(view.base)
+        if view.whole is None:
+            now = RULES[Tensor.__getitem__](self, Tensor.__getitem__, (view.base, view.index), {})
+        else:
+            x, now = view.whole, self.gathered(view.base, rows_of(view.base), "view")  # type: ignore[arg-type]
+        x.copy_(now)
+        view.version = version_of(view.base)
 
     # What rules use #######################################################
 
@@ -501,6 +519,11 @@ class RowsMode(TorchFunctionMode):
                     x.__dict__[ATTRIBUTE] = placement
         return out
 
+    def viewed(self, out: Tensor, placement: Placement, view: View) -> Tensor:
+        """Sets the placement of what one device has a view of; returns it."""
+        self._has_views = True
+        return place(out, placement.with_view(view))
+
     def untagged(self, out: Any) -> Any:
         for x in tensors_in((out,)):
             self._constants.pop(id(x), None)
@@ -577,6 +600,10 @@ class RowsMode(TorchFunctionMode):
     def parts(self, x: Tensor, operation: str) -> Tensor:
         return GatherParts.apply(x, self.ranks, operation)
 
+    def untouched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function that looks at no values."""
+        return func(*args, **kwargs)
+
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function that has no rule, on the rows of all ranks."""
         if not self.row_tensors(args, kwargs) and not has_counts(args, kwargs):
@@ -611,7 +638,9 @@ class RowsMode(TorchFunctionMode):
             for base, whole in wholes if base_of(x) is not None else ():
                 root = whole if base_of(whole) is None else base_of(whole)
                 if base_of(x) is root:
-                    root.__dict__[ATTRIBUTE] = x.__dict__[ATTRIBUTE] = FROM_ROWS.with_view(View(base, None, whole))
+                    view = View(base, None, whole)
+                    self.viewed(root, FROM_ROWS, view)
+                    self.viewed(x, FROM_ROWS, view)
         return out
 
     def written(self, out: Any, made: Any) -> Any:

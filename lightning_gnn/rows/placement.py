@@ -264,8 +264,9 @@ class View:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the rows have changed since they were copied."""
-        return self.version != version_of(self.base)
+        """Whether the rows have changed since they were copied, or those that they are a view of."""
+        of = self.base.__dict__.get(ATTRIBUTE)
+        return self.version != version_of(self.base) or (of is not None and of.view is not None and of.view.is_stale)
 
 
 _changes: dict[int, int] = {}

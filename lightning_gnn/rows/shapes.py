@@ -72,18 +72,14 @@ RULES[Tensor.__len__] = _len
 register(_numel, "numel nelement")
 
 
-def _untouched(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 _ABOUT = """dim ndimension stride is_contiguous is_floating_point is_complex is_signed is_same_size element_size
 get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_storage storage has_names is_neg is_conj
 is_shared is_coalesced const_data_ptr dim_order record_stream
 __hash__ __repr__ __str__ __format__ __deepcopy__ __setstate__ retains_grad_ is_nonzero_ _is_view
 is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
-register(_untouched, _ABOUT)
+register(RowsMode.untouched, _ABOUT)
 properties(
-    _untouched,
+    RowsMode.untouched,
     "dtype device ndim requires_grad is_leaf grad_fn layout is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_nested "
     "_version output_nr itemsize nbytes _base _backward_hooks retains_grad name _grad_fn _post_accumulate_grad_hooks "
     "is_sparse_csr is_mkldnn is_xla is_xpu is_vulkan is_ipu is_maia is_mtia",
@@ -133,7 +129,7 @@ def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 RULES[_data_.__set__] = RULES[_grad_.__set__] = _set
 RULES[_grad_.__get__] = _kept_gradient
-RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = _untouched
+RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.untouched
 
 # Views ########################################################################
 
@@ -583,7 +579,7 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.tagged(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
             out = out if takes_all else _index(mode, out, (*rest[:place], *rest[place + 1 :]))
-            return out if isinstance(item, Tensor) else mode.tagged(out, FROM_ROWS.with_view(View(x, index)))
+            return out if isinstance(item, Tensor) else mode.viewed(out, FROM_ROWS, View(x, index))
     elif by.local_ids:
         chosen, is_expanded = by.rows, rows is mode.halo_rows
         reaches = is_expanded or chosen.targets is rows
@@ -602,7 +598,7 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
         if not is_view:  # tensors in an index make a copy of it all
             out = mode.tagged(out.contiguous(), placement_of(out) or FROM_ROWS)
     new = placement_of(out)
-    return mode.tagged(out, new.with_view(View(x, index))) if is_view and new is not None else out
+    return mode.viewed(out, new, View(x, index)) if is_view and new is not None else out
 
 
 def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:

@@ -136,22 +136,6 @@ def test_pickles_are_of_the_plain_model(context, name):
     twin.eval()(graph.x, graph.edge_index)
 
 
-def test_copies_outside_of_the_module_stay_bound_while_it_is_not(context):
-    """Those in it are bound again with it."""
-    model = Lookup(build("sage").double())
-    binding = Binding(model, context)
-    model.layers.append(copy.deepcopy(model.layers[0]))
-    outside = copy.deepcopy(model.layers[0])
-    expected = outside(context.x, context.edge_index)
-    binding.release(for_good=False)
-    assert not any("propagate" in vars(child) for child in model.modules())
-    torch.testing.assert_close(outside(context.x, context.edge_index), expected)
-    binding.bind()
-    torch.testing.assert_close(model.layers[1](context.x, context.edge_index), expected)
-    binding.release()
-    assert not any("propagate" in vars(child) for one in (model, outside) for child in one.modules())
-
-
 def test_edges_of_a_step_work_beside_the_batch_own(context):
     """An augmentation's edge subset takes PyG's path; the batch's own edges the kept CSR."""
     model, graph = build("gcn").double(), awkward_graph()

@@ -1081,6 +1081,34 @@ def two_views(r: Made, g: Any) -> Any:
 
 
 @form("rows that are written")
+def two_views_with_gradients(r: Made, g: Any) -> Any:
+    x = r.s * 1.5
+    first, second, row = x[:6], x[4:], x[5]
+    first.mul_(2)
+    second.add_(first.mean(0))
+    row.add_(second[0])
+    return F.mse_loss(r.net.b(x, g.edge_index), g.target) + first.square().mean() + row.sum()
+
+
+@form("rows that are written")
+def view_that_is_read_after_a_change(r: Made, g: Any) -> Any:
+    x = g.x * 1
+    first, row, part = x[:5], x[3], x[2:4][0]
+    x.add_(1)
+    return first.sum(0), row * 1, part * 1, torch.cat([first, row[None]]), first.shape
+
+
+@form("rows that are written")
+def view_of_gathered_rows_that_is_read_after_a_change(r: Made, g: Any) -> Any:
+    x = g.x * 1
+    flat = x.view(-1)[:24].view(3, 8)
+    x.mul_(2)
+    before = flat * 1
+    flat.add_(1)
+    return before, flat, x.sum(0)
+
+
+@form("rows that are written")
 def label_input(r: Made, g: Any) -> Tensor:
     """Labels of half the training rows as features, the loss over the others."""
     known = g.train_mask & (torch.arange(g.num_nodes) % 2 == 0)

@@ -20,7 +20,6 @@ REFUSED = {
     "sizes: loop_over_rows": "gather_global",
     "sizes: loop_over_pairs": "gather_global",
     "rows by their places: unbind": "gather_global",
-    "rows that are written: two_views": "Index the rows again",
     "numbers of Python: tolist of rows": "gather_global",
     "numbers of Python: tolist of labels": "gather_global",
     "numbers of Python: numpy of rows": "gather_global",
