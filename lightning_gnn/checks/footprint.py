@@ -344,6 +344,8 @@ class Predicted:
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
         models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
+        for each in models if trainer is not None else ():
+            trainer.precision_plugin.convert_module(each)  # type: ignore[union-attr]
         mask = counted_mask("train_mask", module)
         sizes, found = [], []
         with aside(), in_place_of(device or torch.device("cpu")):

@@ -276,6 +276,18 @@ def test_memory_is_that_of_the_scheme(strategy, options, model):
     assert expected == pytest.approx(found, rel=0.05 if options == {"replication": 1} else 0.35)
 
 
+def test_memory_is_that_of_the_precision():
+    """Modules are converted on ranks, later than this; tensors of the graph have the type that the user gave them."""
+    sizes = Sizes(1000, 0, 0, 5000, 100, 5000)
+
+    def kept(dtype: torch.dtype, precision: str) -> float:
+        batch = whole_graph(awkward_graph(dtype=dtype)).batch
+        trainer, module = quiet_trainer("auto", 1, precision=precision), NodeClassifier(build("gcn"), num_classes=CLASSES)
+        return memory_advice(SCHEME).steps(module, batch, trainer).footprint(sizes).held_bytes
+
+    assert kept(torch.float64, "64-true") > 1.5 * kept(torch.float32, "32-true")
+
+
 def test_layers_made_again_keep_their_arguments():
     rows, edges, columns = 1000, 5000, 8
     module = NodeClassifier(OwnModel(FEATURES, CLASSES), num_classes=CLASSES)
