@@ -33,6 +33,7 @@ from lightning_gnn.rows.placement import (
     RowSet,
     TakeRows,
     View,
+    copied_for,
     note_change,
     version_of,
 )
@@ -362,11 +363,8 @@ class RowsMode(TorchFunctionMode):
         """Runs a function that changes its first argument in place: where one device has a view, so that the base changes,
         too."""
         x = args[0]
-        seen = (x,) if base_of(x) is None else (x, base_of(x))
-        views = ((each, of) for each in seen if (of := each.__dict__.get(ATTRIBUTE)) is not None)
-        found = next((one for one in views if one[1].view is not None), None)
-        if found is not None:
-            self.refresh(found[0])
+        found = copied_for(x)
+        self.refresh(x)
         out = self.applied(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), base_of(x)
@@ -395,16 +393,16 @@ class RowsMode(TorchFunctionMode):
 
     def refresh(self, x: Tensor) -> None:
         """Copies rows again that one device has a view of, if they have changed in place since."""
-        placement = x.__dict__.get(ATTRIBUTE)
-        view = None if placement is None else placement.view
+        found = copied_for(x)
+        copy, view = (x, None) if found is None else (found[0], found[1].view)
         if view is None or not view.is_stale:
             return
         self.refresh(view.base)
         if view.whole is None:
             now = RULES[Tensor.__getitem__](self, Tensor.__getitem__, (view.base, view.index), {})
         else:
-            x, now = view.whole, self.gathered(view.base, rows_of(view.base), "view")  # type: ignore[arg-type]
-        x.copy_(now)
+            copy, now = view.whole, self.gathered(view.base, rows_of(view.base), "view")  # type: ignore[arg-type]
+        copy.copy_(now)
         view.version = version_of(view.base)
 
     # What rules use #######################################################

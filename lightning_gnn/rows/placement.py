@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_gnn.private_torch import version_counter
+from lightning_gnn.private_torch import base_of, version_counter
 from lightning_gnn.rows.ranks import EnterRows, Operation, Ranks, SumOverRanks
 
 ATTRIBUTE = "_lightning_gnn_placement"
@@ -265,8 +265,17 @@ class View:
     @property
     def is_stale(self) -> bool:
         """Whether the rows have changed since they were copied, or those that they are a view of."""
-        of = self.base.__dict__.get(ATTRIBUTE)
-        return self.version != version_of(self.base) or (of is not None and of.view is not None and of.view.is_stale)
+        of = copied_for(self.base)
+        return self.version != version_of(self.base) or (of is not None and of[1].view.is_stale)  # type: ignore[union-attr]
+
+
+def copied_for(x: Tensor) -> tuple[Tensor, Placement] | None:
+    """Returns the copy, of what one device has a view of, that a tensor is or that torch has made it a view of."""
+    for each in (x, base_of(x)):
+        placement = None if each is None else each.__dict__.get(ATTRIBUTE)
+        if placement is not None and placement.view is not None:
+            return each, placement
+    return None
 
 
 _changes: dict[int, int] = {}

@@ -1099,6 +1099,14 @@ def view_that_is_read_after_a_change(r: Made, g: Any) -> Any:
 
 
 @form("rows that are written")
+def views_of_copies_that_are_read_after_a_change(r: Made, g: Any) -> Any:
+    x = g.x * 1
+    turned, part, entries = x[:5].t(), x[3][:4], x[:6].view(-1, 4)
+    x.add_(1)
+    return turned.sum(1), part * 1, entries.sum()
+
+
+@form("rows that are written")
 def view_of_gathered_rows_that_is_read_after_a_change(r: Made, g: Any) -> Any:
     x = g.x * 1
     flat = x.view(-1)[:24].view(3, 8)
