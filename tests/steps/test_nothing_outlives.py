@@ -221,7 +221,8 @@ def test_nothing_is_patched_and_nothing_outlives_a_run(ranks, way):
             assert not during and not after and not outlived, (name, during, after, outlived)
             if way:
                 continue
-            assert values["epoch/trained"] == values["epoch/validated"]
+            # float32 is summed in another order where memory begins elsewhere
+            assert values["epoch/trained"] == pytest.approx(values["epoch/validated"], rel=1e-6)
             assert {*stages} == {"train", "val", "test", "predict"}
             for stage in ("train", "val", "test"):
                 assert values[f"{stage}/made"] == values[f"{stage}/copied"] == values[f"{stage}/kept"], name
