@@ -31,7 +31,8 @@ from torch_geometric.nn.models import GCN
 from vertex_cut_runs import SIZES
 
 from lightning_gnn import GraphDataModule, NodeClassifier
-from lightning_gnn.extensions.plans.topology import Topology, machines
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import machines
 from lightning_gnn.tools.advising.advice import Candidate, advise_on, candidates
 from lightning_gnn.tools.advising.machine import Machine, available_cores, measured_contention
 

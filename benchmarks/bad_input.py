@@ -44,7 +44,8 @@ import lightning_gnn
 from lightning_gnn import GraphDataModule, strategies
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.store import StoreError, read_cut
-from lightning_gnn.extensions.plans.topology import Topology, load_topology
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import load_topology
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
 from lightning_gnn.tools import cli

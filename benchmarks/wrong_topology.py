@@ -26,7 +26,7 @@ from common import QUIET, report, run_on_hosts
 from cover import CLASSES, COLUMNS, GRAPHS, MODELS, Clock, data_of, edges_of
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
-from lightning_gnn.extensions.plans.topology import load_topology
+from lightning_gnn.extensions.plans.wiring import load_topology
 
 
 def on_hosts(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Tested with torch_geometric 2.8.1 and 2.7.0; `tests/test_private_names.py` check
 
 from __future__ import annotations
 
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -35,16 +36,23 @@ _CALLS = ("propagate", "message", "aggregate", "edge_update")
 _hooks = attrgetter(*(f"_{name}_forward_{when}hooks" for name in _CALLS for when in ("pre_", "")))
 
 
-def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[set[str], set[str], set[str]]:
+Names = frozenset[str]
+
+
+def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[Names, Names, Names]:
     """Returns the names of the arguments of `propagate` that `message` and its kin read, or of `edge_updater`.
 
     Returns:
         Those read at edge sources (``x`` for ``x_j``), those read at edge targets, and those handed over as they are.
     """
-    names = conv._edge_user_args if edge_update else conv._user_args
-    sources = {name[:-2] for name in names if name.endswith("_j")}
-    targets = {name[:-2] for name in names if name.endswith("_i")}
-    return sources, targets, {name for name in names if name[-2:] not in ("_i", "_j")}
+    return _lifted(tuple(conv._edge_user_args if edge_update else conv._user_args))
+
+
+@lru_cache(maxsize=1024)
+def _lifted(names: tuple[str, ...]) -> tuple[Names, Names, Names]:
+    sources = frozenset(name[:-2] for name in names if name.endswith("_j"))
+    targets = frozenset(name[:-2] for name in names if name.endswith("_i"))
+    return sources, targets, frozenset(name for name in names if name[-2:] not in ("_i", "_j"))
 
 
 def implements_edge_update(conv: MessagePassing) -> bool:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lightning_gnn.extensions.plans.plan import Plan
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.tables import RankPlan, Stage, rank_plan
-from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 
 
 def random_topology(rng: np.random.Generator, num_devices: int, density: float) -> Topology:

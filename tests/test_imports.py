@@ -71,8 +71,10 @@ LIMITS = json.loads((REPOSITORY / ".ci" / "limits.json").read_text())
     ("what", "script"),
     [("GraphDataModule and DGCLStrategy", "lightning_gnn.GraphDataModule, lightning_gnn.DGCLStrategy"), ("a dgcl fit", FIT)],
 )
-def test_little_of_the_package_is_loaded(what, script):
-    """Limits are only lowered."""
+def test_little_of_the_package_is_loaded(what, script, monkeypatch, tmp_path):
+    """Limits are only lowered. Of a fit, the second one: its graph is in the store."""
+    monkeypatch.setenv("LIGHTNING_GNN_STORE", str(tmp_path))
+    loaded(script)
     modules, _ = loaded(script)
     ours = [name for name in modules if name.partition(".")[0] == "lightning_gnn"]
     files = [REPOSITORY.joinpath(*name.split(".")) for name in ours]

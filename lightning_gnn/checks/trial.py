@@ -6,13 +6,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_gnn.checks.explanation import Explanation
 from lightning_gnn.checks.hooks import PHASES, Hooks, LoggedValues
 from lightning_gnn.checks.record import OnRank, Outcome, Parted, Recorder
 from lightning_gnn.checks.stand_ins import (
@@ -35,6 +34,7 @@ from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
 from lightning_gnn.private_lightning import HOOK, TRAINER, DtypeContext
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import local_rows
+from lightning_gnn.rows.ranks import Ranks
 from lightning_gnn.steps.gradients import GradientSum
 from lightning_gnn.steps.metrics import metrics_in
 from lightning_gnn.steps.predictions import PredictedRows, tensors_in
@@ -54,6 +54,19 @@ LR = 0.01
 """Of runs of several steps."""
 
 
+class Observer(Protocol):
+    """What is told of the messages that the ranks of a :class:`Trial` send."""
+
+    def following(self, world: World, ranks: Ranks) -> AbstractContextManager[None]:
+        """While it is open, messages that a rank sends are those of the step."""
+
+    def backward(self, rank: int) -> AbstractContextManager[None]:
+        """While it is open, messages that a rank sends are those of a backward pass."""
+
+    def add(self, rank: int, message: Any) -> None:
+        """Is told of a message by the rank that sends it."""
+
+
 class Trial:
     """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
     step optimises by hand, or hooks come before it or after its backward, which may read and write both: then each has its
@@ -67,7 +80,7 @@ class Trial:
         trainer: what the step finds as ``self.trainer``.
         dtype: of all floating tensors; None leaves them as they are.
         whole: returns a graph as the only rank's shard.
-        explanation: is told what ranks send. Then they send what they send in training, and nothing is recorded.
+        observer: is told what ranks send. Then they send what they send in training, and nothing is recorded.
 
     Attributes:
         graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
@@ -81,9 +94,9 @@ class Trial:
         trainer: QuietTrainer | None = None,
         dtype: torch.dtype | None = None,
         whole: Callable[[Any], Shard] = whole_graph,
-        explanation: Explanation | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        self._whole, self._explanation = whole, explanation
+        self._whole, self._observer = whole, observer
         self._skipped: set[str] = set()
         self._hooks = Hooks(stage, self._skipped)
         self.stage, self.training = stage, stage == "fit"
@@ -91,7 +104,7 @@ class Trial:
         self._by_hand = self.training and not module.automatic_optimization
         hooks = (self._hooks.come_before, self._hooks.see_gradients, self._hooks.come_after)
         sees_gradients = any(each(module) for each in hooks)
-        self._own_weights = self._by_hand or sees_gradients or explanation is not None
+        self._own_weights = self._by_hand or sees_gradients or observer is not None
         self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
         self._module: pl.LightningModule = copied(module).cpu()
         if dtype is not None:
@@ -144,7 +157,7 @@ class Trial:
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
         meeting = Meeting(len(shards))
-        meeting.observer = None if self._explanation is None else self._explanation.add
+        meeting.observer = None if self._observer is None else self._observer.add
         recorders = [Recorder(torch.nn.Module(), True)] * len(shards)
 
         def on_rank(rank: int) -> OnRank:
@@ -153,7 +166,7 @@ class Trial:
             binding = bind(models[rank], shards[rank], world)
             if (x := getattr(shards[rank].batch, "x", None)) is not None:  # not by type
                 binding.context.columns_at_once = max(1, x.size(1))  # of few rows
-            recorders[rank] = Recorder(models[rank], True, self._explanation is None)
+            recorders[rank] = Recorder(models[rank], True, self._observer is None)
             with graph_in_use(binding.context, this_thread_only=True), prepared:
                 seed_all(seed)
                 return self._run(models[rank], shards[rank], world, recorders[rank], binding, steps)
@@ -183,10 +196,10 @@ class Trial:
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
-        rows = None
+        rows, observer = None, self._observer
         if world is not None:
             rows = GraphRows(shard, world, expand=expand, reduce=reduce)
-            rows.mode.exact_draws, rows.mode.lets_rows_leave = self._explanation is None, self.stage == "predict"
+            rows.mode.exact_draws, rows.mode.lets_rows_leave = observer is None, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):
             if step and optimizer is not None:
@@ -195,16 +208,12 @@ class Trial:
             if binding is not None:
                 epoch = 0 if self._trainer is None else self._trainer.current_epoch
                 binding.context.begin_step(Step(PHASES[self.stage], epoch, step))
-            with NoDropout(), nullcontext() if rows is None else rows.mode, self._explaining(rows):
+            watched = nullcontext() if rows is None or observer is None else observer.following(rows.ranks.world, rows.ranks)
+            with NoDropout(), nullcontext() if rows is None else rows.mode, watched:
                 ran = self._run_once(model, shard, world, recorder, rows, optimizer, step)
         if rows is not None:
             rows.release(model)
         return ran
-
-    def _explaining(self, rows: GraphRows | None) -> AbstractContextManager[None]:
-        if rows is None or self._explanation is None:
-            return nullcontext()
-        return self._explanation.following(rows.ranks.world, rows.ranks)
 
     def _run_once(
         self,
@@ -239,8 +248,8 @@ class Trial:
                 with self._hooks.around_backward(model, loss, optimizer, alone), ExitStack() as stack:
                     if rows is not None:
                         stack.enter_context(rows.mode.opened(in_backward=True))
-                    if world is not None and self._explanation is not None:
-                        stack.enter_context(self._explanation.backward(world.rank))
+                    if world is not None and self._observer is not None:
+                        stack.enter_context(self._observer.backward(world.rank))
                     backward(loss if world is None else loss / world.size, sums, *args, **kwargs)
 
             if self._by_hand:

@@ -27,48 +27,32 @@ from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
 
-class UnderWay:
-    """Messages of a call on their way, which are counted; while it is open, they are started.
+def count_messages(
+    world: World, meter: Meter, call: Call, began: Moment, traffic: Traffic, wait: Callable[[], None]
+) -> Callable[[], None]:
+    """Counts the messages of a call, which have been started; returns the function that waits for them.
 
     Args:
         world, meter: the ranks, and where traffic is counted.
         call: counted under, and named in errors.
         began: when packing the messages began.
-
-    Attributes:
-        traffic: what is sent, known when they have been started.
+        traffic: what they send.
         wait: waits for them.
+
+    Raises:
+        CommunicationError: from the returned function: a peer does not answer.
     """
+    layer, direction = call.layer, call.direction
+    traffic.seconds = meter.since(began, world.device, layer, direction)
 
-    traffic: Traffic
-    wait: Callable[[], None]
-
-    def __init__(self, world: World, meter: Meter, call: Call, began: Moment) -> None:
-        self._world, self._meter, self._call, self._began = world, meter, call, began
-        self._during = world.watch.during(call.name, joint=False)
-
-    def __enter__(self) -> Self:
-        self._during.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._during.__exit__(*error)
-        if error[0] is None:
-            layer, direction = self._call.layer, self._call.direction
-            self.traffic.seconds = self._meter.since(self._began, self._world.device, layer, direction)
-
-    def __call__(self) -> None:
-        """Waits for them.
-
-        Raises:
-            CommunicationError: a peer does not answer.
-        """
-        world, layer, direction = self._world, self._call.layer, self._call.direction
+    def finish() -> None:
         began = Moment.now(world.device, "wait", layer, direction)
-        with world.watch.during(self._call.name):
-            self.wait()
-        self.traffic.seconds += self._meter.since(began, world.device, layer, direction)
-        self._meter.record(layer, direction, self.traffic)
+        with world.watch.during(call.name):
+            wait()
+        traffic.seconds += meter.since(began, world.device, layer, direction)
+        meter.record(layer, direction, traffic)
+
+    return finish
 
 
 def start_messages(
@@ -78,12 +62,11 @@ def start_messages(
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
     began: Moment,
-) -> UnderWay:
-    """Starts the messages of a call, and counts them; what is returned is called to wait for them."""
-    with UnderWay(world, meter, call, began) as sent:
-        sent.traffic = world.transport.traffic(sends)
-        sent.wait = world.transport.start_each(sends, receives)
-    return sent
+) -> Callable[[], None]:
+    """Starts the messages of a call, and counts them; returns the function that waits for them."""
+    with world.watch.during(call.name, joint=False):
+        traffic, wait = world.transport.traffic(sends), world.transport.start_each(sends, receives)
+    return count_messages(world, meter, call, began, traffic, wait)
 
 
 class Triples:
@@ -286,11 +269,10 @@ class Exchange(ABC):
             CommunicationError: from the returned function too: a peer does not answer.
         """
         transport = self.world.transport
-        with UnderWay(self.world, self.meter, call, began) as sent:
-            sends, receives, sent.traffic, around = transport.messages(out, out_counts, into, into_counts, call, self)
+        with self.world.watch.during(call.name, joint=False):
+            sends, receives, traffic, around = transport.messages(out, out_counts, into, into_counts, call, self)
             wait = transport.start_each(sends, receives)
-            sent.wait = wait if around is None else around(wait)
-        return sent
+        return count_messages(self.world, self.meter, call, began, traffic, wait if around is None else around(wait))
 
 
 class Matrix(ABC):

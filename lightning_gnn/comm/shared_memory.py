@@ -18,6 +18,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +149,19 @@ class SharedMemory:
         self._current = 0
         self._maps: dict[tuple[int, int], tuple[int, Segment]] = {}
 
-    def scratch(self, num_bytes: int) -> Tensor:
+    def scratch(self, num_bytes: int, operation: str = "") -> Tensor:
         """Returns uint8 memory ``[num_bytes]`` to write messages into; it is the next one's until they are posted.
 
-        Waits until the receivers of what lay there before have taken it.
+        Waits until the receivers of what lay there before have taken it; as an `operation` of its own, if that has a name.
         """
-        for request in self.leaving:
-            request.wait()
-        self.leaving = []
         box = self._outboxes[self._current]
-        for peer, number in box.waits_for.items():
-            self._wait(peer, number, self._has_taken)
+        if not self._is_taken(box):
+            with self._watch.during(operation) if operation else nullcontext():
+                for request in self.leaving:
+                    request.wait()
+                self.leaving = []
+                for peer, number in box.waits_for.items():
+                    self._wait(peer, number, self._has_taken)
         box.waits_for = {}
         if box.segment is None or box.segment.size < num_bytes:
             if box.segment is not None:
@@ -165,6 +169,13 @@ class SharedMemory:
             box.segment = self._new_segment(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
             box.first, box.generation = box.segment.bytes.data_ptr(), box.generation + 1
         return box.segment.bytes[:num_bytes]
+
+    def _is_taken(self, box: _Outbox) -> bool:
+        """Returns whether all receivers have taken what lies there."""
+        for peer, number in box.waits_for.items():
+            if self._tables[peer][self.rank, _TAKEN] < number:
+                return False
+        return not self.leaving
 
     def _new_segment(self, size: int) -> Segment:
         return Segment.create(size)
@@ -190,7 +201,8 @@ class SharedMemory:
             offset = rows.data_ptr() - box.first if rows.nbytes else 0
             assert 0 <= offset < box.segment.size, "rows of scratch memory and others in one call"
             # The receiver of the one before has its fields still to read.
-            self._wait(peer, self._sent[peer], self._has_taken)
+            if not self._has_taken(peer, self._sent[peer]):
+                self._wait(peer, self._sent[peer], self._has_taken)
             self._sent[peer] += 1
             row = self._tables[self.rank][peer]
             row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, rows.nbytes, mark)
@@ -200,8 +212,9 @@ class SharedMemory:
 
     def _copied(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Returns the messages with their rows in scratch memory."""
-        distinct = {id(rows): rows for _, rows in messages}
-        sizes = [rows.nbytes for rows in distinct.values()]
+        given = list(map(itemgetter(1), messages))
+        distinct = dict(zip(map(id, given), given))
+        sizes = list(map(attrgetter("nbytes"), distinct.values()))
         copies = dict(zip(distinct, self.scratch(sum(sizes)).split(sizes)))
         for key, rows in distinct.items():
             copies[key].copy_(as_bytes(rows))

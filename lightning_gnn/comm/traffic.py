@@ -30,26 +30,20 @@ class Traffic:
     to: Mapping[int, int] = field(default_factory=dict)
     """Of the bytes, those for each rank; none for rows that are left in memory for all to read."""
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: Traffic, sign: int = 1) -> Traffic:
         to = dict(self.to)
         for peer, count in other.to.items():
-            to[peer] = to.get(peer, 0) + count
+            to[peer] = to.get(peer, 0) + sign * count
         return Traffic(
-            self.bytes_sent + other.bytes_sent,
-            self.messages + other.messages,
-            self.rows + other.rows,
-            self.seconds + other.seconds,
+            self.bytes_sent + sign * other.bytes_sent,
+            self.messages + sign * other.messages,
+            self.rows + sign * other.rows,
+            self.seconds + sign * other.seconds,
             to,
         )
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return self + Traffic(
-            -other.bytes_sent,
-            -other.messages,
-            -other.rows,
-            -other.seconds,
-            {peer: -count for peer, count in other.to.items()},
-        )
+        return self.__add__(other, -1)
 
 
 ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]

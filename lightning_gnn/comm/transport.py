@@ -266,8 +266,8 @@ class ProcessTransport(Transport):
         if self._memory is None or not self._local or count == 0:
             with torch.inference_mode(False):
                 return torch.empty(*shape, dtype=dtype, device=self.device)
-        with self.watch.during("Waiting until what was sent before has been taken"):
-            return self._memory.scratch(count).view(dtype).view(*shape)
+        memory = self._memory.scratch(count, "Waiting until what was sent before has been taken")
+        return memory.view(dtype).view(*shape)
 
     @override
     def lends(self, rows: Tensor) -> bool:
@@ -293,8 +293,10 @@ class ProcessTransport(Transport):
                 local.append((peer, rows))
             else:
                 remote.append(dist.P2POp(dist.isend, as_bytes(rows), peer, self._group, mark))
-        works = self._start(remote) if remote else []
-        requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
+        works, requests = list[Any](), list[_Request]()
+        if remote:
+            works = self._start(remote)
+            requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
         if memory is not None and remote:
             leaving = [request for request, op in zip(requests, remote) if op.op is dist.isend]
             memory.leaving = [request for request in memory.leaving if not request.done] + leaving

@@ -122,13 +122,23 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     if backend is not None:
         backend(loop.py_func.__name__, (csr, *arguments))
         return
+    if work < _SMALL:  # most of what a small graph's step takes is calls
+        loop(*_arrays(csr.indptr, *arguments), 0, csr.num_rows)
+        return
     over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
+
+
+def _arrays(*arguments: Any) -> list[Any]:
+    """Returns tensors as arrays, and numbers. Of bfloat16 there are no arrays: it is refused here, not read as something else."""
+    found = []
+    for value in arguments:
+        found.append(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
+    return found
 
 
 def over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
     """Runs ``loop(*arguments, low, high)`` over all of 0 to `size`, in `ranges` of about so many where threads pay."""
-    # Of bfloat16 there are no arrays: it is refused here, not read as something else.
-    arrays = [value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
+    arrays = _arrays(*arguments)
     threads = min(torch.get_num_threads(), size)
     if threads <= 1 or work < _SMALL:
         loop(*arrays, 0, size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnn import private_pyg as pyg
 from lightning_gnn.comm.group import World
+from lightning_gnn.data.lazy_ids import LazyIds
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
@@ -320,7 +321,9 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
         return update(out, **{**kwargs, **given})
 
     with overridden(self, "update", of_owned) if given else nullcontext():
-        return state.functions["propagate"](self, edge_index, size=size, **lifted)
+        # PyG reads the ids many times, and each would be a call of LazyIds.
+        ids = edge_index.read() if isinstance(edge_index, LazyIds) else edge_index
+        return state.functions["propagate"](self, ids, size=size, **lifted)
 
 
 def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
@@ -345,7 +348,7 @@ def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str,
 
 
 def _with_halo(
-    conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any], sources: set[str], targets: set[str]
+    conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any], sources: Set[str], targets: Set[str]
 ) -> dict[str, Any]:
     """Returns `kwargs` with ``(S value, value)`` for each value that is read at edge sources."""
     lifted = dict(kwargs)

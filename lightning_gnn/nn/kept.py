@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_gnn.data.lazy_ids import LazyIds
 from lightning_gnn.private_torch import version_counter
 
 T = TypeVar("T")
@@ -35,7 +36,10 @@ class Kept:
 
     def _look(self) -> None:
         """Forgets what was made of what has been changed in place, on every rank alike."""
-        seen = [version_counter(tensor) for tensor in (self.x, *self._edges)]
+        # This is asked several times in each layer: by the stored ids, and without a call for each.
+        seen = [version_counter(self.x)]
+        for tensor in self._edges:
+            seen.append(version_counter(tensor.ids if isinstance(tensor, LazyIds) else tensor))
         if seen == self._seen:
             return
         if seen[1:] != self._seen[1:]:
@@ -63,7 +67,7 @@ class Kept:
         known = self._own if own else self._lasting
         key: Hashable = (name, *map(id, tensors))
         for tensor in tensors:
-            if tensor is not None and (id(tensor) not in known or tensor.requires_grad):
+            if tensor is not None and (id(tensor) not in known or (type(tensor) is not LazyIds and tensor.requires_grad)):
                 return None
         if key not in self._of_edges:
             # Evaluation may come first, and an inference tensor could not take part in training later.

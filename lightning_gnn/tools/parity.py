@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.checks.explanation import Explanation
 from lightning_gnn.checks.record import (
     LOGGED_TOLERANCE,
     STATE,
@@ -47,6 +46,7 @@ from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
+from lightning_gnn.tools.explanation import Explanation
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
 
@@ -370,7 +370,7 @@ class _Check:
         prepared.configure_model()
         prepared.setup(stage)
         dtype = self.dtype if explanation is None else None
-        return Trial(prepared, self.graph, stage, trainer, dtype, explanation=explanation)
+        return Trial(prepared, self.graph, stage, trainer, dtype, observer=explanation)
 
     def _reference(self, stage: str) -> _Reference:
         trial = self._trial(stage)

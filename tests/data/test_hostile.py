@@ -31,7 +31,7 @@ from torch_geometric.data import HeteroData
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data import store
 from lightning_gnn.data.store import StoreError, read_array, read_cut
-from lightning_gnn.extensions.plans.topology import topology_from_dict
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 from lightning_gnn.partition.layout import LayoutSpec
 
 

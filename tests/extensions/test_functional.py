@@ -22,7 +22,7 @@ from torch_geometric.nn import GATConv, GraphConv, SAGEConv
 
 import lightning_gnn.functional as dgcl
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
-from lightning_gnn.extensions.plans.topology import topology_from_dict
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 
 
 @contextmanager

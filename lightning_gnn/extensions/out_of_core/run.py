@@ -82,8 +82,8 @@ class FileMemory(SharedMemory):
         return FileSegment.create_in(self._folder, size)
 
     @override
-    def scratch(self, num_bytes: int) -> Tensor:
-        found = super().scratch(num_bytes)
+    def scratch(self, num_bytes: int, operation: str = "") -> Tensor:
+        found = super().scratch(num_bytes, operation)
         own, other = self._outboxes[self._current].segment, self._outboxes[1 - self._current]
         if isinstance(other.segment, FileSegment) and all(self._has_taken(*each) for each in other.waits_for.items()):
             other.segment.give_up()

@@ -9,7 +9,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import machine_key
-from lightning_gnn.extensions.plans.topology import SHARED_MEMORY, SOCKET_LATENCY, Topology, uniform
+from lightning_gnn.extensions.plans.topology import SHARED_MEMORY, SOCKET_LATENCY, Topology
+from lightning_gnn.extensions.plans.wiring import uniform
 
 
 def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:

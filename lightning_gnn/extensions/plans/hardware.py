@@ -32,8 +32,8 @@ from lightning_gnn.extensions.plans.topology import (
     SHARED_MEMORY,
     SOCKET_LATENCY,
     Topology,
-    Wiring,
 )
+from lightning_gnn.extensions.plans.wiring import Wiring
 
 ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
 """What two devices have in common, by NVML: a PCIe switch; the host bridge (20: switches below it); the NUMA node; the system."""

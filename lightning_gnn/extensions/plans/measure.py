@@ -22,7 +22,8 @@ from lightning_gnn.comm.transport import by_peer
 from lightning_gnn.comm.watchdog import PeerError
 from lightning_gnn.devices import synchronize
 from lightning_gnn.extensions.plans.detect import hosts_of
-from lightning_gnn.extensions.plans.topology import Topology, Wiring
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import Wiring
 
 REPEATS = 3
 FIRST_BYTES = 1 << 16

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange, HaloExchange, UnderWay
+from lightning_gnn.comm.exchange import Exchange, HaloExchange, count_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.shared_memory import Accept
 from lightning_gnn.comm.traffic import Meter, Traffic
@@ -264,11 +264,11 @@ class SwapExchange(HaloExchange):
             if len(rows)
         }
         transport = self.world.transport
-        with UnderWay(self.world, self.meter, call, began) as sent:
-            sent.traffic = Traffic()
+        traffic = Traffic()
+        with self.world.watch.during(call.name, joint=False):
             if self._readers:
                 block = transport.scratch(x.shape, x.dtype)
                 block.copy_(x)
-                sent.traffic = Traffic(x.nbytes, 1, len(x))
-            sent.wait = transport.show(block, self._readers, looks)
-        return sent
+                traffic = Traffic(x.nbytes, 1, len(x))
+            wait = transport.show(block, self._readers, looks)
+        return count_messages(self.world, self.meter, call, began, traffic, wait)

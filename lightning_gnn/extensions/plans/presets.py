@@ -8,17 +8,8 @@ from itertools import combinations, product
 from pathlib import Path
 
 from lightning_gnn.arguments import shown
-from lightning_gnn.extensions.plans.topology import (
-    INFINIBAND,
-    NVLINK,
-    NVLINK_PAIR,
-    PCIE,
-    QPI,
-    Topology,
-    Wiring,
-    load_topology,
-    uniform,
-)
+from lightning_gnn.extensions.plans.topology import INFINIBAND, NVLINK, NVLINK_PAIR, PCIE, QPI, Topology
+from lightning_gnn.extensions.plans.wiring import Wiring, load_topology, uniform
 
 NCCL_STAGE, NCCL_STAGE_BETWEEN_HOSTS = 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
 """Seconds of a stage of NCCL's messages: its base latency, and that of PCIe or of the network (the values for rings and the

@@ -25,8 +25,7 @@ from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.plans.detect import detect, hosts_of
-from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology, machines
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology
 from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine, several_alike
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategy.scheme import EdgeCutScheme
@@ -106,6 +105,10 @@ class PlannedScheme(EdgeCutScheme):
             from lightning_gnn.extensions.plans.measure import measured
 
             return measured(world) if world.size > 1 else self.topology_of(1)
+        if world.size == 1:
+            return None
+        from lightning_gnn.extensions.plans.detect import detect, hosts_of
+
         if world.size <= MAX_DEVICES:
             return detect(world)
         hosts = hosts_of(world)
@@ -135,6 +138,8 @@ class PlannedScheme(EdgeCutScheme):
             from lightning_gnn.extensions.plans.presets import find_topology  # most runs name none
 
             return find_topology(self.topology, size)
+        from lightning_gnn.extensions.plans.wiring import machines
+
         return machines([size // num_hosts] * num_hosts)
 
 
@@ -164,16 +169,15 @@ def make_exchange(
         ValueError: ``"p2p"`` for ranks that `topology` does not join, ``"swap"`` for ranks that share no memory.
     """
     if plan == "swap":
-        from lightning_gnn.extensions.plans.planned_exchange import (
-            SwapExchange,  # most runs send rows directly, and load no plans
-        )
+        # Most runs send rows directly, and load no plans.
+        from lightning_gnn.extensions.plans.planned_exchange import SwapExchange
 
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
     if topology is None or not looks_at_links(plan, topology, world):
         return HaloExchange(rows, world, meter)
     from lightning_gnn.extensions.plans.ways import follow_links
 
-    return follow_links(plan, topology, rows, halos, offsets, world, meter)
+    return follow_links(plan, topology, (rows, halos, offsets, world, meter))
 
 
 def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: World) -> bool:

@@ -124,17 +124,10 @@ def _row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
-def follow_links(
-    plan: str,
-    topology: Topology | Hosts,
-    rows: HaloPlan,
-    halos: Sequence[Ids],
-    offsets: Ids,
-    world: World,
-    meter: Meter,
-) -> Exchange:
+def follow_links(plan: str, topology: Topology | Hosts, given: tuple[HaloPlan, Sequence[Ids], Ids, World, Meter]) -> Exchange:
     """Returns this rank's exchange under a plan that looks at links; arguments as of
-    :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`."""
+    :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`, the last five as one."""
+    rows, halos, offsets, world, meter = given
     if isinstance(topology, Hosts):
         ways = [Way()] if plan == "p2p" else _ways_through_hosts(topology, rows, halos, offsets, world)
         return follow(ways, rows, world, meter)

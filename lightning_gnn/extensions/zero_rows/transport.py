@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,9 +45,6 @@ _WORTH = 1 / 8
 
 _LOOKS = 8
 """Whole messages are looked at in so many steps first, and in every so many-th."""
-
-_Key = tuple[Call, int, bool]
-"""A call, a peer, and whether this rank sends."""
 
 
 def bits_bytes(num_rows: int) -> int:
@@ -125,36 +121,48 @@ class ZeroRows:
         self._world = world
         self._step: Step | None = None
         self._looks = True
-        self._seen: defaultdict[_Key, _Seen] = defaultdict(_Seen)
+        # By call and whether this rank sends: of each peer.
+        self._seen = defaultdict[tuple[Call, bool], list[_Seen]](lambda: [_Seen() for _ in range(world.size)])
         self._under_way: set[Callable[[], None]] = set()
 
     def messages(self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
         """See :meth:`~lightning_gnn.comm.transport.Transport.messages`."""
-        self._begin_step()
-        sends, num_rows = self._pack(out, out_counts, call)
-        receives = self._unpacked(into, into_counts, call)
-        return sends, receives, self._world.transport.traffic(sends, num_rows), partial(self._waiting, into, into_counts, call)
-
-    def _begin_step(self) -> None:
-        """The first time in a step, waits for the messages of earlier ones."""
         if self._step != self._world.step:
             for receive in list(self._under_way):
                 receive()
             self._step = self._world.step
             self._looks = self._step.number < _LOOKS or self._step.number % _LOOKS == 0
+        sent, coming = self._known(call, True, out_counts), self._known(call, False, into_counts)
+        sends, num_rows = self._pack(out, out_counts, sent)
+        receives: list[tuple[int, Receive]] = []
+        for peer, rows in by_peer(into, into_counts):
+            receives.append((peer, self._unpacked(rows, coming[peer]) if coming[peer].short else rows))
 
-    def _short(self, key: _Key) -> bool:
-        """Returns whether a message of this step leaves zero rows out."""
-        seen = self._seen[key]
-        if seen.step != self._step:
-            seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
-        return seen.short
+        def around(wait: Callable[[], None]) -> Callable[[], None]:
+            def receive() -> None:
+                if receive in self._under_way:
+                    self._under_way.remove(receive)
+                    wait()
+                    self._look(into, into_counts, coming)
 
-    def _pack(self, out: Tensor, counts: Sequence[int], call: Call) -> tuple[Sequence[tuple[int, Tensor]], int]:
+            self._under_way.add(receive)
+            return receive
+
+        return sends, receives, self._world.transport.traffic(sends, num_rows), around
+
+    def _known(self, call: Call, sent: bool, counts: Sequence[int]) -> list[_Seen]:
+        """Returns what is known of messages to each rank, or from each; it is brought to this step where there are rows."""
+        known = self._seen[call, sent]
+        for seen, count in zip(known, counts):
+            if count and seen.step != self._step:
+                seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
+        return known
+
+    def _pack(self, out: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> tuple[Sequence[tuple[int, Tensor]], int]:
         """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
-        short = [count > 0 and self._short((call, peer, True)) for peer, count in enumerate(counts)]
+        short = [count > 0 and seen.short for seen, count in zip(known, counts)]
         if not any(short):
-            self._look(out, counts, call, True)
+            self._look(out, counts, known)
             return by_peer(out, counts), len(out)
         row_bytes = out[0].nbytes
         room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
@@ -165,12 +173,12 @@ class ZeroRows:
             memory = transport.scratch((sum(room),), torch.uint8)
         places = [*accumulate(room, initial=0)]
         found = pack_rows(out, counts, short, places, memory)
+        self._note(known, counts, found, row_bytes, short=True)
         sends: list[tuple[int, Tensor]] = []
         num_rows = 0
         for peer, (count, kept, packed, part) in enumerate(zip(counts, found, short, memory.split(room))):
             if not count:
                 continue
-            self._note((call, peer, True), count, kept, row_bytes, packed)
             if packed:
                 data = part[: bits_bytes(count) + kept * row_bytes]
             else:
@@ -179,48 +187,28 @@ class ZeroRows:
             sends.append((peer, data))
         return sends, num_rows
 
-    def _unpacked(self, into: Tensor, counts: Sequence[int], call: Call) -> list[tuple[int, Receive]]:
-        """Returns what is received in place of rows, so many from each rank, ``[P]``."""
+    def _unpacked(self, rows: Tensor, seen: _Seen) -> UpTo:
+        """Returns what is received in place of rows of a rank."""
 
-        def received(key: _Key, rows: Tensor) -> Receive:
-            if not self._short(key):
-                return rows
+        def accept(data: Tensor) -> None:
+            self._note([seen], [len(rows)], [unpack_rows(data, rows)], rows[0].nbytes, short=True)
 
-            def accept(data: Tensor) -> None:
-                self._note(key, len(rows), unpack_rows(data, rows), rows[0].nbytes, True)
+        return UpTo(bits_bytes(len(rows)) + rows.nbytes, accept)
 
-            return UpTo(bits_bytes(len(rows)) + rows.nbytes, accept)
-
-        return [(peer, received((call, peer, False), rows)) for peer, rows in by_peer(into, counts)]
-
-    def _waiting(self, into: Tensor, counts: Sequence[int], call: Call, wait: Callable[[], None]) -> Callable[[], None]:
-        """Returns the function that waits for what :meth:`_unpacked` returned for these rows, and looks at them."""
-
-        def receive() -> None:
-            if receive in self._under_way:
-                self._under_way.remove(receive)
-                wait()
-                self._look(into, counts, call, False)
-
-        self._under_way.add(receive)
-        return receive
-
-    def _look(self, rows: Tensor, counts: Sequence[int], call: Call, sent: bool) -> None:
+    def _look(self, rows: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> None:
         """Notes what is zero in messages that are sent, or came, whole; of others, it is known."""
-        if not self._looks or not rows.numel():
-            return
-        whole = [count > 0 and not self._short((call, peer, sent)) for peer, count in enumerate(counts)]
-        if any(whole):
-            for peer, kept in enumerate(nonzero_rows(rows, counts)):
-                if whole[peer]:
-                    self._note((call, peer, sent), counts[peer], kept, rows[0].nbytes, False)
+        is_whole = False
+        for seen, count in zip(known, counts):
+            is_whole |= count > 0 and not seen.short
+        if is_whole and self._looks and rows.numel():
+            self._note(known, counts, nonzero_rows(rows, counts), rows[0].nbytes, short=False)
 
-    def _note(self, key: _Key, count: int, kept: int, row_bytes: int, packed: bool) -> None:
-        """Notes how many rows of a message were not zero."""
-        if packed or self._looks:
-            saved = (count - kept) * row_bytes - bits_bytes(count)
-            seen = self._seen[key]
-            seen.worth = seen.worth is not False and saved >= _WORTH * count * row_bytes
+    def _note(self, known: Sequence[_Seen], counts: Sequence[int], kept: Sequence[int], row_bytes: int, short: bool) -> None:
+        """Notes how many rows of messages were not zero; `short`: of those that leave zero rows out, too."""
+        for seen, count, nonzero in zip(known, counts, kept):
+            if count and (short if seen.short else self._looks):
+                saved = (count - nonzero) * row_bytes - bits_bytes(count)
+                seen.worth = seen.worth is not False and saved >= _WORTH * count * row_bytes
 
 
 class ZeroRowsTransport(TransportWrapper):

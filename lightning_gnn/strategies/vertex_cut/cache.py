@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import HaloExchange, UnderWay
+from lightning_gnn.comm.exchange import HaloExchange, count_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment
 from lightning_gnn.comm.transport import by_peer
@@ -171,8 +171,7 @@ class CachedExchange(HaloExchange):
             traffic = transport.traffic(whole)
         self._cache.record(call.layer, call.direction, channel.num_active + traffic.rows, len(rows) + traffic.rows)
         traffic += transport.traffic(messages, channel.num_active)
-        with UnderWay(self.world, self.meter, call, began) as sent:
-            sent.traffic = traffic
+        with self.world.watch.during(call.name, joint=False):
             with transport.approximating(False):
                 wait_near = transport.start_each(whole, [each for each in receives if each[0] in near])
             wait = transport.start_varied(messages, [peer for peer, count in enumerate(far_into) if count])
@@ -186,8 +185,7 @@ class CachedExchange(HaloExchange):
                     part.copy_(channel.held_of[peer].view(part.shape))
             channel.fresh = False
 
-        sent.wait = receive
-        return sent
+        return count_messages(self.world, self.meter, call, began, traffic, receive)
 
 
 class _Channel:

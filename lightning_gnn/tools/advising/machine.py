@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_gnn.extensions.plans.presets import find_topology
-from lightning_gnn.extensions.plans.topology import SOCKET_MESSAGE, SOCKET_STAGE, Topology, machines
+from lightning_gnn.extensions.plans.topology import SOCKET_MESSAGE, SOCKET_STAGE, Topology
+from lightning_gnn.extensions.plans.wiring import machines
 from lightning_gnn.tools.advising.rehearsal import Compute, Event, Send, Take
 
 LATENCY_S = 50e-6

@@ -21,7 +21,8 @@ from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import write_atomically
 from lightning_gnn.extensions.plans.measure import measure
 from lightning_gnn.extensions.plans.presets import find_topology
-from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology, topology_to_dict
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
+from lightning_gnn.extensions.plans.wiring import topology_to_dict
 from lightning_gnn.tools.local_ranks import run_ranks
 from lightning_gnn.tools.parser import Parser, did_you_mean
 

@@ -36,7 +36,8 @@ from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 from lightning_gnn.partition.shard import halo_plan
 
 NAMES: Any = ("int8", "int4", "int2", "bfp8", "bfp4", "bf16")

@@ -40,8 +40,9 @@ from lightning_gnn.extensions.plans.hardware import (
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.presets import _CUBE_MESH, dgx1, find_topology, nccl_latency, pcie8
 from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import NVLINK_PAIR, Topology, machines, topology_from_dict, uniform
+from lightning_gnn.extensions.plans.topology import NVLINK_PAIR, Topology
 from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
+from lightning_gnn.extensions.plans.wiring import machines, topology_from_dict, uniform
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.shard import Relabelling
 

@@ -21,8 +21,9 @@ from lightning_gnn.extensions.plans.hierarchy import loads, plan_through_hosts, 
 from lightning_gnn.extensions.plans.plan_cost import PlanCost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.scheme import make_exchange
-from lightning_gnn.extensions.plans.topology import Hosts, machines
+from lightning_gnn.extensions.plans.topology import Hosts
 from lightning_gnn.extensions.plans.ways import ExchangeByWidth, Way, follow
+from lightning_gnn.extensions.plans.wiring import machines
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 

@@ -13,7 +13,8 @@ from common import assert_same, awkward_graph, single, train
 from lightning_gnn.comm.group import World
 from lightning_gnn.extensions.plans import scheme
 from lightning_gnn.extensions.plans.measure import levels, measure
-from lightning_gnn.extensions.plans.topology import Topology, load_topology
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import load_topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.tools import cli
 from lightning_gnn.tools.commands.topology import check_writable, topology

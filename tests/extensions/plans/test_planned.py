@@ -42,8 +42,9 @@ from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.scheme import make_exchange
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict
+from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 

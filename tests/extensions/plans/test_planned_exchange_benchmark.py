@@ -24,7 +24,7 @@ from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
-from lightning_gnn.extensions.plans.topology import load_topology
+from lightning_gnn.extensions.plans.wiring import load_topology
 
 
 def benchmark() -> ModuleType:

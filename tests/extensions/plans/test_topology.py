@@ -17,7 +17,7 @@ from lightning_gnn.extensions.plans import presets
 from lightning_gnn.extensions.plans import topology as terms
 from lightning_gnn.extensions.plans.plan_cost import direct_cost, swap_cost
 from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8, summit
-from lightning_gnn.extensions.plans.topology import load_topology, machines, topology_from_dict, topology_to_dict, uniform
+from lightning_gnn.extensions.plans.wiring import load_topology, machines, topology_from_dict, topology_to_dict, uniform
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.partition.metrics import edge_cut_report
 from lightning_gnn.partition.replicas import replication_factors

@@ -25,7 +25,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.extensions.plans.planned_exchange import SwapExchange
-from lightning_gnn.extensions.plans.topology import topology_from_dict
+from lightning_gnn.extensions.plans.wiring import topology_from_dict
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling, edge_cut_parts, halo_plan

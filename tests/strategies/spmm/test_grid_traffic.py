@@ -28,7 +28,8 @@ from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edg
 from lightning_gnn.extensions.plans.plan_cost import direct_cost
 from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.relation import Relation
-from lightning_gnn.extensions.plans.topology import Topology, topology_from_dict, uniform
+from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.wiring import topology_from_dict, uniform
 from lightning_gnn.partition.shard import Relabelling, halo_plan
 from lightning_gnn.strategies.dgcl.costs import plan_exchanges
 from lightning_gnn.strategies.spmm.costs import cube_exchange, grid_exchanges, product_exchanges

@@ -21,7 +21,7 @@ import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans.presets import dgx1
-from lightning_gnn.extensions.plans.topology import machines, uniform
+from lightning_gnn.extensions.plans.wiring import machines, uniform
 from lightning_gnn.strategies import register
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import (

@@ -30,8 +30,8 @@ from lightning_gnn.extensions.plans.presets import dgx1, find_topology, pcie8
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
-from lightning_gnn.extensions.plans.topology import topology_from_dict, topology_to_dict, uniform
 from lightning_gnn.extensions.plans.ways import fastest, fastest_plans
+from lightning_gnn.extensions.plans.wiring import topology_from_dict, topology_to_dict, uniform
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.partition.replicas import hold
 from lightning_gnn.partition.shard import Relabelling
