@@ -47,7 +47,7 @@ from lightning_gnn.data.store import StoreError, read_cut
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.extensions.plans.wiring import load_topology
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, TopKChanges
 from lightning_gnn.tools import cli
 
 OURS = Path(lightning_gnn.__file__).parent
@@ -207,7 +207,7 @@ def graph_case(rng: Rng) -> Case:
     store_it = bool(rng.integers(2))
 
     def run() -> tuple[Data, list[Any]]:
-        module = GraphDataModule(data, store=tempfile.mkdtemp(dir=_scratch()))
+        module = GraphDataModule(data, partition_dir=tempfile.mkdtemp(dir=_scratch()))
         module.setup("fit")
         loaded = module.load()
         shards = []
@@ -288,7 +288,7 @@ def hetero_case(rng: Rng) -> Case:
         how, data[kind][field] = spoiled(data[kind][field], rng)
 
     def run() -> HeteroData:
-        module = GraphDataModule(data, store=tempfile.mkdtemp(dir=_scratch()))
+        module = GraphDataModule(data, partition_dir=tempfile.mkdtemp(dir=_scratch()))
         module.setup("fit")
         cut = read_cut(module.store / module.build(LayoutSpec("edge_cut", 2, takes_types=True)))
         for rank in range(2):
@@ -355,15 +355,16 @@ CLASSES: tuple[type, ...] = (
     *(strategies.DGCLStrategy, strategies.SpMM1DStrategy, strategies.SpMM15DStrategy, strategies.SpMM2DStrategy),
     *(strategies.SpMM3DStrategy, strategies.VertexCutStrategy, strategies.CachedVertexCutStrategy),
     *(strategies.SamplingStrategy, strategies.GossipStrategy, strategies.ClusterAllReduceStrategy),
-    *(AdaptiveThreshold, LargestChanges, GraphDataModule),
+    *(AdaptiveThreshold, TopKChanges, GraphDataModule),
 )
 _NOT_OURS = {"self", "options", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
 _NOT_OURS |= {"precision_plugin", "scheme", "source", "mean"}
 _AT_LEAST = {
-    **dict.fromkeys(("averaging_interval", "clusters", "clusters_per_batch", "walk_length", "samplers", "hosts"), 1),
-    **dict.fromkeys(("replication", "batch_size"), 1),
-    **dict.fromkeys(("hops", "seed", "split_column", "prefetch", "cache_mb", "feature_cache"), 0),
-    **dict.fromkeys(("patience", "epsilon", "host_weight"), 0),
+    **dict.fromkeys(("average_every_n_batches", "num_clusters", "clusters_per_batch", "walk_length"), 1),
+    **dict.fromkeys(("num_workers", "num_machines"), 1),
+    **dict.fromkeys(("replication_factor", "batch_size"), 1),
+    **dict.fromkeys(("num_hops", "seed", "split_index", "prefetch_batches", "remote_cache", "local_cache"), 0),
+    **dict.fromkeys(("partner_timeout", "epsilon", "host_weight"), 0),
 }
 
 
@@ -450,7 +451,7 @@ KEYS += (
     "trainer.strategy.plan",
     "model",
     "model.init_args.lr",
-    "data.source_args",
+    "data.source_kwargs",
     "seed_everything",
 )
 
@@ -702,7 +703,7 @@ def _scratch() -> Path:
 def _entry() -> Path:
     """An entry of the store in which nothing is wrong."""
     if "entry" not in _made:
-        module = GraphDataModule(graph(np.random.default_rng(7)), store=_scratch() / "good")
+        module = GraphDataModule(graph(np.random.default_rng(7)), partition_dir=_scratch() / "good")
         _made["entry"] = module.store / module.build(TWO)
     return _made["entry"]
 

@@ -202,13 +202,13 @@ def _measured(name: str, command: list[str], num_edges: int, enter: Callable[[],
 
 def train(step: str, graph: str, store: str, partition: str, ranks: int, memory: str, limit: float) -> None:
     """One epoch."""
-    strategy: Any = SamplingStrategy(evaluation="batches")
+    strategy: Any = SamplingStrategy(evaluation="minibatch")
     if step == "full-graph":
-        given = {"host_memory": int(0.75e9 * limit), "host_memory_dir": store} if limit else {}
+        given = {"memory_limit": int(0.75e9 * limit), "spill_dir": store} if limit else {}
         strategy = DGCLStrategy(start_method="fork", **given)
-    options: dict[str, Any] = {"fanouts": [10, 5], "batch_size": 1024} if step == "sampling" else {}
+    options: dict[str, Any] = {"num_neighbors": [10, 5], "batch_size": 1024} if step == "sampling" else {}
     data = GraphDataModule(
-        graph, store=store, partition=partition, partition_memory=memory, feature_dtype="float32", **options
+        graph, partition_dir=store, partition=partition, partition_memory_limit=memory, feature_dtype="float32", **options
     )
     kind, hidden = (GraphSAGE, 64) if step == "sampling" else (GCN, 16)
     model = NodeClassifier(kind(FEATURES, hidden, num_layers=2, out_channels=CLASSES))
@@ -266,7 +266,7 @@ def main() -> None:
                     "source": graph,
                     "store": store,
                     "partition": options.partition,
-                    "partition_memory": options.memory,
+                    "partition_memory_limit": options.memory,
                 }
                 command += [word for name, value in of_data.items() for word in (f"--data.{name}", str(value))]
             else:

@@ -155,7 +155,7 @@ def rows_of(path: str, ranks: int, model: str, anew: bool) -> list[dict[str, Any
     clock = Clock()
     data = GraphDataModule("common.load_planted", {"path": path})
     trainer = L.Trainer(
-        strategy=DGCLStrategy(timeout=600, keep_constant=not anew, self_check=False),
+        strategy=DGCLStrategy(timeout=600, cache_input_aggregation=not anew, self_check=False),
         devices=ranks,
         max_epochs=FIRST + EPOCHS,
         **QUIET,

@@ -46,7 +46,7 @@ def loss_of(rows: Tensor) -> Tensor:
 
 
 def ddp_rank(
-    rank: int, ranks: int, nodes: int, columns: int, fanouts: list[int], batches: int, answer: str, port: int
+    rank: int, ranks: int, nodes: int, columns: int, num_neighbors: list[int], batches: int, answer: str, port: int
 ) -> None:
     """Every rank has the whole table; DDP sums sparse gradients."""
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def ddp_rank(
     if ranks > 1:
         embedding = torch.nn.parallel.DistributedDataParallel(embedding)
     optimizer = torch.optim.SparseAdam(embedding.parameters(), lr=0.01)
-    sampler = NeighborSampler.from_data(data, fanouts)
+    sampler = NeighborSampler.from_data(data, num_neighbors)
     seeds = data.train_mask.nonzero().view(-1)[rank::ranks]
     found: dict[str, list[float]] = {"seconds": [], "rows": []}
     for step, batch in enumerate(NodeLoader(data, sampler, input_nodes=seeds, batch_size=SEEDS, shuffle=True)):
@@ -119,11 +119,11 @@ class Rows(L.LightningModule):
 
 
 def our_row(
-    ranks: int, nodes: int, columns: int, fanouts: list[int], batches: int, staleness: int
+    ranks: int, nodes: int, columns: int, num_neighbors: list[int], batches: int, staleness: int
 ) -> dict[str, Any] | None:
     module = Rows(nodes, columns, staleness)
     trainer = L.Trainer(
-        strategy=SamplingStrategy(fanouts, SEEDS, prefetch=0, timeout=1200, self_check=False),
+        strategy=SamplingStrategy(num_neighbors, SEEDS, prefetch_batches=0, timeout=1200, self_check=False),
         devices=ranks,
         max_epochs=1,
         limit_train_batches=batches,
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--columns", type=int, default=128)
-    parser.add_argument("--fanouts", type=int, nargs="+", default=[15, 10, 5])
+    parser.add_argument("--num_neighbors", type=int, nargs="+", default=[15, 10, 5])
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -152,7 +152,7 @@ def main() -> None:
             print(json.dumps(row))
         return
     rows = []
-    sizes = {name: getattr(options, name) for name in ("nodes", "columns", "fanouts", "batches")}
+    sizes = {name: getattr(options, name) for name in ("nodes", "columns", "num_neighbors", "batches")}
     for ranks in options.ranks:
         theirs = "torch, sparse" + (", DDP" if ranks > 1 else "")
         cells: list[tuple[str, str, dict[str, int]]] = [(theirs, "torch", {})]

@@ -160,22 +160,22 @@ class Clock(L.Callback):
 def dgcl(
     build: Callable[[], torch.nn.Module],
     source: str,
-    source_args: dict[str, Any],
+    source_kwargs: dict[str, Any],
     ranks: int,
     epochs: int,
     variant: str,
 ) -> dict[str, Any] | None:
     """`Trainer(strategy="dgcl")` with the same model; returns the row on rank 0."""
     strategy = DGCLStrategy(
-        timeout=600, keep_constant=variant != "anew", keep_memory=variant != "lean", shared_memory=variant != "gloo"
+        timeout=600, cache_input_aggregation=variant != "anew", reuse_buffers=variant != "lean", shared_memory=variant != "gloo"
     )
-    return trained(build, source, source_args, ranks, epochs, strategy)
+    return trained(build, source, source_kwargs, ranks, epochs, strategy)
 
 
 def trained(
     build: Callable[[], torch.nn.Module],
     source: str,
-    source_args: dict[str, Any],
+    source_kwargs: dict[str, Any],
     ranks: int,
     epochs: int,
     strategy: GNNStrategy,
@@ -184,9 +184,9 @@ def trained(
     memory = PeakMemory()
     clock = Clock()
     began = time.perf_counter()
-    data = GraphDataModule(source, source_args)
+    data = GraphDataModule(source, source_kwargs)
     model = build()
-    module = NodeClassifier(model.double() if source_args.get("double") else model, weight_decay=0.0)
+    module = NodeClassifier(model.double() if source_kwargs.get("double") else model, weight_decay=0.0)
     trainer = L.Trainer(
         strategy=strategy,
         devices=ranks,

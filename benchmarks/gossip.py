@@ -93,7 +93,7 @@ def run(
     L.seed_everything(seed, verbose=False)
     strategies: dict[str, Any] = {"gossip": GossipStrategy, "cluster_allreduce": ClusterAllReduceStrategy}
     fixed = {"start_method": "fork", "timeout": 600, "self_check": False}
-    strategy = strategies[scheme](clusters=clusters, seed=seed, **fixed, **options)
+    strategy = strategies[scheme](num_clusters=clusters, seed=seed, **fixed, **options)
     several = source.y.dim() == 2
     classes = source.y.size(1) if several else int(source.y.max()) + 1
     model = GraphSAGE(source.num_features, HIDDEN, num_layers=2, out_channels=classes, dropout=0.2)
@@ -163,7 +163,7 @@ def of_graph(graph: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def add(name: str, ranks: int, scheme: str = "gossip", slow: int = ODD, **others: Any) -> float:
         found = row(scheme=scheme, ranks=ranks, slow=(slow, options.slow), **common, **others)
-        words = {"graph": graph, "workers": ranks, "trained": name, "interval": others.get("averaging_interval")}
+        words = {"graph": graph, "workers": ranks, "trained": name, "interval": others.get("average_every_n_batches")}
         alone = rows[0] if rows else found
         times = alone["seconds"] / found["seconds"]
         points = found["micro F1, %"] - alone["micro F1, %"]
@@ -176,7 +176,7 @@ def of_graph(graph: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for name, interval, arguments in cells(options.intervals, options.slow == 1):
             if options.only and name not in options.only:
                 continue
-            seconds = add(name, ranks, averaging_interval=interval, **arguments)
+            seconds = add(name, ranks, average_every_n_batches=interval, **arguments)
             if name == "all-reduce":
                 lockstep[ranks, interval] = seconds
             all_reduce = lockstep.get((ranks, interval))

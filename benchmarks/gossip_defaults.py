@@ -216,11 +216,11 @@ def main() -> None:
         for assignment, halo, per_batch in product(asked.assignments, asked.halos, asked.per_batch):
             words = {"graph": name, "assignment": assignment, "halo": halo, "per batch": per_batch}
             options = {"assignment": assignment, "clusters": asked.clusters, "clusters_per_batch": per_batch}
-            options["halo"] = None if halo == "none" else halo
+            options["historical_embeddings"] = halo != "none"
             if asked.alone:
                 add({"trained": "one device", **words}, 1, options)
             for average, interval in product(asked.averages, asked.intervals):
-                of_workers = {"average": average, "averaging_interval": interval}
+                of_workers = {"average": average, "average_every_n_batches": interval}
                 add(
                     {"trained": "gossip", **words, "average": average, "interval": interval},
                     asked.workers,

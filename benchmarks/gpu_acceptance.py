@@ -385,8 +385,8 @@ class DeviceClock(Clock):
 WAYS: dict[str, dict[str, Any]] = {
     "dgcl": {},
     "dgcl, bf16-mixed": {},
-    "dgcl, keep_constant=False": {"keep_constant": False},
-    "dgcl, recompute": {"recompute": True},
+    "dgcl, cache_input_aggregation=False": {"cache_input_aggregation": False},
+    "dgcl, recompute": {"checkpoint_convs": True},
 }
 """What rows of `speed` are called, and what the strategy is given."""
 
@@ -472,7 +472,7 @@ def sampling(options: argparse.Namespace) -> list[Row]:
         model = GraphSAGE(128, 128, 2, 16)
         trainer = L.Trainer(
             **{**QUIET, "accelerator": options.device}, devices=1, max_epochs=3, limit_val_batches=0, num_sanity_val_steps=0,
-            strategy=SamplingStrategy([10, 10], batch_size=1024, prefetch=prefetch, samplers=samplers),
+            strategy=SamplingStrategy([10, 10], batch_size=1024, prefetch_batches=prefetch, num_workers=samplers),
             callbacks=[clock],
         )  # fmt: skip
         trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(graph))

@@ -1,6 +1,6 @@
 """Training a graph that is larger than memory: ranks that compute in turns, with what there is no room for in files.
 
-python benchmarks/host_memory.py --folder FOLDER --nodes 2.45e6 --edges 124e6 --memory none 20GB 3GB --json host_memory.json
+python benchmarks/memory_limit.py --folder FOLDER --nodes 2.45e6 --edges 124e6 --memory none 20GB 3GB --json memory_limit.json
 
 Each run has `--devices` ranks; those with a memory are in a control group of `--limit` times as much, pages of files counted.
 Prints seconds of an epoch beside those of the run before that has all in memory, bytes written and read, what the
@@ -76,8 +76,8 @@ class Epochs(L.Callback):
 def train(options: argparse.Namespace, memory: str) -> None:
     L.seed_everything(0, verbose=False)
     graph = options.folder / "graph"
-    data = GraphDataModule(str(graph), store=options.folder / "store", partition=options.partition)
-    given: dict[str, Any] = {} if memory == "none" else {"host_memory": memory, "host_memory_dir": options.folder}
+    data = GraphDataModule(str(graph), partition_dir=options.folder / "store", partition=options.partition)
+    given: dict[str, Any] = {} if memory == "none" else {"memory_limit": memory, "spill_dir": options.folder}
     trainer = L.Trainer(
         strategy=DGCLStrategy(start_method="fork", self_check=False, **given),
         devices=options.devices,

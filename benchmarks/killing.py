@@ -66,7 +66,7 @@ class Kind:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-_CLUSTERS = (("clusters", 12), ("averaging_interval", 1))
+_CLUSTERS = (("clusters", 12), ("average_every_n_batches", 1))
 KINDS = {
     "dgcl": Kind(lightning_gnn.DGCLStrategy),
     "spmm_1d": Kind(lightning_gnn.SpMM1DStrategy),
@@ -75,7 +75,7 @@ KINDS = {
     "spmm_3d": Kind(lightning_gnn.SpMM3DStrategy, 8),
     "vertex_cut": Kind(lightning_gnn.VertexCutStrategy),
     "vertex_cut_cached": Kind(lightning_gnn.CachedVertexCutStrategy, repeats=False),  # caches begin anew
-    "sampling": Kind(lightning_gnn.SamplingStrategy, options=(("fanouts", (4, 4)), ("batch_size", 40))),
+    "sampling": Kind(lightning_gnn.SamplingStrategy, options=(("num_neighbors", (4, 4)), ("batch_size", 40))),
     "gossip": Kind(
         lightning_gnn.GossipStrategy, 3, False, True, options=(*_CLUSTERS, ("lease", 3.0), ("patience", 10.0))
     ),
@@ -264,7 +264,7 @@ def train(trial: Trial) -> None:
     """What the user's script does: trains, or goes on from the last checkpoint, and leaves the weights in a file."""
     kind = KINDS[trial.strategy]
     L.seed_everything(1, verbose=False)
-    model, data = module(kind.dropout), GraphDataModule("killing.graph", store=trial.store)
+    model, data = module(kind.dropout), GraphDataModule("killing.graph", partition_dir=trial.store)
     options = dict(kind.options)
     strategy = kind.make(start_method=STARTS[trial.start], self_check=False, timeout=200.0, **options)
     environment = strategy.setup_environment

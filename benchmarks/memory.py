@@ -44,11 +44,11 @@ FEW = 200
 STRATEGIES: dict[str, Callable[..., GNNStrategy]] = {
     "dgcl": DGCLStrategy,
     "spmm_1d": SpMM1DStrategy,
-    "spmm_15d": partial(SpMM15DStrategy, replication=2),
-    "spmm_15d blocks": partial(SpMM15DStrategy, replication=2, sparsity_aware=False),
+    "spmm_15d": partial(SpMM15DStrategy, replication_factor=2),
+    "spmm_15d blocks": partial(SpMM15DStrategy, replication_factor=2, sparsity_aware=False),
     "vertex_cut": VertexCutStrategy,
 }
-COLUMNS = ["model", "strategy", "ranks", "recompute", "predicted MB/rank", "measured MB/rank", "predicted / measured"]
+COLUMNS = ["model", "strategy", "ranks", "checkpoint_convs", "predicted MB/rank", "measured MB/rank", "predicted / measured"]
 COLUMNS += ["of kept", "MB sent/epoch", "s/epoch", "loss difference"]
 
 _MMAP_THRESHOLD = -3  # see `man mallopt`
@@ -68,7 +68,7 @@ def make_model(kind: str) -> torch.nn.Module:
 
 
 def make_strategy(name: str, recompute: bool) -> GNNStrategy:
-    return STRATEGIES[name](timeout=3600, keep_memory=False, self_check=False, recompute=recompute)
+    return STRATEGIES[name](timeout=3600, reuse_buffers=False, self_check=False, checkpoint_convs=recompute)
 
 
 def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> float:
@@ -81,7 +81,7 @@ def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> fl
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
     working = memory_advice(strategy.scheme).working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     sizes = Sizes.of_ranks(cut, module, layout.replicas)
-    peaks = [steps.footprint(each, working).peak(strategy.recompute) for each in sizes]
+    peaks = [steps.footprint(each, working).peak(strategy.checkpoint_convs) for each in sizes]
     return max(max(peak.forward, peak.backward) for peak in peaks) / 2**20
 
 
@@ -128,7 +128,7 @@ def main() -> None:
                     "model": kind,
                     "strategy": name,
                     "ranks": ranks,
-                    "recompute": "yes" if recompute else "no",
+                    "checkpoint_convs": "yes" if recompute else "no",
                     "predicted MB/rank": predicted,
                     "measured MB/rank": measured,
                     "predicted / measured": predicted / measured,

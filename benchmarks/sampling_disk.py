@@ -125,14 +125,14 @@ def main() -> None:
     made = GraphDataModule(
         "benchmarks.sampling_disk.graph",
         {"num_nodes": num_nodes, "num_edges": num_edges, "columns": options.columns},
-        store=options.folder,
+        partition_dir=options.folder,
     )
     folder = options.folder / made.partition_for(SamplingScheme().layout(1))
     size, rows = 4 * options.columns * num_nodes, []
     for source in ("memory", "page cache", "disk"):
         for share in (0, *(SHARES if source != "memory" else ())):
             found = asked(folder, source, int(share * size), int(options.limit * 1e9))
-            rows.append({"features from": source, "feature_cache, %": 100 * share, **found})
+            rows.append({"features from": source, "local_cache, %": 100 * share, **found})
             print(rows[-1], file=sys.stderr, flush=True)
     title = (
         f"R-MAT, {num_nodes:,} nodes, {num_edges:,} edges, {size / 1e6:.0f} MB of features; fan-outs {FANOUTS}, {BATCH_SIZE} "

@@ -364,7 +364,7 @@ def epochs_table(options: argparse.Namespace) -> None:
     sizes = {"graph": graph, "batches": options.batches, "hidden": options.hidden}
     for ranks in options.ranks:
         theirs = f"PyG, {library}" + (", DDP" if ranks > 1 else "")
-        plan = [(theirs, "pyg", {}), ("sampling", "ours", {}), ("sampling, prefetch=0", "ours", {"prefetch": 0})]
+        plan = [(theirs, "pyg", {}), ("sampling", "ours", {}), ("sampling, prefetch=0", "ours", {"prefetch_batches": 0})]
         against = None
         for name, what, choices in plan:
             found = asked(what, ranks=ranks, **sizes, **choices)
@@ -376,7 +376,7 @@ def epochs_table(options: argparse.Namespace) -> None:
             row["CPU s/batch"] = (found["cpu"][-1] - found["cpu"][1]) / (len(found["cpu"]) - 2)
             row["s/epoch"] = seconds * found["steps"]
             row["times PyG's"] = against / seconds
-            row["making s"], row["waited s"] = logged.get("sampling/seconds"), logged.get("sampling/waited")
+            row["making s"], row["waited s"] = logged.get("sampling/seconds"), logged.get("sampling/wait_s")
             rows.append({**row, "load": found["load"], **found})
             print(row, file=sys.stderr, flush=True)
     title = (
@@ -403,8 +403,8 @@ def hosts_table(options: argparse.Namespace) -> None:
         {"partition": "random"},
         {"partition": "metis"},
         {},
-        {"cache_mb": 0.0},
-        {"prefetch": 0},
+        {"remote_cache": 0},
+        {"prefetch_batches": 0},
     ]
     for cell in cells:
         asked = {
@@ -416,12 +416,12 @@ def hosts_table(options: argparse.Namespace) -> None:
         }
         found = run_on_hosts(options.netlab, options.inner_mbit, __file__, ["--cell", json.dumps(["ours", asked])])
         logged = found["logged"][-1]
-        row = {"partition": "metis_masks", "cache MB": 64.0, "prefetch": 2, **cell}
-        row["cache MB"] = row.pop("cache_mb", row["cache MB"])
+        row = {"partition": "metis_masks", "cache MB": 64.0, "prefetch_batches": 2, **cell}
+        row["cache MB"] = row.pop("remote_cache", row["cache MB"])
         row |= {"s/batch": median(found["seconds"][1:]), "load": os.getloadavg()[0]}
         row["MB/batch"] = logged["sampling/remote_bytes"] / asked["batches"] / 1e6
         row["hits"] = logged.get("sampling/cache_hit_rate")
-        row["making s"], row["waited s"] = logged["sampling/seconds"], logged["sampling/waited"]
+        row["making s"], row["waited s"] = logged["sampling/seconds"], logged["sampling/wait_s"]
         rows.append({**row, **found})
         print(row, file=sys.stderr, flush=True)
     title = (

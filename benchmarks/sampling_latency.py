@@ -1,6 +1,7 @@
 """How fast ranks on several machines make batches, where messages take their time: batches/s, exchanges and bytes of a batch.
 
-    python benchmarks/sampling_latency.py --netlab NETLAB.py [--delays-ms 0,1] [--hosts 2,4] [--sizes 32,1000] [--fanouts 15,10,5]
+    python benchmarks/sampling_latency.py --netlab NETLAB.py [--delays-ms 0,1] [--hosts 2,4] [--sizes 32,1000] [--num_neighbors
+    15,10,5]
 
 Ranks on emulated hosts (root only), one each, make batches, which nobody trains on, none ahead. Links have netlab's bandwidths.
 The delay is added where something is received: a collective ends so much later, and a message is handed over so long after it has
@@ -93,7 +94,7 @@ def rank_row(options: argparse.Namespace) -> dict[str, Any]:
     others: dict[str, Any] = (
         {"others": {peer: split.seeds(peer) for peer in store.askers}} if hasattr(store, "askers") else {}
     )
-    maker = BatchMaker(store, {ONE_TYPE: options.fanouts})
+    maker = BatchMaker(store, {ONE_TYPE: options.num_neighbors})
     loader = SampledBatches([maker], batches, split.seeds(rank), split.first, rank, 0, 0, lambda: 0, **others)
     late, took = Late(options.delays_ms[0] / 1e3), []
     for batch in islice(loader, options.batches + 2):
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--delays-ms", type=floats, default=[0.0, 1.0])
     parser.add_argument("--hosts", type=ints, default=[2, 4])
     parser.add_argument("--sizes", type=ints, default=[32, 1000], help="seeds of a batch")
-    parser.add_argument("--fanouts", type=ints, default=[15, 10, 5])
+    parser.add_argument("--num_neighbors", type=ints, default=[15, 10, 5])
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--graph", default="planted-200000")
     parser.add_argument("--cache-mb", type=float, default=64.0)
@@ -140,7 +141,7 @@ def main() -> None:
         return
     data = GraphDataModule("sampling_epochs.load", {"name": options.graph})
     own = ["--batches", str(options.batches), "--cache-mb", str(options.cache_mb)]
-    own += ["--fanouts", ",".join(map(str, options.fanouts))]
+    own += ["--num_neighbors", ",".join(map(str, options.num_neighbors))]
     rows = []
     for size in options.sizes:
         for hosts, delay in [(hosts, delay) for hosts in options.hosts for delay in (None, *options.delays_ms)]:
@@ -151,7 +152,7 @@ def main() -> None:
             row = {"hosts": hosts, "seeds": size, "delay ms": "local" if delay is None else delay, **found}
             rows.append({**row, "load": os.getloadavg()[0]})
             print(rows[-1], flush=True)
-    title = f"{options.graph}, fan-outs {options.fanouts}; a host's link {options.inner_mbit / 2.7:.0f} Mbit/s"
+    title = f"{options.graph}, fan-outs {options.num_neighbors}; a host's link {options.inner_mbit / 2.7:.0f} Mbit/s"
     report(title, rows, list(rows[0]), options.json)
 
 

@@ -76,7 +76,7 @@ def fit(name: str, start_method: str, epochs: int, folder: Path, *callbacks: L.C
     strategy = kind.make(start_method=start_method, self_check=False, **dict(kind.options))
     saver = ModelCheckpoint(folder / "checkpoints", save_last=True)
     trainer = trainer_of(kind, strategy, epochs, [saver, *callbacks], check_val_every_n_epoch=EVERY)
-    trainer.fit(module(), datamodule=GraphDataModule("killing.graph", store=folder / "store"))
+    trainer.fit(module(), datamodule=GraphDataModule("killing.graph", partition_dir=folder / "store"))
 
 
 def row_of(name: str, notes: list[list[list[list[float]]]]) -> dict[str, Any]:

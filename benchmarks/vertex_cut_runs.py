@@ -34,7 +34,7 @@ from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.vertex_cut.cache import MessageCache
 from lightning_gnn.strategies.vertex_cut.strategy import VertexCutScheme
-from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, TopKChanges
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
 
@@ -120,7 +120,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "both, loss": {"cache": "adaptive", "codec": "int8", "monitor": None},
     **{f"both, {start}": {"cache": {"epsilon": start}, "codec": "int8"} for start in (0.03, 0.1, 0.3)},
     "both, printed": {"cache": {"rule": "printed"}, "codec": "int8"},
-    "largest": {"cache": "largest", "codec": "bfp4"},
+    "largest": {"cache": "topk", "codec": "bfp4"},
     "stale": {"stale": True},
     **{cut: {"partition": cut} for cut in ("ne", "dne")},
     **{f"both, {cut}": {"partition": cut, "cache": "adaptive", "codec": "int8"} for cut in ("ne", "dne")},
@@ -135,7 +135,7 @@ OTHERS = [name for name, options in CELLS.items() if options.keys() & {"partitio
 """Those that are not of EBV's cut, which has a weight of hosts, and run as processes only."""
 
 REDRAWN = {
-    f"both, {epochs} epochs": {"cache": "adaptive", "codec": "int8", "redraw_every": epochs}
+    f"both, {epochs} epochs": {"cache": "adaptive", "codec": "int8", "dropout_seed_every_n_epochs": epochs}
     for epochs in (5, 10, 20, 50)
 }
 """With ``--dropout``: the epochs for which its masks stay."""
@@ -233,7 +233,7 @@ def train_in_process(
         if codec is not None:
             world.wrap_transport(partial(EncodingTransport, codec=codec))
         model, batch = build(graph, seed, dropout, layers), shard.batch
-        random, redraw_every = RandomStreams(world), strategy.redraw_every
+        random, drawn_every = RandomStreams(world), strategy.dropout_seed_every_n_epochs
         context = bind_module(scheme, model, shard, world, meter).context
         cache, rule = scheme.messages, scheme._rule
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -255,12 +255,12 @@ def train_in_process(
                     else:
                         rule.update(total(epoch - 1, "right") / total(epoch - 1, "of"))
                     cache.epsilon = rule.epsilon
-                elif isinstance(rule, LargestChanges):
+                elif isinstance(rule, TopKChanges):
                     cache.share = rule.share_in(epoch, epochs)
                 elif isinstance(cache, StaleCache):
                     cache.epoch = epoch
                 context.begin_step()
-                drawing = random.inside() if redraw_every == 1 else random.repeated(epoch // redraw_every)
+                drawing = random.inside() if drawn_every == 1 else random.repeated(epoch // drawn_every)
                 with drawing, world.transport.approximating(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     graph = {"num_nodes": options.nodes, "num_features": FEATURES, "num_classes": CLASSES}
     found = compare(
         make_model,
-        {"source": "lightning_gnn.planted_partition", "source_args": graph},
+        {"source": "lightning_gnn.planted_partition", "source_kwargs": graph},
         [
             {"strategy": "auto", "devices": 1},  # the reference
             "dgcl",
@@ -40,6 +40,6 @@ if __name__ == "__main__":
         trainer={"accelerator": "cpu"},
     )
     fastest = min(
-        (cell for cell in found["cells"] if cell["status"] == "finished"), key=lambda cell: cell["epoch_seconds"]
+        (cell for cell in found["runs"] if cell["status"] == "finished"), key=lambda cell: cell["epoch_seconds"]
     )
     print(f"Fastest here: {fastest['name']}, {fastest['epoch_seconds']:.3f} s per epoch.")

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     L.seed_everything(0)
     data, model = GraphDataModule(graph), Embedded(options.staleness)
     trainer = L.Trainer(
-        strategy=SamplingStrategy(fanouts=[10, 10], batch_size=100),
+        strategy=SamplingStrategy(num_neighbors=[10, 10], batch_size=100),
         devices=2,
         accelerator="cpu",
         max_epochs=options.epochs,

@@ -74,8 +74,8 @@ class Buyers(L.LightningModule):
 
 if __name__ == "__main__":
     L.seed_everything(0)
-    fanouts = {OF: [1, 0], BY: [0, 20]}  # the customer of a question, and the last twenty purchases
-    strategy = SamplingStrategy(fanouts=fanouts, batch_size=512, time_attr="time", temporal_strategy="last")
+    num_neighbors = {OF: [1, 0], BY: [0, 20]}  # the customer of a question, and the last twenty purchases
+    strategy = SamplingStrategy(num_neighbors=num_neighbors, batch_size=512, time_attr="time", temporal_strategy="last")
     data, model = GraphDataModule(tables()), Buyers()
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=4, logger=False, enable_checkpointing=False

@@ -93,7 +93,7 @@ class PipelinedStrategy(GNNStrategy):
     strategy_name = "pipelined"
 
     def __init__(self, **options):
-        refuse_options(options, ["recompute"], "Layers made again would take other rows than the first time.")
+        refuse_options(options, ["checkpoint_convs"], "Layers made again would take other rows than the first time.")
         super().__init__(Pipelined(), **options)
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import lightning_gnn.strategies  # noqa: F401  registers their names
+from lightning_gnn.arguments import renamed
 from lightning_gnn.launching import join_parent
 from lightning_gnn.private_lightning import leave_out
 from lightning_gnn.registry import home_of
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
         CommNet,
         CommNetConv,
         UnsupportedModelError,
-        choose_edges,
-        expand,
-        fetch_rows,
-        num_nodes,
-        reduce,
+        gather_halo,
+        gather_nodes,
+        global_num_nodes,
+        patch_globals,
+        reduce_halo,
         register_adapter,
-        substitute,
+        select_edges,
     )
     from lightning_gnn.rows import NotExactError, gather_global, local_rows, register_row_rule
     from lightning_gnn.strategies import (
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         SpMMStrategy,
         VertexCutStrategy,
     )
-    from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+    from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, TopKChanges
     from lightning_gnn.tools.advising.advice import advise
     from lightning_gnn.tools.advising.auto import AutoStrategy
     from lightning_gnn.tools.comparing import compare
@@ -67,6 +68,8 @@ _REMOVED = {
     "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
     "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
     "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
+    **renamed("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes
+num_nodes=global_num_nodes reduce=reduce_halo substitute=patch_globals"""),
 }
 
 
@@ -94,7 +97,6 @@ __all__ = [
     "GNNStrategy",
     "GossipStrategy",
     "GraphDataModule",
-    "LargestChanges",
     "LinkPredictor",
     "NodeClassifier",
     "NotExactError",
@@ -104,21 +106,22 @@ __all__ = [
     "SpMM3DStrategy",
     "SpMM15DStrategy",
     "SpMMStrategy",
+    "TopKChanges",
     "UnsupportedModelError",
     "VertexCutStrategy",
     "advise",
     "check_parity",
-    "choose_edges",
     "compare",
-    "expand",
-    "fetch_rows",
     "gather_global",
+    "gather_halo",
+    "gather_nodes",
+    "global_num_nodes",
     "local_rows",
-    "num_nodes",
+    "patch_globals",
     "planted_partition",
-    "reduce",
+    "reduce_halo",
     "register_adapter",
     "register_row_rule",
+    "select_edges",
     "split_edges",
-    "substitute",
 ]

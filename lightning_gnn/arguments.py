@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
@@ -33,13 +33,13 @@ def check_numbers(**arguments: Any) -> None:
             raise ValueError(f"{name} must be a number (got {shown(value)}).")
 
 
-def checked_bytes(name: str, size: Any) -> int:
+def checked_bytes(name: str, size: Any, least: int = 1) -> int:
     """Returns a number of bytes, given as one or with a unit, ``"4GB"`` or ``"512 MB"`` (of 1000)."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", size.upper()) if isinstance(size, str) else None
     if found is not None and found[2] in units:
         size = round(float(found[1]) * units[found[2]])
-    if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < least:
         raise ValueError(f'{name} must be a number of bytes, such as 4_000_000_000 or "4GB" (got {shown(size)}).')
     return int(size)
 
@@ -95,37 +95,47 @@ Fanouts: TypeAlias = list[int] | dict[tuple[str, str, str], list[int]]
 """In-edges drawn of each node, per hop: the same of all edge types, or by edge type, where 0 leaves a type out of a hop."""
 
 
-def checked_batches(fanouts: Any, batch_size: int | None) -> Fanouts | None:
+def checked_batches(num_neighbors: Any, batch_size: int | None) -> Fanouts | None:
     """Returns :func:`checked_fanouts`, and raises ValueError for a batch size below 1; None is for what is not given."""
     if batch_size is not None:
         check_whole(batch_size=batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
-    return None if fanouts is None else checked_fanouts(fanouts)
+    return None if num_neighbors is None else checked_fanouts(num_neighbors)
 
 
-def checked_fanouts(fanouts: Any) -> Fanouts:
+def checked_fanouts(num_neighbors: Any) -> Fanouts:
     """Returns fan-outs; edge types may be written as ``"author__writes__paper"``."""
-    if not isinstance(fanouts, (Mapping, Sequence)) or isinstance(fanouts, str):
-        raise ValueError(f"fanouts must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(fanouts)}).")
-    typed, found = isinstance(fanouts, Mapping), dict[Any, list[int]]()
-    for kind, each in fanouts.items() if isinstance(fanouts, Mapping) else [(None, fanouts)]:
+    if not isinstance(num_neighbors, (Mapping, Sequence)) or isinstance(num_neighbors, str):
+        raise ValueError(
+            f"num_neighbors must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(num_neighbors)})."
+        )
+    typed, found = isinstance(num_neighbors, Mapping), dict[Any, list[int]]()
+    for kind, each in num_neighbors.items() if isinstance(num_neighbors, Mapping) else [(None, num_neighbors)]:
         key = tuple(kind.split("__")) if isinstance(kind, str) else kind
         is_list = isinstance(each, Sequence) and not isinstance(each, str)
         if typed and not (isinstance(key, tuple) and len(key) == 3 and is_list):
-            raise ValueError(
-                "fanouts by edge type must be lists by three names, such as {('author', 'writes', 'paper'): [15, 10]} (got "
-                f"{shown(kind)}: {shown(each)})."
-            )
+            by_type = "lists by three names, such as {('author', 'writes', 'paper'): [15, 10]}"
+            raise ValueError(f"num_neighbors by edge type must be {by_type} (got {shown(kind)}: {shown(each)}).")
         found[key] = list(each)
     if not found or not all(found.values()):
-        raise ValueError(
-            f"fanouts are numbers of edges, one per layer of the model, such as [15, 10]: at least one (got {fanouts})."
-        )
+        raise ValueError(f"num_neighbors must have a number for each layer of the model, such as [15, 10] (got {num_neighbors}).")
     if len({len(each) for each in found.values()}) != 1:
-        raise ValueError(f"All edge types have fan-outs for equally many hops (got {fanouts}).")
+        raise ValueError(f"All edge types have fan-outs for equally many hops (got {num_neighbors}).")
     for each in found.values():
         for fanout in each:
-            check_whole(fanouts=fanout)
+            check_whole(num_neighbors=fanout)
             check_fanout(fanout, 0 if typed else 1)
     return found if typed else found[None]
+
+
+def renamed(pairs: str) -> dict[str, str]:
+    """Returns what replaces names of earlier versions, of ``"old=new old=new"``; for :func:`refuse_old_names`."""
+    return {old: f"Use {new}" for old, new in (each.split("=") for each in pairs.split())}
+
+
+def refuse_old_names(kind: type, given: Iterable[str], removed: Mapping[str, str]) -> None:
+    """Raises TypeError if an argument of an earlier version is given; `removed` has its replacement, by name."""
+    for name in given:
+        if name in removed:
+            raise TypeError(f"{kind.__name__}({name}=...) was removed. {removed[name]}.")

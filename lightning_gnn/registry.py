@@ -33,7 +33,7 @@ _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover",
 _NAMES = {
     "lightning_gnn.tools.advising.advice": ["advise"],
     "lightning_gnn.tools.advising.auto": ["AutoStrategy"],
-    "lightning_gnn.strategies.vertex_cut.thresholds": ["AdaptiveThreshold", "LargestChanges"],
+    "lightning_gnn.strategies.vertex_cut.thresholds": ["AdaptiveThreshold", "TopKChanges"],
     "lightning_gnn.callbacks.communication": ["CommunicationMonitor"],
     "lightning_gnn.tools.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule"],
@@ -105,7 +105,7 @@ def source_of(data: Any) -> Any:
     """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule: that of files for the path of a folder."""
     if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
         folders = import_module("lightning_gnn.extensions.graph_files.folders")
-        return folders.FolderSource(data.source, data.partition_memory)
+        return folders.FolderSource(data.source, data.partition_memory_limit)
     return import_module("lightning_gnn.data.loading").GraphSource(data.source)
 
 
@@ -133,12 +133,12 @@ def refiner_of(method: str) -> Callable[..., Any] | None:
     return getattr(import_module(module), name)
 
 
-def out_of_core(host_memory: int | str | None, folder: str | Path | None, shared_memory: bool) -> Any:
-    """Returns what has the ranks of a strategy share `host_memory`; None without. See
+def out_of_core(memory_limit: int | str | None, folder: str | Path | None, shared_memory: bool) -> Any:
+    """Returns what has the ranks of a strategy share `memory_limit`; None without. See
     :class:`~lightning_gnn.extensions.out_of_core.run.OutOfCore`."""
-    if host_memory is None and folder is None:
+    if memory_limit is None and folder is None:
         return None
-    return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(host_memory, folder, shared_memory)
+    return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(memory_limit, folder, shared_memory)
 
 
 def transport_wrappers() -> list[Any]:

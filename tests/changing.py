@@ -67,8 +67,8 @@ class Classifier(L.LightningModule):
 # Neighbourhoods are whole, and one batch has all seeds of a rank: the numbers of one device, in training too.
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "sampling": lambda: SamplingStrategy([-1, -1], batch_size=NODES),
-    "sampling in batches": lambda: SamplingStrategy([-1, -1], batch_size=NODES, evaluation="batches"),
-    "cluster_allreduce": lambda: ClusterAllReduceStrategy(clusters=4, final="average"),
+    "sampling in batches": lambda: SamplingStrategy([-1, -1], batch_size=NODES, evaluation="minibatch"),
+    "cluster_allreduce": lambda: ClusterAllReduceStrategy(num_clusters=4, final_weights="average"),
 }
 
 

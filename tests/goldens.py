@@ -62,7 +62,7 @@ class Run:
 
 
 SOCKETS = {"shared_memory": False}
-BATCHES = {"fanouts": [4, 3], "batch_size": 8}
+BATCHES = {"num_neighbors": [4, 3], "batch_size": 8}
 RUNS = [
     *(Run("DGCLStrategy", "gcn", ranks) for ranks in (1, 2, 3, 4)),
     Run("DGCLStrategy", "sage", 3, SOCKETS),
@@ -75,17 +75,17 @@ RUNS = [
     Run("DGCLStrategy", "steps over rows", 3),
     Run("DGCLStrategy", "types", 2),
     Run("DGCLStrategy", "gcn", 2, {"codec": "int8"}),
-    Run("DGCLStrategy", "gat", 2, {"recompute": True}),
-    Run("DGCLStrategy", "gcn", 2, {"host_memory": "2GB"}),
+    Run("DGCLStrategy", "gat", 2, {"checkpoint_convs": True}),
+    Run("DGCLStrategy", "gcn", 2, {"memory_limit": "2GB"}),
     Run("DGCLStrategy", "gcn", 4, {"plan": "spst", "topology": "dgx1"}),
     Run("DGCLStrategy", "sage", 3, {"plan": "swap"}),
-    Run("DGCLStrategy", "gcn", 2, {"plan": "replicate", "hops": 2}),
+    Run("DGCLStrategy", "gcn", 2, {"plan": "replicate", "num_hops": 2}),
     Run("CoverStrategy", "gcn", 2),
     Run("CoverStrategy", "gat", 4),
     Run("CoverStrategy", "sage", 3, SOCKETS),
     Run("SpMMStrategy", "gcn", 2),
     Run("SpMM1DStrategy", "sage", 3),
-    Run("SpMM15DStrategy", "gcn", 4, {"replication": 2}),
+    Run("SpMM15DStrategy", "gcn", 4, {"replication_factor": 2}),
     Run("SpMM15DStrategy", "gat", 2, SOCKETS),
     Run("SpMM2DStrategy", "gcn", 4),
     Run("SpMM3DStrategy", "gcn", 8),
@@ -96,8 +96,8 @@ RUNS = [
     Run("CachedVertexCutStrategy", "gcn", 3),
     Run("SamplingStrategy", "sage", 2, {}, BATCHES),
     Run("SamplingStrategy", "sage", 3, SOCKETS, BATCHES),
-    Run("SamplingStrategy", "gcn", 2, {"method": "saint_walk"}, {"batch_size": 8}),
-    Run("SamplingStrategy", "types", 2, {}, {"fanouts": [4, 3], "batch_size": 8}),
+    Run("SamplingStrategy", "gcn", 2, {"sampler": "saint_walk"}, {"batch_size": 8}),
+    Run("SamplingStrategy", "types", 2, {}, {"num_neighbors": [4, 3], "batch_size": 8}),
     Run("ClusterAllReduceStrategy", "gcn", 2),
     *(Run("DGCLStrategy", model, 2) for model in ("numpy in a step", "scan along rows", "parameters that differ")),
     Run("SpMMStrategy", "types", 2),
@@ -194,7 +194,7 @@ def _run(rank: int, run: Run, store: str) -> dict[str, Any]:
         graph.apply(lambda value: value.double() if value.is_floating_point() else value)
     module = module_of(run, rank).double()
     strategy = getattr(lightning_gnn, run.strategy)(**run.options)
-    data = GraphDataModule(graph, store=store, **run.data)
+    data = GraphDataModule(graph, partition_dir=store, **run.data)
     seen = _Seen()
     trainer = quiet_trainer(strategy, run.ranks, True, max_epochs=3, callbacks=[seen], num_sanity_val_steps=1)
     trainer.fit(module, datamodule=data)

@@ -128,12 +128,12 @@ def main() -> None:
     module = NodeClassifier(GraphSAGE(8, 8, num_layers=2, out_channels=3))
     strategy = GossipStrategy(
         2,
-        clusters=CLUSTERS,
-        halo=None if event.startswith("return") else "history",
+        num_clusters=CLUSTERS,
+        historical_embeddings=not event.startswith("return"),
         start_method=start_method,
-        lease=3.0,
-        patience=5.0 if event.startswith("return") else 20.0,
-        restarts=int(event.startswith("return")),
+        heartbeat_timeout=3.0,
+        partner_timeout=5.0 if event.startswith("return") else 20.0,
+        max_restarts=int(event.startswith("return")),
     )
     machines, workers = int(os.environ.get("GROUP_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", WORKERS))
     trainer = new_trainer(folder, event, strategy, workers, num_nodes=machines)

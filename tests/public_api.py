@@ -27,7 +27,6 @@ from lightning_gnn import (
     GNNStrategy,
     GossipStrategy,
     GraphDataModule,
-    LargestChanges,
     LinkPredictor,
     NodeClassifier,
     NotExactError,
@@ -37,23 +36,24 @@ from lightning_gnn import (
     SpMM3DStrategy,
     SpMM15DStrategy,
     SpMMStrategy,
+    TopKChanges,
     UnsupportedModelError,
     VertexCutStrategy,
     advise,
     check_parity,
-    choose_edges,
     compare,
-    expand,
-    fetch_rows,
     gather_global,
+    gather_halo,
+    gather_nodes,
+    global_num_nodes,
     local_rows,
-    num_nodes,
+    patch_globals,
     planted_partition,
-    reduce,
+    reduce_halo,
     register_adapter,
     register_row_rule,
+    select_edges,
     split_edges,
-    substitute,
 )
 
 
@@ -100,11 +100,11 @@ class Ranks(L.LightningModule):
     def training_step(self, batch: Data, _: int) -> Tensor:
         assert isinstance(batch.edge_index, Tensor) and isinstance(batch.y, Tensor)
         x: Tensor = self.conv(self.rows(batch.n_id), batch.edge_index)
-        sent = expand(x)[batch.edge_index[0]]
-        sums: Tensor = reduce(torch.zeros_like(expand(x)).index_add(0, batch.edge_index[0], sent))
-        edges, *_weights = choose_edges(batch, "edge_train_mask", ["edge_weight"])
-        out: Tensor = self.model(x + sums / num_nodes(x), edges)
-        far: Tensor = fetch_rows(out, torch.tensor([0]))
+        sent = gather_halo(x)[batch.edge_index[0]]
+        sums: Tensor = reduce_halo(torch.zeros_like(gather_halo(x)).index_add(0, batch.edge_index[0], sent))
+        edges, *_weights = select_edges(batch, "edge_train_mask", ["edge_weight"])
+        out: Tensor = self.model(x + sums / global_num_nodes(x), edges)
+        far: Tensor = gather_nodes(out, torch.tensor([0]))
         mask: Tensor = batch.train_mask
         total: Tensor = gather_global(doubled(far)).sum(0)
         with local_rows():
@@ -116,12 +116,12 @@ class Ranks(L.LightningModule):
 def adapter(conv: MessagePassing, graph: Any, layer: str) -> dict[str, Any]:
     if layer == "unknown":
         raise UnsupportedModelError(f"{layer}: no")
-    return {"forward": substitute(conv.forward, degree=graph.out_degree)}
+    return {"forward": patch_globals(conv.forward, degree=graph.out_degree)}
 
 
 def program(folder: Path) -> None:
     graph: Data = planted_partition(100, num_features=8, num_classes=4)
-    data = GraphDataModule(graph, store=folder)
+    data = GraphDataModule(graph, partition_dir=folder)
     classifier = NodeClassifier(GCN(8, 16, num_layers=2, out_channels=4), num_classes=4)
     callbacks: list[L.Callback] = [CommunicationMonitor()]
     strategies: list[GNNStrategy] = [
@@ -135,7 +135,7 @@ def program(folder: Path) -> None:
         SpMM3DStrategy(),
         VertexCutStrategy(),
         CachedVertexCutStrategy(cache=AdaptiveThreshold(epsilon=0.01)),
-        CachedVertexCutStrategy(cache=LargestChanges(share=0.2)),
+        CachedVertexCutStrategy(cache=TopKChanges(share=0.2)),
         SamplingStrategy([15, 10], 1024, weight_attr="w"),
         GossipStrategy(),
         ClusterAllReduceStrategy(),

@@ -57,7 +57,7 @@ class Strays(L.LightningModule):
 
 def main() -> None:
     strategy = DGCLStrategy(
-        start_method="fork", shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False, keep_memory=False
+        start_method="fork", shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False, reuse_buffers=False
     )
     trainer = L.Trainer(
         strategy=strategy,

@@ -316,7 +316,7 @@ def test_compare_shows_its_cells(each_step_is_shown, tmp_path, monkeypatch, capf
 
 
 def test_rank_0_of_a_trainer_shows_the_bars_of_its_graph(each_step_is_shown, tmp_path):
-    data = GraphDataModule(awkward_graph(), store=tmp_path)
+    data = GraphDataModule(awkward_graph(), partition_dir=tmp_path)
     trainer = quiet_trainer(max_epochs=1, strategy=DGCLStrategy(self_check=False))
     lines = at_terminal(lambda: trainer.fit(module(), datamodule=data)).lines()
     assert any(line.startswith("Partitioning (metis)") for line in lines)
@@ -326,7 +326,7 @@ def test_rank_0_of_a_trainer_shows_the_bars_of_its_graph(each_step_is_shown, tmp
 def test_a_graph_that_another_process_partitions(tmp_path, monkeypatch):
     """It has the terminal meanwhile, and shows its bars there."""
     monkeypatch.setenv("TERM", "xterm")
-    data = GraphDataModule("lightning_gnn.planted_partition", {"num_nodes": 20_000}, store=tmp_path)
+    data = GraphDataModule("lightning_gnn.planted_partition", {"num_nodes": 20_000}, partition_dir=tmp_path)
 
     def work() -> None:
         with progress_bar("Outer", 2):

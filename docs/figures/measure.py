@@ -36,7 +36,7 @@ def compared(folder: Path, cells: list[Any], num_nodes: int, epochs: int) -> lis
         make_model,
         {
             "source": "lightning_gnn.planted_partition",
-            "source_args": {"num_nodes": num_nodes, "num_features": FEATURES, "num_classes": CLASSES},
+            "source_kwargs": {"num_nodes": num_nodes, "num_features": FEATURES, "num_classes": CLASSES},
             "store": str(folder),
         },
         cells,
@@ -58,7 +58,7 @@ def losses_by_seconds(folder: Path) -> dict[str, dict[str, list[float]]]:
     cells = [
         {"strategy": "dgcl", "devices": 2},
         {"strategy": "vertex_cut_cached", "devices": 2},
-        {"strategy": "sampling", "fanouts": [10, 10], "batch_size": 1024, "devices": 2},
+        {"strategy": "sampling", "num_neighbors": [10, 10], "batch_size": 1024, "devices": 2},
         {"strategy": "gossip", "devices": 2},
     ]
     found = compared(folder, cells, 50_000, 40)
@@ -117,7 +117,7 @@ def trace(folder: Path) -> list[dict[str, Any]]:
         enable_checkpointing=False,
     )
     graph = planted_partition(100_000, average_degree=20, num_features=FEATURES, num_classes=CLASSES)
-    trainer.fit(make_model(), datamodule=GraphDataModule(graph, store=folder))
+    trainer.fit(make_model(), datamodule=GraphDataModule(graph, partition_dir=folder))
     found = []
     for file in sorted(folder.glob("*training_step*.json")):
         told = json.loads(file.read_text())

@@ -23,13 +23,13 @@ found = compare(
     },
     {
         "source": "lightning_gnn.planted_partition",
-        "source_args": {"num_nodes": 10_000, "num_features": 32, "num_classes": 8},
+        "source_kwargs": {"num_nodes": 10_000, "num_features": 32, "num_classes": 8},
     },
     [
         {"strategy": "auto", "devices": 1, "label": "one device"},  # the first is what the others are held against
         "dgcl",
         {"strategy": "dgcl", "codec": "int8", "label": "8 bits"},
-        {"strategy": "sampling", "fanouts": [10, 5], "batch_size": 1024, "label": "sampling"},
+        {"strategy": "sampling", "num_neighbors": [10, 5], "batch_size": 1024, "label": "sampling"},
     ],
     devices=2,
     epochs=10,

@@ -58,16 +58,16 @@ for file in sorted(folder.iterdir()):
 # ## Train in batches
 #
 # Under `sampling`, a step takes some training nodes, draws some of their neighbours (here 10), and some of theirs (5),
-# and trains on those only. `evaluation="batches"` evaluates in batches, too, of all neighbours: so accuracies are
+# and trains on those only. `evaluation="minibatch"` evaluates in batches, too, of all neighbours: so accuracies are
 # exact, and nothing of the graph's size is held. `feature_dtype="float32"` turns the float16 features of a batch into
 # what the model expects.
 
 # %%
 L.seed_everything(0, verbose=False)
-data = GraphDataModule("my_graph/", fanouts=[10, 5], batch_size=1024, feature_dtype="float32")
+data = GraphDataModule("my_graph/", num_neighbors=[10, 5], batch_size=1024, feature_dtype="float32")
 model = NodeClassifier(GraphSAGE(32, 64, num_layers=2, out_channels=8))
 trainer = L.Trainer(
-    strategy=SamplingStrategy(evaluation="batches", start_method="fork"),  # in a script, without start_method
+    strategy=SamplingStrategy(evaluation="minibatch", start_method="fork"),  # in a script, without start_method
     devices=2,
     accelerator="cpu",
     max_epochs=5,
@@ -85,7 +85,7 @@ assert tested["test_acc"] > 0.8
 # %% [markdown]
 # ## When it does not go well
 #
-# - *Memory while partitioning*: `GraphDataModule(partition_memory="4GB")` says how much sorting edges may take; with
+# - *Memory while partitioning*: `GraphDataModule(partition_memory_limit="4GB")` says how much sorting edges may take; with
 #   less it reads the disk more often. The partitioner itself needs memory, too: [how much, and what to
 #   do](../data.md).
 # - *Interrupted*: run it again. It goes on behind the last step that it had finished.

@@ -61,11 +61,11 @@ slow = train("slow", by_hand)
 # is late, and how large its part is.
 
 # %%
-for name in ("comm/waited_share", "comm/seconds", "comm/bytes_sent", "throughput/nodes_per_s"):
+for name in ("comm/wait_fraction", "comm/seconds", "comm/bytes_sent", "throughput/nodes_per_s"):
     print(f"{name:24} {slow[name]:14,.3f}")
 
 # %% [markdown]
-# `comm/waited_share` is the largest share of its time that a rank waited for another. Much above 0.3 is worth a look.
+# `comm/wait_fraction` is the largest share of its time that a rank waited for another. Much above 0.3 is worth a look.
 #
 # ## Then at the trace
 #
@@ -112,7 +112,7 @@ better = train("better", "metis")
 draw("better")
 
 # %%
-for name in ("comm/waited_share", "comm/bytes_sent", "throughput/nodes_per_s"):
+for name in ("comm/wait_fraction", "comm/bytes_sent", "throughput/nodes_per_s"):
     print(f"{name:24} {slow[name]:14,.3f} {better[name]:14,.3f}")
 
 assert better["comm/bytes_sent"] < slow["comm/bytes_sent"]

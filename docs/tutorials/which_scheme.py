@@ -89,7 +89,7 @@ found = compare(
         "class_path": "lightning_gnn.NodeClassifier",
         "init_args": {"model": {"class_path": "torch_geometric.nn.models.GCN", "init_args": model}},
     },
-    {"source": "lightning_gnn.planted_partition", "source_args": {**options, "homophily": 0.95}},
+    {"source": "lightning_gnn.planted_partition", "source_kwargs": {**options, "homophily": 0.95}},
     ["dgcl", "cover"],
     devices=2,
     epochs=10,

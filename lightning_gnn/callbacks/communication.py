@@ -45,7 +45,7 @@ class CommunicationMetrics(pl.Callback):
     epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
     ``comm/seconds``: the longest time that a rank spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: how often
     the steps' own operations, such as a mean loss, communicated, and the bytes that all ranks sent for them.
-    ``comm/waited_share``: the largest share of the time of training steps that a rank waited for others; not of CUDA ranks,
+    ``comm/wait_fraction``: the largest share of the time of training steps that a rank waited for others; not of CUDA ranks,
     whose devices wait. With a codec ``codec/error``: the error of all that was encoded, sqrt(sum of squared errors / sum of
     squares).
 
@@ -155,7 +155,7 @@ class CommunicationMetrics(pl.Callback):
             "throughput/edges_per_s": total[6] / seconds,
         }
         if self._world.waited_s is not None:
-            values["comm/waited_share"] = longest[4] / seconds
+            values["comm/wait_fraction"] = longest[4] / seconds
             self._watch(by_rank[:, 4], float(seconds))
         log_values(trainer, values | self._world.transport.metrics(total[9:]))
 

@@ -102,7 +102,7 @@ def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begu
     for name in _OF_TRAINER:
         found[f"{name} of the Trainer"] = repr(getattr(trainer, name))
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    for name in ("fanouts", "batch_size"):
+    for name in ("num_neighbors", "batch_size"):
         found[f"{name} of the GraphDataModule"] = repr(getattr(data, name))
     return found
 

@@ -33,7 +33,7 @@ from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard, split_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.private_torch import tree_leaves
 from lightning_gnn.rows.graph import GraphRows
@@ -153,7 +153,7 @@ class Footprint:
     pieces: tuple[Piece, ...]
 
     def peak(self, recompute: bool = False) -> Peak:
-        """Returns the peak of each phase, under the strategy's ``recompute``.
+        """Returns the peak of each phase, under the strategy's ``checkpoint_convs``.
 
         Beside what is kept, an operation holds what it reads and what it makes: in the forward one more piece as large as the
         largest, in the backward its gradient and that of what it was made of, in evaluation all three.
@@ -282,7 +282,7 @@ class RankStep:
         self.module, self.shard, self.world = module, shard, world
         self.binding = bind(module, shard, world)
         self._counted = Counted(module)
-        self._rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+        self._rows = GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
         self._rows.place_state(module, world)
         if not module.automatic_optimization:
             without_optimizers(module, self._backward)

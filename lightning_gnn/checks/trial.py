@@ -30,7 +30,7 @@ from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting, kept_random_state
 from lightning_gnn.data.shards import Graph, Shard, whole_graph
 from lightning_gnn.nn.bind import Binding
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.private_lightning import HOOK, TRAINER, DtypeContext
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import local_rows
@@ -198,7 +198,7 @@ class Trial:
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
         rows, observer = None, self._observer
         if world is not None:
-            rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+            rows = GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
             rows.mode.exact_draws, rows.mode.lets_rows_leave = observer is None, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):

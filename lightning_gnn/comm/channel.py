@@ -20,28 +20,6 @@ _HEAD = 16_384
 a longer rest costs another round trip, so that small messages should not have one; 16 kB take 0.1 ms at 1 Gbit/s."""
 
 
-def packed(fields: Sequence[Tensor]) -> Tensor:
-    """Returns tensors of any dtype, ``[n, ...]`` each, side by side as bytes, behind how many rows each has."""
-    pieces = [torch.tensor([len(field) for field in fields]).view(torch.uint8)]
-    for field in fields:
-        if field.numel():
-            pieces.append(field.contiguous().view(-1).view(torch.uint8))
-            if odd := len(pieces[-1]) % 8:  # each begins where its dtype may
-                pieces.append(pieces[-1].new_zeros(8 - odd))
-    return torch.cat(pieces)
-
-
-def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what :func:`packed` got; `like` are empty tensors of the same dtypes and trailing dimensions."""
-    begin, found = 8 * len(like), []
-    for size, each in zip(data[:begin].view(torch.int64).tolist(), like):
-        num_bytes = size * each.element_size() * each.shape[1:].numel()
-        shape = size, *each.shape[1:]
-        found.append(data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape))
-        begin += num_bytes + -num_bytes % 8
-    return found
-
-
 class GroupChannel:
     """A process group of its own, for tensors on the CPU, beside everything else that ranks exchange.
 

@@ -60,10 +60,10 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
             called = ", ".join(f"{key}={value!r}" for key, value in (args or {}).items())
             raise ValueError(
                 f"Loading the graph failed: {name}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
-                "see where; its arguments are GraphDataModule's source_args."
+                "see where; its arguments are GraphDataModule's source_kwargs."
             ) from error
     elif args:
-        raise ValueError(f"source_args={dict(args)} needs a callable or an import path as source (got {name}).")
+        raise ValueError(f"source_kwargs={dict(args)} needs a callable or an import path as source (got {name}).")
     if isinstance(loaded, Graph):
         return loaded, None
     if isinstance(loaded, (tuple, list)) and [*map(_kind_of_store, loaded)] == [FeatureStore, GraphStore]:

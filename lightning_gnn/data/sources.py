@@ -162,10 +162,7 @@ TO_PREDICT_LINKS = (
 def _ids_left_out(name: str, value: Tensor) -> str:
     holds = "it holds ids of the whole graph, which a batch would read as its own rows"
     stem = re.sub(r"_?(edge_)?(index|idx|indices)$", "", name) or name
-    fetched = (
-        f"rows of any nodes come by fetch_rows(x, ids): call it {stem}_n_id, as a name that ends in n_id says that it holds ids "
-        "of the whole graph"
-    )
+    fetched = f"for gather_nodes(x, ids), call it {stem}_n_id: a name that ends in n_id holds ids of the whole graph"
     if "label" in name and "edge" in name:
         return f"{holds}. {TO_PREDICT_LINKS}; or {fetched}"
     if value.dim() == 2 and value.size(0) == 2:
@@ -383,7 +380,7 @@ def prepare_graph(
     data: Data,
     split: Mapping[str, Any] | None = None,
     fractions: Sequence[float] | None = None,
-    split_column: int = 0,
+    split_index: int = 0,
     seed: int = 0,
     masks_needed: bool = True,
     short_ids: bool = False,
@@ -394,7 +391,7 @@ def prepare_graph(
         data: the graph.
         split: index split as OGB gives it: ``{"train": ids, "valid": ids, "test": ids}``.
         fractions: of train, validation and test nodes for a random split over the labelled nodes; replaces masks.
-        split_column: which column of masks of shape ``[N, splits]``.
+        split_index: which column of masks of shape ``[N, splits]``.
         seed: of the random split.
         masks_needed: a graph without masks is an error, and not one to predict on, whose masks are empty.
         short_ids: edges of int32 stay that, where int64 would be a copy in memory of what is not.
@@ -439,7 +436,7 @@ def prepare_graph(
     y = None
     if result.get("y") is not None:
         y = result.y = labels(result.y, num_nodes)
-    for name, mask in masks_of(result, y, num_nodes, split, fractions, split_column, seed, masks_needed).items():
+    for name, mask in masks_of(result, y, num_nodes, split, fractions, split_index, seed, masks_needed).items():
         result[name] = mask
     return result
 
@@ -632,7 +629,7 @@ def _mask(name: str, mask: Tensor, num_nodes: int, column: int) -> Tensor:
         raise ValueError(f"{name} has {mask.size(0)} entries, but x has {num_nodes} rows: one entry per node is needed.{hint}")
     if mask.dim() == 2:
         if not 0 <= column < mask.size(1):
-            raise ValueError(f"split_column={column}, but {name} has {mask.size(1)} columns: choose 0 to {mask.size(1) - 1}.")
+            raise ValueError(f"split_index={column}, but {name} has {mask.size(1)} columns: choose 0 to {mask.size(1) - 1}.")
         mask = mask[:, column]
     if mask.dtype != torch.bool:
         if not _is_whole(mask):

@@ -198,7 +198,7 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
             raise _disk_full(root, num_bytes) from error
         raise StoreError(
             f"The store {root} cannot be written ({error}). Name a folder that you may write to: "
-            "GraphDataModule(store=...) or $LIGHTNING_GNN_STORE."
+            "GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
         ) from error
 
 
@@ -222,7 +222,7 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
         needed += f"{shutil.disk_usage(root).free:,} bytes are free. "
     return StoreError(
         f"The disk of the store {root} is full. {needed}Free some, delete entries of the store that you no longer need, or "
-        "name a folder on another disk: GraphDataModule(store=...) or $LIGHTNING_GNN_STORE."
+        "name a folder on another disk: GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
     )
 
 

@@ -30,9 +30,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
+from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, refuse_old_names, renamed, shown
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import handed_over
@@ -65,6 +65,12 @@ Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
 
 STAGE_MASKS = {"fit": "train_mask", "validate": "val_mask", "test": "test_mask"}
+
+
+_REMOVED = renamed(
+    "partition_memory=partition_memory_limit source_args=source_kwargs split_column=split_index store=partition_dir"
+)
+"""Arguments of earlier versions, and their replacements."""
 
 
 class OneBatch:
@@ -105,10 +111,10 @@ class GraphDataModule(L.LightningDataModule):
             memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it; an
             import path or a folder is loaded only where it must be partitioned, in a process of its own. Changes of a
             ``Data`` between stages are followed; those of rank 0, where ranks are processes of their own.
-        source_args: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
+        source_kwargs: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
             nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
-        split_column: which split, where masks have shape ``[N, splits]``.
+        split_index: which split, where masks have shape ``[N, splits]``.
         partition: ``"metis"``, ``"metis_masks"``, ``"metis_cover"``, ``"kaminpar"``, ``"kaminpar_compressed"``, ``"streaming"``,
             ``"auto"`` (the best of these for which there is memory), ``"random"``, ``"contiguous"`` (ranges of the graph's own
             order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS; of a folder,
@@ -118,11 +124,11 @@ class GraphDataModule(L.LightningDataModule):
         seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
         input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``, or
             that of the targets of edges that are predicted.
-        store: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
-        fanouts, batch_size: of mini-batches, for a strategy that trains on samples, see
+        partition_dir: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+        num_neighbors, batch_size: of mini-batches, for a strategy that trains on samples, see
             :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
-        partition_memory: bytes that sorting the edges of a graph in files may take beside what grows with its nodes, such as
-            ``"4GB"``; by default a third of what is available.
+        partition_memory_limit: bytes that sorting the edges of a graph in files may take beside what grows with its nodes, such
+            as ``"4GB"``; by default a third of what is available.
         feature_dtype: of ``x`` in batches, such as ``"float32"`` where the store has float16; by default that of the store.
 
     Raises:
@@ -142,43 +148,49 @@ class GraphDataModule(L.LightningDataModule):
     graph, under ``sampling`` samples.
     """
 
-    built_from = ("source", "source_args", "split", "split_column", "partition", "seed", "input_type", "partition_memory")
+    built_from = ("source", "source_kwargs", "split", "split_index", "partition", "seed", "input_type", "partition_memory_limit")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse_old_names(cls, kwargs, _REMOVED)
+        return super().__new__(cls)
 
     def __init__(
         self,
         source: Source,
-        source_args: dict[str, Any] | None = None,
+        source_kwargs: dict[str, Any] | None = None,
         split: Sequence[float] | None = None,
-        split_column: int = 0,
+        split_index: int = 0,
         partition: Partition | None = None,
         seed: int = 0,
-        store: str | os.PathLike[str] | None = None,
-        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        partition_dir: str | os.PathLike[str] | None = None,
+        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
         batch_size: int | None = None,
         input_type: str | None = None,
-        partition_memory: int | str | None = None,
+        partition_memory_limit: int | str | None = None,
         feature_dtype: str | torch.dtype | None = None,
     ) -> None:
         super().__init__()
         leave_out_missing_validation()
         self.prepare_data_per_node = False  # other machines get what rank 0 has made
-        self.fanouts, self.batch_size = checked_batches(fanouts, batch_size), batch_size
-        if not isinstance(source_args, (Mapping, NoneType)):
-            raise ValueError(f"source_args must be a dict of keyword arguments (got {shown(source_args)}).")
-        for name, number in (("split_column", split_column), ("seed", seed)):
+        self.num_neighbors, self.batch_size = checked_batches(num_neighbors, batch_size), batch_size
+        if not isinstance(source_kwargs, (Mapping, NoneType)):
+            raise ValueError(f"source_kwargs must be a dict of keyword arguments (got {shown(source_kwargs)}).")
+        for name, number in (("split_index", split_index), ("seed", seed)):
             if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= number < 2**31:
                 raise ValueError(f"{name} must be an integer of at least 0 (got {shown(number)}), and below 2^31.")
         if not isinstance(input_type, (str, NoneType)):
             raise ValueError(f"input_type must be the name of a node type (got {shown(input_type)}).")
-        if not isinstance(store, (str, os.PathLike, NoneType)) or "\0" in str(store) or store == "":
-            raise ValueError(f"store must be the path of a folder (got {shown(store)}).")
-        self.source, self.source_args = source, source_args
+        if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or "\0" in str(partition_dir) or partition_dir == "":
+            raise ValueError(f"partition_dir must be the path of a folder (got {shown(partition_dir)}).")
+        self.source, self.source_kwargs = source, source_kwargs
         self.split = None if split is None else checked_fractions(split)
-        self.split_column, self.seed, self.input_type = int(split_column), int(seed), input_type
-        self.partition_memory = None if partition_memory is None else checked_bytes("partition_memory", partition_memory)
+        self.split_index, self.seed, self.input_type = int(split_index), int(seed), input_type
+        self.partition_memory_limit = (
+            None if partition_memory_limit is None else checked_bytes("partition_memory_limit", partition_memory_limit)
+        )
         self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
-        self.store = Path(store) if store is not None else default_root()
+        self.partition_dir = Path(partition_dir) if partition_dir is not None else default_root()
         self.predicting = False
         self._folder: str | None = None
         # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
@@ -309,7 +321,7 @@ class GraphDataModule(L.LightningDataModule):
                 "BatchSizeFinder has nothing to find: GraphDataModule has no batch_size, so the whole graph is one batch. Leave "
                 "the callback out."
             )
-        given = {"fanouts": self.fanouts, "batch_size": self.batch_size}
+        given = {"num_neighbors": self.num_neighbors, "batch_size": self.batch_size}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if options and self.trainer is not None and not layout.samples:
             strategy = type(self.trainer.strategy).__name__
@@ -407,7 +419,7 @@ class GraphDataModule(L.LightningDataModule):
         and returns the entry's folder."""
         self._folder, self._digests, self._draw_seed = world.broadcast_object((self._folder, self._digests, self._draw_seed))
         assert self._folder is not None
-        spread_entry(world, leads, self.store / self._folder, self._lock)
+        spread_entry(world, leads, self.partition_dir / self._folder, self._lock)
         self._entries[self._entry_key(layout)] = self._folder
         return self._folder
 
@@ -431,16 +443,16 @@ class GraphDataModule(L.LightningDataModule):
         known = None if self.is_given else self._digests
         self._check_unchanged()
         for folder in self._entries.values() if known else ():
-            entry = self.store / folder
+            entry = self.partition_dir / folder
             if (entry / "manifest.json").exists() and read_manifest(entry)["graph"] == known:
                 return read_cut(entry).graph()
         return None
 
     def _prepared_graph(self) -> Graph:
         """Returns the graph of the source checked, with masks."""
-        data, index_split = self.origin.load(self.source_args, self.store)
+        data, index_split = self.origin.load(self.source_kwargs, self.partition_dir)
         self._versions_of_source = Versions(data)
-        options = self.split, self.split_column, self.seed, not self.predicts()
+        options = self.split, self.split_index, self.seed, not self.predicts()
         if not isinstance(data, Data):
             return feature("prepare_hetero")(data, self.input_type, *options)
         if self.input_type is not None:
@@ -483,12 +495,12 @@ class GraphDataModule(L.LightningDataModule):
         return self._read_cut(self._folder, by_rows=by_rows)
 
     def _read_cut(self, folder: str, layout: LayoutSpec | None = None, by_rows: bool = False) -> Cut:
-        return replace(read_cut(self.store / folder, layout, by_rows), feature_dtype=self.feature_dtype)
+        return replace(read_cut(self.partition_dir / folder, layout, by_rows), feature_dtype=self.feature_dtype)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
         """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
         self._folder = self._ensure_stored(layout)
-        return self.store / self._folder
+        return self.partition_dir / self._folder
 
     def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
         """Returns what partitioners would take, and which is asked for; loads the graph, and needs no Trainer."""
@@ -498,7 +510,7 @@ class GraphDataModule(L.LightningDataModule):
         cut = joined.edge_index, joined.num_nodes, layout.parts
         if layout.kind == "vertex_cut":
             return cutter_of(layout.kind).edge_predictions(*cut), method
-        return predictions(*cut, self.origin.partitioners(self.store)), method
+        return predictions(*cut, self.origin.partitioners(self.partition_dir)), method
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
         """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
@@ -517,8 +529,8 @@ class GraphDataModule(L.LightningDataModule):
         # Made again: loading may have written processed files beside the raw ones.
         notes = self._notes(layout)
         if notes:
-            with writing(self.store):
-                write_atomically(self.store / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
+            with writing(self.partition_dir):
+                write_atomically(self.partition_dir / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
         return folder
 
     def _entry_key(self, layout: LayoutSpec) -> str:
@@ -531,9 +543,9 @@ class GraphDataModule(L.LightningDataModule):
         """
         if not isinstance(self.source, str):
             return []
-        options = [self.split, self.split_column, self._options(layout)]
+        options = [self.split, self.split_index, self._options(layout)]
         each_way = options, [*options, self._seed_of_draws()]
-        keys = [self.origin.key(self.source_args, each) for each in each_way]
+        keys = [self.origin.key(self.source_kwargs, each) for each in each_way]
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
@@ -545,7 +557,7 @@ class GraphDataModule(L.LightningDataModule):
         digests = graph_digests(data)
         described_as = json.dumps([digests, left_out_of(data), self._options(layout)])
         name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
-        folder = self.store / name
+        folder = self.partition_dir / name
         # Not kept: what is read from now on is the entry.
         self._graph, self._digests = None, digests
         self._versions_of_source.renew()
@@ -553,7 +565,7 @@ class GraphDataModule(L.LightningDataModule):
             if folder.exists():
                 read_manifest(folder, layout)
                 return name
-            check_space(self.store, stored_bytes(data))
+            check_space(self.partition_dir, stored_bytes(data))
             method = self._method(layout)
             rank_zero_info(
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
@@ -590,7 +602,7 @@ class GraphDataModule(L.LightningDataModule):
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
         request = {
-            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"store": str(self.store)},
+            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"partition_dir": str(self.partition_dir)},
             "layout": layout.as_dict(),
             "predicting": self.predicts(),
             "loaded": self.known(),
@@ -615,7 +627,7 @@ class GraphDataModule(L.LightningDataModule):
         if "error" in answer:
             raise RuntimeError(f"Loading or partitioning {self.source} failed: {answer['error']}")
         folder, self.drew = answer["folder"], bool(answer["drew"])
-        self._digests = read_manifest(self.store / folder, layout)["graph"]
+        self._digests = read_manifest(self.partition_dir / folder, layout)["graph"]
         return folder
 
     def _method(self, layout: LayoutSpec) -> str | np.ndarray:
@@ -632,7 +644,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _noted(self, key: str) -> str | None:
         """Returns the folder that an earlier run made from the same description."""
-        note = self.store / f"{key}.known"
+        note = self.partition_dir / f"{key}.known"
         if not note.is_file():
             return None
         text = note.read_text(errors="replace")
@@ -641,9 +653,9 @@ class GraphDataModule(L.LightningDataModule):
 
     def _is_entry(self, folder: str, layout: LayoutSpec) -> bool:
         """Returns whether the store still has a folder, with the graph that this datamodule has, if it has one already."""
-        if not (self.store / folder / "manifest.json").exists():
+        if not (self.partition_dir / folder / "manifest.json").exists():
             return False
-        manifest = read_manifest(self.store / folder, layout)
+        manifest = read_manifest(self.partition_dir / folder, layout)
         if not layout.takes(manifest["types"] is not None):
             return False  # loaded again, and refused
         if self._digests is None:
@@ -653,17 +665,17 @@ class GraphDataModule(L.LightningDataModule):
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
         """Lets one process partition; others log whom they wait for. Freed by the system if its owner dies."""
-        owner = self.store / f"{name}.owner"
-        lock = FileLock(self.store / f"{name}.lock")
-        with writing(self.store):
-            self.store.mkdir(parents=True, exist_ok=True)
+        owner = self.partition_dir / f"{name}.owner"
+        lock = FileLock(self.partition_dir / f"{name}.lock")
+        with writing(self.partition_dir):
+            self.partition_dir.mkdir(parents=True, exist_ok=True)
             for seconds in chain([2], repeat(300)):
                 with suppress(Timeout):
                     lock.acquire(timeout=seconds)
                     break
                 rank_zero_info(f"Waiting for {_held_by(owner)}, which partitions the same graph.")
         try:
-            with writing(self.store):
+            with writing(self.partition_dir):
                 write_atomically(owner, f"process {os.getpid()} on {platform.node()}")
             yield
         finally:

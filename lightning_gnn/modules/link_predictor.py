@@ -20,7 +20,7 @@ from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.datamodules.known_edges import known_edges
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.nn.helpers import choose_edges, expand, fetch_rows, num_nodes
+from lightning_gnn.nn.helpers import gather_halo, gather_nodes, global_num_nodes, select_edges
 from lightning_gnn.rows.graph import place_selected
 from lightning_gnn.rows.mode import local_rows
 
@@ -209,7 +209,7 @@ class LinkPredictor(GraphModule):
         if batch.get("edge_train_mask") is None or _is_sampled(batch):
             edges = (batch.edge_index, *(batch[name] for name in names))
         else:
-            edges = choose_edges(batch, "edge_train_mask", names)
+            edges = select_edges(batch, "edge_train_mask", names)
         out = self.model(batch.x, edges[0], **dict(zip(names, edges[1:])))
         if not isinstance(out, Tensor) or out.dim() != 2 or len(out) != len(batch.x):
             found = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -263,13 +263,13 @@ class LinkPredictor(GraphModule):
             chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
             source, target = stored_ids(batch.edge_index)[:, chosen].long()
             types = None if self.relations is None else batch.edge_type[chosen]
-            sources, targets = self._related(expand(z)[source], types), z[target]
+            sources, targets = self._related(gather_halo(z)[source], types), z[target]
             e_id = stored_ids(batch.e_id)[chosen].long()
-            others = draw_others(e_id, batch.n_id[target], count, num_nodes(z), self.seed, step)
+            others = draw_others(e_id, batch.n_id[target], count, global_num_nodes(z), self.seed, step)
             known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
             # All ranks fetch, also one without edges.
             others, place = others.unique(return_inverse=True)
-            scores = self._decode(sources, targets), self._score_each(sources, fetch_rows(z, others), place)
+            scores = self._decode(sources, targets), self._score_each(sources, gather_nodes(z, others), place)
             place_selected(batch.edge_index, chosen, *scores, known)
         return *scores, known
 

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from lightning_gnn.nn.adapters import substitute
+from lightning_gnn.nn.adapters import patch_globals
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import register_adapter
 from lightning_gnn.nn.helpers import (
-    choose_edges,
-    expand,
-    fetch_rows,
-    num_nodes,
-    reduce,
+    gather_halo,
+    gather_nodes,
+    global_num_nodes,
+    reduce_halo,
+    select_edges,
 )
 from lightning_gnn.registry import feature
 
@@ -30,11 +30,11 @@ __all__ = [
     "DistributedEmbedding",
     "GraphContext",
     "UnsupportedModelError",
-    "choose_edges",
-    "expand",
-    "fetch_rows",
-    "num_nodes",
-    "reduce",
+    "gather_halo",
+    "gather_nodes",
+    "global_num_nodes",
+    "patch_globals",
+    "reduce_halo",
     "register_adapter",
-    "substitute",
+    "select_edges",
 ]

@@ -18,10 +18,10 @@ Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
 """Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""
 
 
-def substitute(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+def patch_globals(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Returns a bound method with some global names of its function replaced, for this instance only.
 
-    ``substitute(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` means ``mine``.
+    ``patch_globals(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` means ``mine``.
 
     Raises:
         UnsupportedModelError: a method of a subclass, which uses none of the names and calls ``super()``, whose function is out
@@ -62,11 +62,11 @@ def gcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, An
         assert num_nodes is not None and dtype is not None
         return context.gcn_norm(layer, edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype)
 
-    return {"forward": substitute(conv.forward, gcn_norm=gcn_norm)}
+    return {"forward": patch_globals(conv.forward, gcn_norm=gcn_norm)}
 
 
 def commnet(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
-    return {"forward": substitute(conv.forward, without_self_loops=context.without_self_loops)}
+    return {"forward": patch_globals(conv.forward, without_self_loops=context.without_self_loops)}
 
 
 def cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def label_propagation(conv: MessagePassing, context: GraphContext, layer: str) -
         return context.gcn_norm(layer, edge_index, None, num_nodes, False, add_self_loops, dtype, as_scales=False)
 
     method = types.MethodType(conv.forward.__wrapped__, conv)  # inside torch.no_grad()
-    forward = substitute(method, gcn_norm=gcn_norm, one_hot=one_hot)
+    forward = patch_globals(method, gcn_norm=gcn_norm, one_hot=one_hot)
     return {"forward": types.MethodType(torch.no_grad()(forward.__func__), conv)}  # type: ignore[attr-defined]
 
 

@@ -151,7 +151,7 @@ class GraphContext:
         if rows != self.num_owned + self.num_halo:
             raise UnsupportedModelError(
                 f"'{layer}' was given {rows} rows, but this rank has {self.num_owned} owned and {self.num_halo} halo nodes: "
-                "it takes one row for each, in the order of expand(x)."
+                "it takes one row for each, in the order of gather_halo(x)."
             )
 
     def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
@@ -217,7 +217,7 @@ class GraphContext:
         if most is not None and count > most:
             raise UnsupportedModelError(
                 f"'{layer}' is propagation number {count} of a step, but neighbourhoods are replicated for "
-                f"hops={most}: rows would be missing. Set hops of the strategy to the number of propagations "
+                f"num_hops={most}: rows would be missing. Set num_hops of the strategy to the number of propagations "
                 "of your model, two for a GCN of two layers."
             )
 

@@ -54,11 +54,11 @@ def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
     return found
 
 
-def expand(x: Tensor) -> Tensor:
+def gather_halo(x: Tensor) -> Tensor:
     """Returns the rows that ``batch.edge_index`` indexes: the owned ones, and behind them copies of the halo rows.
 
-    ``expand(x)[batch.edge_index[0]]`` has the source row of every edge, and so has ``x[batch.edge_index[0]]`` in a step; expanded
-    rows may be indexed several times. Differentiable: gradients of copies are summed at the owner.
+    ``gather_halo(x)[batch.edge_index[0]]`` has the source row of every edge, and so has ``x[batch.edge_index[0]]`` in a step;
+    expanded rows may be indexed several times. Differentiable: gradients of copies are summed at the owner.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -77,16 +77,16 @@ def expand(x: Tensor) -> Tensor:
         if rows_of(x) is None:
             return x  # whole already
         with mode.pause():
-            return placed(expand(x), mode.halo_rows)
-    graph.check_rows(x.size(0), "expand")
-    graph.propagated("expand")
-    return graph.expand(x, "expand")
+            return placed(gather_halo(x), mode.halo_rows)
+    graph.check_rows(x.size(0), "gather_halo")
+    graph.propagated("gather_halo")
+    return graph.expand(x, "gather_halo")
 
 
-def reduce(x: Tensor) -> Tensor:
+def reduce_halo(x: Tensor) -> Tensor:
     """Returns the sum at each node of what all ranks hold for it: the transpose of :func:`expand`, differentiable.
 
-    ``reduce(scatter(values, batch.edge_index[0], 0, dim_size=num_rows))``, with ``num_rows = expand(x).size(0)``, sums
+    ``reduce_halo(scatter(values, batch.edge_index[0], 0, dim_size=num_rows))``, with ``num_rows = gather_halo(x).size(0)``, sums
     values per edge at the source of each edge, whose out-edges lie on several ranks.
 
     Args:
@@ -107,12 +107,12 @@ def reduce(x: Tensor) -> Tensor:
         if of is None or of.rows is not mode.halo_rows:
             return x  # a sum of all ranks already
         with mode.pause():
-            return placed(reduce(x), mode.nodes)
-    graph.check_expanded_rows(x.size(0), "reduce")
-    return graph.exchange.reduce(x, "reduce")
+            return placed(reduce_halo(x), mode.nodes)
+    graph.check_expanded_rows(x.size(0), "reduce_halo")
+    return graph.exchange.reduce(x, "reduce_halo")
 
 
-def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
+def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
     """Returns the rows of any nodes of the whole graph, such as the far ends of negative edges. Differentiable: gradients of
     all ranks are summed at the owner.
 
@@ -139,20 +139,20 @@ def fetch_rows(x: Tensor, ids: Tensor) -> Tensor:
         if of_x is None:
             return x[ids]  # whole already
         with mode.pause():
-            found = fetch_rows(mode.own(x, of_x), ids)
+            found = gather_nodes(mode.own(x, of_x), ids)
             return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
-    graph.check_rows(x.size(0), "fetch_rows")
+    graph.check_rows(x.size(0), "gather_nodes")
     assert graph.rows is not None
-    return graph.rows.fetch(x, ids, "fetch_rows")
+    return graph.rows.fetch(x, ids, "gather_nodes")
 
 
-def num_nodes(x: Tensor) -> int:
+def global_num_nodes(x: Tensor) -> int:
     """Returns the number of nodes of the whole graph; `x` has one row per node of the batch."""
     graph = _graph()
     return int(x.size(0)) if graph is None or graph.rows is None else graph.rows.num_nodes
 
 
-def choose_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
+def select_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
     """Returns the edges in a mask that stays the same, ``[2, E']``, and what the batch holds for them under each of `names`.
 
     They are chosen once, so that layers take them as they take all of the batch's edges: with what they have made of them before.

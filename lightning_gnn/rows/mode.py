@@ -249,6 +249,21 @@ _SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py
 """Parts of the names of files; PyG and torch.fx write code to files with names of their own in each process."""
 
 
+def _by_placement(args: Any, kwargs: Any) -> tuple[list[tuple[Tensor, RowPlacement]], list[Tensor], bool]:
+    """Returns the row tensors in arguments, those of unknown placement, and whether others were made of rows."""
+    rows, unknown, from_rows = list[tuple[Tensor, RowPlacement]](), list[Tensor](), False
+    for given in (args, kwargs) if kwargs else (args,):
+        for x in tensors_in(given):
+            placement = placement_of(x)
+            if placement is None:
+                unknown.append(x)
+            elif isinstance(placement, RowPlacement):
+                rows.append((x, placement))
+            elif placement.from_rows:
+                from_rows = True
+    return rows, unknown, from_rows
+
+
 class RowsMode(TorchFunctionMode):
     """Gives functions of torch the semantics of the whole graph while it is open, in this thread.
 
@@ -418,15 +433,7 @@ class RowsMode(TorchFunctionMode):
         Raises:
             NotExactError: there are rows, and tensors whose placement is unknown.
         """
-        found: list[tuple[Tensor, RowPlacement]] = []
-        unknown: list[Tensor] = []
-        for given in (args, kwargs) if kwargs else (args,):
-            for x in tensors_in(given):
-                placement = placement_of(x)
-                if placement is None:
-                    unknown.append(x)
-                elif isinstance(placement, RowPlacement):
-                    found.append((x, placement))
+        found, unknown, _ = _by_placement(args, kwargs)
         for x in unknown if found else ():
             if self.placement_of_constant(x) is None:
                 raise self.refuse(f"{found[0][1].rows.name} are combined with {unknown_origin(x)}")
@@ -486,14 +493,7 @@ class RowsMode(TorchFunctionMode):
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function without row tensors; its result is replicated if all of its tensors are."""
-        from_rows, unknown = False, list[Tensor]()
-        for given in (args, kwargs) if kwargs else (args,):
-            for x in tensors_in(given):
-                placement = placement_of(x)
-                if placement is None:
-                    unknown.append(x)
-                elif placement.from_rows:
-                    from_rows = True
+        _, unknown, from_rows = _by_placement(args, kwargs)
         constants = [self.constants_of(x) for x in unknown]
         out = func(*args, **kwargs)
         if not unknown:
@@ -661,7 +661,7 @@ _LARGE = 1 << 20
 _MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
 LOCAL_IDS = (
     "edge_index holds local node ids of this rank, which are no ids of the whole graph here. Use batch.n_id[...] of "
-    "sources with lightning_gnn.expand(batch.n_id)[batch.edge_index[0]], or a conv"
+    "sources with lightning_gnn.gather_halo(batch.n_id)[batch.edge_index[0]], or a conv"
 )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_flags
+from lightning_gnn.arguments import check_choice, check_flags, refuse_old_names, renamed
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
@@ -44,8 +44,14 @@ from lightning_gnn.strategy.steps import NoSteps, Steps
 _REMOVED = {
     "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
     "replan": "Plans are made once: pass topology= with a file that `lightning-gnn topology measure` has written",
+    **renamed("""averaging_interval=average_every_n_batches cache_mb=remote_cache clusters=num_clusters fanouts=num_neighbors
+feature_cache=local_cache final=final_weights halo=historical_embeddings hops=num_hops host_memory=memory_limit
+host_memory_dir=spill_dir hosts=num_machines keep_constant=cache_input_aggregation keep_memory=reuse_buffers
+lease=heartbeat_timeout method=sampler patience=partner_timeout permute=node_order prefetch=prefetch_batches
+recompute=checkpoint_convs redraw_every=dropout_seed_every_n_epochs replication=replication_factor restarts=max_restarts
+samplers=num_workers score=edge_score_fn"""),
 }
-"""Arguments of earlier versions, and what replaces them."""
+"""Arguments of earlier versions, and their replacements."""
 
 
 def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
@@ -75,17 +81,18 @@ class GNNStrategy(RankStrategy):
             taken different ways are told before (docs/errors.md, "When a run hangs").
         self_check: before a stage starts, run its step on a small random graph, whole and split in two, and refuse a
             model that gives other numbers on the parts.
-        keep_memory: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
+        reuse_buffers: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
             steps, somewhat more memory.
         codec: send rows in fewer bytes in training steps, approximately: as ``"int8"``, ``"int4"`` or ``"int2"`` between a row's
             least and largest entry, as ``"bfp8"`` or ``"bfp4"`` around 0, or as ``"bf16"``;
             exactly in the last epoch. None sends them as they are. Set it where the
             network is what you wait for (docs/codecs.md).
         stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
-        keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
-            step: at most four times the memory of the features. Without, it is computed and sent anew.
-        recompute: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are fetched
-            once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph strategies.
+        cache_input_aggregation: keep what the layers' sums over neighbours make of the graph's own features, which is the same in
+            every step: at most four times the memory of the features. Without, it is computed and sent anew.
+        checkpoint_convs: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are
+            fetched once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph
+            strategies.
     """
 
     strategy_name = "gnn"
@@ -104,7 +111,7 @@ class GNNStrategy(RankStrategy):
 
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the losses of steps on a rank's own batch are over its rows; a loss of the whole graph is taken as it is."""
-    redraw_every = 1
+    dropout_seed_every_n_epochs = 1
     """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
     trains_on_batches = False
     """An epoch has many steps, on parts of the graph; else one step, on all of it."""
@@ -117,35 +124,34 @@ class GNNStrategy(RankStrategy):
         shared_memory: bool = True,
         timeout: float = 1800.0,
         self_check: bool = True,
-        keep_memory: bool = True,
+        reuse_buffers: bool = True,
         codec: str | None = None,
         stochastic_rounding: bool = False,
-        keep_constant: bool = True,
-        recompute: bool = False,
-        host_memory: int | str | None = None,
-        host_memory_dir: str | Path | None = None,
+        cache_input_aggregation: bool = True,
+        checkpoint_convs: bool = False,
+        memory_limit: int | str | None = None,
+        spill_dir: str | Path | None = None,
         **plugins: Any,
     ) -> None:
-        for name in _REMOVED.keys() & plugins.keys():
-            raise TypeError(f"{type(self).__name__}({name}=...) was removed. {_REMOVED[name]}.")
+        refuse_old_names(type(self), plugins, _REMOVED)
         super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
-        check_flags(self_check=self_check, keep_memory=keep_memory, keep_constant=keep_constant, recompute=recompute)
-        check_flags(stochastic_rounding=stochastic_rounding)
+        check_flags(self_check=self_check, reuse_buffers=reuse_buffers, stochastic_rounding=stochastic_rounding)
+        check_flags(cache_input_aggregation=cache_input_aggregation, checkpoint_convs=checkpoint_convs)
         if codec is not None or stochastic_rounding:
             codecs().make_codec(codec, stochastic_rounding)
-        self.ranks = out_of_core(host_memory, host_memory_dir, shared_memory) or self.ranks
-        self.host_memory, self.host_memory_dir = self.ranks.most_bytes, host_memory_dir
-        if recompute and stochastic_rounding:
+        self.ranks = out_of_core(memory_limit, spill_dir, shared_memory) or self.ranks
+        self.memory_limit, self.spill_dir = self.ranks.most_bytes, spill_dir
+        if checkpoint_convs and stochastic_rounding:
             raise ValueError(
-                "recompute=True fetches rows again in the backward, and stochastic_rounding=True would round them otherwise than "
-                "in the forward. Leave one of them out."
+                "checkpoint_convs=True is not supported with stochastic_rounding=True: recomputed layers round differently. "
+                "Remove one of them."
             )
         self.scheme = scheme
         self.codec, self.stochastic_rounding = codec, stochastic_rounding
-        self.keep_constant, self.recompute = keep_constant, recompute
+        self.cache_input_aggregation, self.checkpoint_convs = cache_input_aggregation, checkpoint_convs
         self.predictions: Predictions = predictions
-        self.self_check, self.keep_memory = self_check, keep_memory and host_memory is None
+        self.self_check, self.reuse_buffers = self_check, reuse_buffers and memory_limit is None
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
@@ -171,7 +177,7 @@ class GNNStrategy(RankStrategy):
 
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
-        check_model(module, of, self.recompute)
+        check_model(module, of, self.checkpoint_convs)
 
     def check_data(self, data: Any) -> GraphDataModule:
         """Returns the datamodule of a run; raises ValueError for any that has no graph."""
@@ -194,8 +200,8 @@ class GNNStrategy(RankStrategy):
             self.checked_stages(trainer),
             self.trains_on_batches,
             self.self_check,
-            self.keep_constant,
-            self.recompute,
+            self.cache_input_aggregation,
+            self.checkpoint_convs,
             self.root_device,
             self.world_size,
             self.num_nodes,
@@ -230,7 +236,7 @@ class GNNStrategy(RankStrategy):
             return
         self._warm_up(module, trainer)
         run = self._run_for_checks(module, trainer)
-        if self.host_memory is None:
+        if self.memory_limit is None:
             self.checks.memory_ahead(run, cut)
         if self_check:
             self.checks.ahead(run, cut)
@@ -277,8 +283,8 @@ class GNNStrategy(RankStrategy):
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
-        keeps_memory = self.keep_memory and self.root_device.type == "cpu"
-        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.redraw_every)
+        keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
+        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
             world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
@@ -287,8 +293,8 @@ class GNNStrategy(RankStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            binding = bind_module(self.scheme, module, shard, world, self.meter, self.keep_constant)
-            if self.recompute:
+            binding = bind_module(self.scheme, module, shard, world, self.meter, self.cache_input_aggregation)
+            if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)
             steps.see_whole_graph(module, shard)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from lightning_gnn.checks.small_graph import SmallGraph
 
 
-def check_model(module: torch.nn.Module, of: Shard | Cut, recompute: bool) -> None:
+def check_model(module: torch.nn.Module, of: Shard | Cut, checkpoint_convs: bool) -> None:
     """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph."""
-    if of.types.is_hetero and recompute:
-        raise ValueError("recompute=True is for graphs of one type. Leave it out for a HeteroData.")
+    if of.types.is_hetero and checkpoint_convs:
+        raise ValueError("checkpoint_convs=True is for graphs of one type. Leave it out for a HeteroData.")
     (feature("check_typed_module") if of.types.is_hetero else check_module)(module)
 
 

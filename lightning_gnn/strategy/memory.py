@@ -43,12 +43,12 @@ class MemoryAdvice:
         batch: Data,
         trainer: pl.Trainer | None = None,
         device: torch.device | None = None,
-        keep_constant: bool = True,
+        cache_input_aggregation: bool = True,
     ) -> Predicted:
         """Returns what training steps keep; arguments as of :class:`~lightning_gnn.checks.footprint.Predicted`."""
         from lightning_gnn.checks.footprint import Predicted
 
-        bind = partial(bind_module, self.rehearsed, meter=Meter(), keep_constant=keep_constant)
+        bind = partial(bind_module, self.rehearsed, meter=Meter(), cache_input_aggregation=cache_input_aggregation)
         return Predicted(module, batch, bind, self.rehearsed.layout(2), trainer, device)
 
 

@@ -71,7 +71,7 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
         working_bytes: that each rank needs beside.
     """
     try:
-        steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.keep_constant)
+        steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation)
     except RuntimeError as error:
         rank_zero_info(f"How much memory training takes is not predicted: {error}")
         return
@@ -82,10 +82,10 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     def needed(recompute: bool, times: int = 1) -> int:
         return sum(each.most for each in peaks(recompute, times))
 
-    total = needed(run.recompute)
+    total = needed(run.checkpoint_convs)
     if total <= available:
         return
-    largest = max(peaks(run.recompute), key=lambda peak: peak.most)
+    largest = max(peaks(run.checkpoint_convs), key=lambda peak: peak.most)
     phase = max(PHASES, key=lambda name: getattr(largest, name))
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
@@ -101,13 +101,13 @@ def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]
     """Yields what would fit, and what takes less in any case."""
     least = needed(True)
     if least <= available:
-        yield f"{run.strategy}(recompute=True), about {_gb(least)}"
+        yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
     replication = getattr(run.scheme, "replication", None)
     if replication is not None and replication > 1:
         yield f"a smaller replication than {replication}"
     for times in _TIMES_RANKS:
         # As many halo rows for each as now, which is more than there will be.
-        least = needed(run.recompute, times)
+        least = needed(run.checkpoint_convs, times)
         if least <= available:
             more, each = f"num_nodes={times * run.machines}", "a machine"
             if run.device.type != "cpu":

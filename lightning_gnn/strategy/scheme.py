@@ -84,7 +84,7 @@ class Run:
         strategy: the name of the strategy's class.
         stages: whose steps must give the numbers of one device.
         on_batches: training steps are on batches, else on the whole graph.
-        self_check, keep_constant, recompute: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+        self_check, cache_input_aggregation, checkpoint_convs: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
         device: of this rank.
         here: the ranks on this machine.
     """
@@ -96,8 +96,8 @@ class Run:
     stages: Sequence[str]
     on_batches: bool
     self_check: bool
-    keep_constant: bool
-    recompute: bool
+    cache_input_aggregation: bool
+    checkpoint_convs: bool
     device: torch.device
     world_size: int
     machines: int
@@ -123,18 +123,18 @@ def twin_of(scheme: Scheme) -> Scheme:
 
 
 def bind_module(
-    scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter, keep_constant: bool = True
+    scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool = True
 ) -> Binding:
     """Binds `module` to this rank's `shard`, whose rows travel as the scheme has them; runs on every rank.
 
     Args:
-        keep_constant: layers keep what they make of the graph's own features alone, which is the same in every step.
+        cache_input_aggregation: layers keep what they make of the graph's own features alone, which is the same in every step.
     """
-    make = partial(_context, scheme, world=world, meter=meter, keep_constant=keep_constant)
+    make = partial(_context, scheme, world=world, meter=meter, cache_input_aggregation=cache_input_aggregation)
     return bind(module, shard, world, make)
 
 
-def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, keep_constant: bool) -> GraphContext:
+def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool) -> GraphContext:
     """Returns what bound layers know of this rank; runs on every rank."""
     exchange, batch = scheme.exchange(shard, world, meter), shard.batch
     node_ids = target_ids = None
@@ -146,7 +146,7 @@ def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, keep_cons
         batch.x,
         batch.edge_index,
         batch.get("edge_weight"),
-        TIMES_FEATURES if keep_constant else 0,
+        TIMES_FEATURES if cache_input_aggregation else 0,
         None if shard.targets is not None else AnyRows(shard.n_id, shard.counts, world, meter),
         node_ids,
         target_ids,

@@ -62,8 +62,9 @@ def outcomes_of_ranks(run: Run, world: World, shard: Shard) -> Outcomes:
 def outcome_of(run: Run, shard: Shard, stage: str) -> SelfCheck:
     """Returns the outcome of a stage's step, on a small graph that looks like a shard's."""
     scheme = twin_of(run.scheme)
-    # Layers keep what they make, also under recompute=True: dropout that does nothing here would do its work in a backward.
-    bind = partial(bind_module, scheme, meter=Meter(), keep_constant=run.keep_constant)
+    # Layers keep what they make, also under checkpoint_convs=True: dropout that does nothing here would do its work in a
+    # backward.
+    bind = partial(bind_module, scheme, meter=Meter(), cache_input_aggregation=run.cache_input_aggregation)
     batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard)
     return self_check(run.module, batch, bind, stage, run.trainer, scheme.layout(2), shard.num_classes, make)
 

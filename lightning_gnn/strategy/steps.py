@@ -17,7 +17,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.registry import explained
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
@@ -113,7 +113,7 @@ class Steps:
         """Lets steps stand for those on the whole graph, of which this rank has a part."""
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
-        self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), expand, reduce)
+        self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
         self.in_use.callback(rows.release, module)
         rows.place_state(module, self._world)
 

@@ -298,7 +298,7 @@ class _Check:
         self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
         self._data = copy.copy(datamodule)
         self._data.trainer = None
-        self._data.source, self._data.source_args, self._data.split = self.graph, None, None
+        self._data.source, self._data.source_kwargs, self._data.split = self.graph, None, None
         if datamodule.partition is not None and not isinstance(datamodule.partition, str):
             self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
         self._data.setup("check")
@@ -434,7 +434,7 @@ class _Check:
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
     def _on_parts(self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, steps: int) -> Outcome:
-        bind = partial(bind_module, strategy.scheme, meter=Meter(), keep_constant=strategy.keep_constant)
+        bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
         prepare = coding(strategy) if trial.training else None
         return trial.on_parts(shards, bind, prepare, steps, self._seed)
 

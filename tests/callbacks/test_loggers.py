@@ -77,7 +77,7 @@ def trial(folder: Path) -> Finished:
     fit, config, *choice = agents_command(SWEEPS / "schemes.yaml", CHOICE)
     on_another_graph = [
         "--data.source=lightning_gnn.planted_partition",
-        f"--data.source_args={json.dumps(GRAPH)}",
+        f"--data.source_kwargs={json.dumps(GRAPH)}",
         f"--model.model.in_channels={GRAPH['num_features']}",
         f"--model.model.out_channels={GRAPH['num_classes']}",
     ]
@@ -113,7 +113,7 @@ def test_a_trial_of_a_sweep_is_one_run_in_all_loggers(ran):
     logs = folder / "lightning_logs" / "version_0"
     with (logs / "metrics.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    names = ("train_loss", "val_acc", "comm/bytes_sent", "throughput/nodes_per_s", "comm/waited_share")
+    names = ("train_loss", "val_acc", "comm/bytes_sent", "throughput/nodes_per_s", "comm/wait_fraction")
     for name in names:
         in_csv = [float(row[name]) for row in rows if row[name]]
         assert in_csv == pytest.approx([row[name] for row in found.history if name in row]) and in_csv
@@ -188,8 +188,8 @@ def described(rank: int, world_size: int, strategy: str, folder: Path) -> None:
         ("dgcl", 2, {"plan": "auto", "codec": None, "timeout": 1800.0}),
         ("spmm_2d", 4, {"permute": "random"}),
         ("vertex_cut_cached", 2, {"codec": "int8", "monitor": None}),
-        ("sampling", 2, {"fanouts": [15, 10], "method": "neighbor"}),
-        ("cluster_allreduce", 2, {"clusters": 40, "averaging_interval": 1}),
+        ("sampling", 2, {"num_neighbors": [15, 10], "method": "neighbor"}),
+        ("cluster_allreduce", 2, {"clusters": 40, "average_every_n_batches": 1}),
     ],
 )
 def test_every_strategy_is_described(ranks, tmp_path, strategy, world_size, arguments):

@@ -377,7 +377,7 @@ model:
   class_path: {model}
 data:
   class_path: lightning_gnn.GraphDataModule
-  init_args: {{source: lightning_gnn.planted_partition, source_args: {{num_nodes: 300}}}}
+  init_args: {{source: lightning_gnn.planted_partition, source_kwargs: {{num_nodes: 300}}}}
 trainer:
   devices: 2
   accelerator: cpu

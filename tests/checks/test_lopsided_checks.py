@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
-from lightning_gnn import fetch_rows, num_nodes
+from lightning_gnn import gather_nodes, global_num_nodes
 from lightning_gnn.checks.self_check import SelfCheck, self_check
 from lightning_gnn.checks.small_graph import FORM, small_graph
 from lightning_gnn.comm.traffic import Meter
@@ -516,8 +516,8 @@ class OfAllNodes(Model):
 
     def between(self, x, edge_index):
         g = torch.Generator().manual_seed(self.step)
-        order, noise = torch.randperm(num_nodes(x), generator=g), torch.rand(num_nodes(x), generator=g)
-        return fetch_rows(x, order[self.n_id]) + noise[self.n_id].view(-1, 1)
+        order, noise = torch.randperm(global_num_nodes(x), generator=g), torch.rand(global_num_nodes(x), generator=g)
+        return gather_nodes(x, order[self.n_id]) + noise[self.n_id].view(-1, 1)
 
 
 class WithIds(UserModule):

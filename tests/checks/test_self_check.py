@@ -298,10 +298,10 @@ class Helped(Model):
     """What the helpers are for: out-degrees and source rows."""
 
     def between(self, x, edge_index):
-        rows = lightning_gnn.expand(x)
-        out_degree = lightning_gnn.reduce(degree(edge_index[0], len(rows), x.dtype))
+        rows = lightning_gnn.gather_halo(x)
+        out_degree = lightning_gnn.reduce_halo(degree(edge_index[0], len(rows), x.dtype))
         x = (x - x.mean(0)) / out_degree.clamp(min=1).unsqueeze(1)
-        return x + torch.zeros_like(x).index_add(0, edge_index[1], lightning_gnn.expand(x)[edge_index[0]])
+        return x + torch.zeros_like(x).index_add(0, edge_index[1], lightning_gnn.gather_halo(x)[edge_index[0]])
 
 
 class SelfLoops(Model):
@@ -417,7 +417,7 @@ def test_nothing_is_left_behind():
     torch.testing.assert_close(module.state_dict(), before[0], rtol=0, atol=0)
     assert torch.equal(batch.x, before[1]) and before[2] == [set(vars(child)) for child in module.modules()]
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert lightning_gnn.expand(batch.x) is batch.x
+    assert lightning_gnn.gather_halo(batch.x) is batch.x
 
 
 def test_shards_in_memory_are_those_of_the_store(tmp_path):

@@ -112,7 +112,7 @@ def outputs_of(name: str, kind: type[HaloExchange], moved: bool) -> list[Any]:
             torch.manual_seed(7)
             conv = make().double().eval()
             batch.x = batch.x.detach().requires_grad_()
-            binding = bind_module(With(kind), torch.nn.Sequential(conv), shard, world, meter, keep_constant=False)
+            binding = bind_module(With(kind), torch.nn.Sequential(conv), shard, world, meter, cache_input_aggregation=False)
             binding.context.begin_step()
             out = outputs(call(conv, batch))
             if out.requires_grad:
@@ -170,7 +170,7 @@ def test_step_and_call_are_told_before_anything_travels():
     def work(rank: int, world: InProcessWorld) -> Any:
         shard = shards(2)[rank]
         model = torch.nn.ModuleList([nn.SAGEConv(8, 8), nn.TransformerConv(8, 8)]).double()
-        binding = bind_module(With(Seen), model, shard, world, Meter(), keep_constant=False)
+        binding = bind_module(With(Seen), model, shard, world, Meter(), cache_input_aggregation=False)
         for step in (Step("train", 0, 0), Step("train", 0, 1), Step("validation", 0, 0)):
             binding.context.begin_step(step)
             x = shard.batch.x.clone().requires_grad_()
@@ -227,7 +227,7 @@ def test_the_way_of_a_row_is_short(monkeypatch, make):
     def work(rank: int, world: InProcessWorld) -> None:
         shard = shards(2)[rank]
         conv = make().double()
-        bind_module(With(HaloExchange), torch.nn.Sequential(conv), shard, world, Meter(), keep_constant=False)
+        bind_module(With(HaloExchange), torch.nn.Sequential(conv), shard, world, Meter(), cache_input_aggregation=False)
         conv(shard.batch.x.clone().requires_grad_(), shard.batch.edge_index).sum().backward()
 
     on_ranks(2, work)

@@ -23,7 +23,7 @@ from torch_geometric.nn.models import GCN
 from torch_geometric.transforms import RandomLinkSplit
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, fetch_rows
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, SamplingStrategy, gather_nodes
 from lightning_gnn.checks.small_graph import FORM, small_graph
 from lightning_gnn.data.loading import load_source
 from lightning_gnn.data.shards import cut_graph, split_graph, whole_graph
@@ -213,7 +213,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "pos_edge_index": (PAIRS, r"data.edge_kind say.*split_edges"),
     "train_edge_index": (PAIRS, r"data.edge_kind say"),
     "held_out_edge_idx": (torch.arange(5), r"one entry per edge: data.held_out_mask\[data.held_out_edge_idx\] = True"),
-    "hub_index": (torch.arange(5), r"data.hub_mask\[data.hub_index\] = True; or .*fetch_rows.*hub_n_id"),
+    "hub_index": (torch.arange(5), r"data.hub_mask\[data.hub_index\] = True; or .*gather_nodes.*hub_n_id"),
     "parent_idx": (torch.arange(60).roll(1), "ids of the whole graph.*parent_n_id"),
     "face": (torch.randint(0, 60, (3, 8)), "ids of the whole graph"),
     "ptr": (torch.tensor([0, 60]), "a batch is of one graph"),
@@ -461,7 +461,7 @@ class ReadsPairs(OGBModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         z = self.first(batch.x, batch.edge_index)
-        source, target = fetch_rows(z, batch.pairs_n_id)
+        source, target = gather_nodes(z, batch.pairs_n_id)
         return {"loss": F.softplus(-(source * target).sum(-1)).mean(), "loss_weight": 1}
 
 

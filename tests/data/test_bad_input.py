@@ -146,7 +146,7 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     "mask_complex": ({"test_mask": torch.ones(6).to(torch.complex64)}, "test_mask must be bool .got complex64"),
     "mask_scalar": ({"train_mask": torch.tensor(True)}, r"train_mask must have shape \[N\] or \[N, splits\] .got \[\]"),
     "mask_three_dimensions": ({"train_mask": torch.ones(6, 2, 2).bool()}, r"train_mask must have shape .* .got \[6, 2, 2\]"),
-    "mask_no_columns": ({"train_mask": torch.ones(6, 0).bool()}, "split_column=0, but train_mask has 0 columns"),
+    "mask_no_columns": ({"train_mask": torch.ones(6, 0).bool()}, "split_index=0, but train_mask has 0 columns"),
     "mask_empty": ({"train_mask": torch.zeros(6).bool()}, "train_mask holds no labelled node. Give another split"),
     "mask_unlabelled": ({"train_mask": torch.arange(6) == 5}, "train_mask holds no labelled node"),
     "no_labels_at_all": ({"y": -torch.ones(6).long()}, "train_mask holds no labelled node"),
@@ -265,7 +265,7 @@ SOURCES: dict[str, tuple[Any, Any, str]] = {
     "path_to_a_module": ("torch_geometric.datasets", None, "gives a module"),
     "raises": (raises, None, r"Loading the graph failed: raises\(\) raised ValueError: no such file. Call it yourself"),
     "path_raises": ("test_bad_input.raises", {"kind": "KeyError"}, r"raises\(kind='KeyError'\) raised KeyError"),
-    "unknown_argument": (small, 5, "source_args must be a dict of keyword arguments .got 5"),
+    "unknown_argument": (small, 5, "source_kwargs must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
     "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or an import path as source .got Data"),
@@ -307,9 +307,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "split_dict": ({"split": {"train": 0.6}}, FRACTIONS),
     "split_without_training": ({"split": (0.0, 0.5, 0.5)}, "train_mask holds no labelled node"),
     "split_too_small": ({"split": (0.01, 0.5, 0.4)}, "train_mask holds no labelled node"),
-    "column_negative": ({"split_column": -1}, "split_column must be an integer of at least 0 .got -1"),
-    "column_word": ({"split_column": "0"}, "split_column must be an integer"),
-    "column_beyond": ({"split_column": 3}, "split_column=3, but train_mask has 3 columns: choose 0 to 2"),
+    "column_negative": ({"split_index": -1}, "split_index must be an integer of at least 0 .got -1"),
+    "column_word": ({"split_index": "0"}, "split_index must be an integer"),
+    "column_beyond": ({"split_index": 3}, "split_index=3, but train_mask has 3 columns: choose 0 to 2"),
     "seed_negative": ({"seed": -1}, "seed must be an integer of at least 0 .got -1"),
     "seed_float": ({"seed": 0.5}, "seed must be an integer of at least 0 .got 0.5"),
     "partition_name": (
@@ -333,7 +333,7 @@ def test_arguments(case, tmp_path):
     graph = small(train_mask=small().train_mask.view(-1, 1).repeat(1, 3))
 
     def use() -> None:
-        datamodule = GraphDataModule(graph, **options, store=tmp_path)
+        datamodule = GraphDataModule(graph, **options, partition_dir=tmp_path)
         datamodule.setup("fit")
         datamodule.build(TWO)
 
@@ -346,7 +346,7 @@ def test_arguments(case, tmp_path):
 
 def built(root: Path, **options: Any) -> Path:
     """The folder of a partitioned graph."""
-    return root / GraphDataModule(small(), **options, store=root).build(TWO)
+    return root / GraphDataModule(small(), **options, partition_dir=root).build(TWO)
 
 
 def flip(file: Path, position: int) -> None:
@@ -412,7 +412,7 @@ def test_stores(case, tmp_path):
     change(folder)
     for _ in range(2):  # nor is it trusted the second time
         refused(lambda: read_cut(folder, TWO).shard(0), words + ADVICE, StoreError)
-        refused(lambda: GraphDataModule(small(), store=tmp_path).build(TWO), words + ADVICE, StoreError)
+        refused(lambda: GraphDataModule(small(), partition_dir=tmp_path).build(TWO), words + ADVICE, StoreError)
 
 
 def test_renamed_and_moved_entries(tmp_path):
@@ -448,7 +448,7 @@ def test_checksums_are_worked_out_once(tmp_path, monkeypatch):
 def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     """What a description is known by is checked: copied to another description, or altered, it counts for nothing."""
     monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
-    module = GraphDataModule("test_bad_input.small", store=tmp_path)
+    module = GraphDataModule("test_bad_input.small", partition_dir=tmp_path)
     folder = module._ensure_stored(TWO)
     key, _ = module._notes(TWO)
     note = tmp_path / f"{key}.known"
@@ -484,7 +484,7 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
     )
     if code == errno.EIO:
         words = "The store .* cannot be written .*Input/output error.*Name a folder that you may write to"
-    refused(lambda: built(tmp_path), words + r".*GraphDataModule\(store=...\) or \$LIGHTNING_GNN_STORE", StoreError)
+    refused(lambda: built(tmp_path), words + r".*GraphDataModule\(partition_dir=...\) or \$LIGHTNING_GNN_STORE", StoreError)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     monkeypatch.undo()
     read_cut(built(tmp_path), TWO).shard(0)
@@ -509,7 +509,7 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
     else:
         monkeypatch.setattr(datamodule, "write_atomically", no_space)
         words = r"The disk of the store .* is full. [\d,]+ bytes are free"
-    refused(lambda: GraphDataModule(small(), store=root).build(TWO), words, StoreError)
+    refused(lambda: GraphDataModule(small(), partition_dir=root).build(TWO), words, StoreError)
 
 
 def build_and_die(root: Path, where: str) -> None:
@@ -550,7 +550,7 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, where):
 
 
 def test_a_killed_or_failed_child_is_told(tmp_path, monkeypatch, capfd):
-    module = GraphDataModule("test_bad_input.without_numbers", store=tmp_path)
+    module = GraphDataModule("test_bad_input.without_numbers", partition_dir=tmp_path)
     failed = "Loading or partitioning test_bad_input.without_numbers failed: "
     refused(lambda: module._ensure_stored(TWO), f"{failed}x holds NaN or infinite values in 6 of 6", RuntimeError)
     assert "Traceback" in capfd.readouterr().err
@@ -680,7 +680,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if kind == "unreadable" and rank == 1:
             patch.setattr(datamodule, "read_cut", cannot_read)
-        trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(source, store=root))
+        trainer.fit(NodeClassifier(model), datamodule=GraphDataModule(source, partition_dir=root))
 
 
 @pytest.mark.parametrize(

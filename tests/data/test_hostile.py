@@ -68,7 +68,7 @@ def test_the_campaign_finds_what_is_bad(campaign, monkeypatch):
     for expected, run in outcomes.items():
         monkeypatch.setattr(campaign, "DEADLINE_S", 0.2 if expected == "hung" else 20.0)
         assert campaign.judge(campaign.Case("", "", run, "seed", lambda _: False))[0] == expected
-    unnamed = campaign.Case("", "", outcomes["refused"], "split_column", lambda _: False)
+    unnamed = campaign.Case("", "", outcomes["refused"], "split_index", lambda _: False)
     assert campaign.judge(unnamed)[0] == "raw"
 
 
@@ -85,7 +85,7 @@ def same(folder: Path, was: Any) -> bool:
 def test_a_loss_of_power_at_any_byte_is_found(tmp_path, monkeypatch):
     """500 files that end early, or hold zeros from some byte on, which is what a disk has that was not told to keep them."""
     monkeypatch.setattr(GraphDataModule, "_build_in_subprocess", GraphDataModule.build)
-    module = GraphDataModule("test_bad_input.small", store=tmp_path)
+    module = GraphDataModule("test_bad_input.small", partition_dir=tmp_path)
     folder = tmp_path / module._ensure_stored(TWO)
     was = read_cut(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name))
     files = [file for file in (*folder.iterdir(), *tmp_path.glob("*.known"))]
@@ -230,7 +230,7 @@ def test_nothing_outside_the_folder_is_read(tmp_path, name, where, monkeypatch):
 @pytest.mark.parametrize("name", ["../../secret", "/etc/secret", "x/../../../secret", "a\0b", "x" * 300])
 def test_no_attribute_is_written_outside_the_folder(tmp_path, name):
     with pytest.raises(ValueError, match="The graph has an attribute"):
-        GraphDataModule(small(**{name: torch.ones(6)}), store=tmp_path).build(TWO)
+        GraphDataModule(small(**{name: torch.ones(6)}), partition_dir=tmp_path).build(TWO)
 
 
 @pytest.mark.parametrize("name", ["node.x.npy", "manifest.json"])
@@ -283,7 +283,7 @@ LAYOUTS = {
 def test_ids_out_of_range_are_found(tmp_path, kind):
     """In each array of ids, and at both of its ends; so are too few rows of any array."""
     make, layout = LAYOUTS[kind]
-    folder = tmp_path / GraphDataModule(make(), store=tmp_path).build(layout)
+    folder = tmp_path / GraphDataModule(make(), partition_dir=tmp_path).build(layout)
     read_cut(folder)
     offsets = json.loads((folder / "manifest.json").read_text())["offsets"]
     tried = set()

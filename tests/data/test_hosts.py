@@ -95,7 +95,7 @@ def train(rank: int, size: int, roots: list[Path], devices: int) -> tuple[list[t
         noted = Noted().patch(patched)
         strategy: Any = DGCLStrategy(timeout=60) if size > 1 else "auto"
         trainer = quiet_trainer(strategy, devices, num_nodes=len(roots))
-        data = GraphDataModule(source, store=roots[machine])
+        data = GraphDataModule(source, partition_dir=roots[machine])
         trainer.fit(model, datamodule=data)
         trainer.test(model, datamodule=data, verbose=False)
     return [copy.deepcopy(each.detach()) for each in model.parameters()], noted.sent, len(loaded)
@@ -137,7 +137,7 @@ def spread(
     own.mkdir(exist_ok=True)
 
     def lock(name: str) -> AbstractContextManager[None]:
-        return GraphDataModule(awkward_graph(), store=own)._lock(name)
+        return GraphDataModule(awkward_graph(), partition_dir=own)._lock(name)
 
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")

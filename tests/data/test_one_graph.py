@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Any] = {
     "spmm_1d": lambda: "spmm_1d",
     "vertex_cut": lambda: "vertex_cut",
     "sampling": lambda: SamplingStrategy([3, 3], 8, timeout=60),
-    "cluster_allreduce": lambda: ClusterAllReduceStrategy(clusters=6, final="average", timeout=60),
+    "cluster_allreduce": lambda: ClusterAllReduceStrategy(num_clusters=6, final_weights="average", timeout=60),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_path_is_loaded_in_another_process_which_draws_the_same_and_reads_back
 
 def prepared(path: Path, source: Any, devices: int = 2, **options: Any) -> tuple[GraphDataModule, dict[str, set[int]]]:
     """A datamodule, new or given, after its graph was partitioned, and the split in the store."""
-    data = source if isinstance(source, GraphDataModule) else GraphDataModule(source, store=path, **options)
+    data = source if isinstance(source, GraphDataModule) else GraphDataModule(source, partition_dir=path, **options)
     data.prepare_for(LayoutSpec("edge_cut", devices))
     return data, split_in_store(data)
 
@@ -259,7 +259,7 @@ def test_a_cut_gives_its_types_back(tmp_path):
 
 
 def test_one_device_and_ranks_take_turns(tmp_path):
-    data = GraphDataModule(draw, store=tmp_path)
+    data = GraphDataModule(draw, partition_dir=tmp_path)
     torch.manual_seed(11)
     seen = []
     for strategy in ("auto", DGCLStrategy(timeout=60), "auto"):

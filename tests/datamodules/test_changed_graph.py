@@ -90,7 +90,7 @@ def test_a_change_during_fit_is_refused_unless_training_has_ended(ranks):
 
 def test_a_dataset_that_changes_is_refused(tmp_path):
     dataset = [graph()]
-    data, layout = GraphDataModule(dataset, store=tmp_path), LayoutSpec("edge_cut", 2)
+    data, layout = GraphDataModule(dataset, partition_dir=tmp_path), LayoutSpec("edge_cut", 2)
     data.prepare_for(layout)
     data.prepare_for(layout)
     dataset[0].train_mask[0] ^= True
@@ -102,7 +102,7 @@ def test_a_dataset_that_changes_is_refused(tmp_path):
 
 
 def test_what_was_prepared_before_ranks_started_is_of_one_call(tmp_path, monkeypatch):
-    data, layout = GraphDataModule(graph(), store=tmp_path), LayoutSpec("edge_cut", 2)
+    data, layout = GraphDataModule(graph(), partition_dir=tmp_path), LayoutSpec("edge_cut", 2)
     monkeypatch.setattr(data, "_asked_for", lambda: layout)
     looked: list[str] = []
     monkeypatch.setattr(data, "load", lambda: looked.append("") or GraphDataModule.load(data))

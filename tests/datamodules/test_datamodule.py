@@ -81,7 +81,7 @@ def test_index_split_and_column_labels():
 def test_mask_columns():
     masks = torch.zeros(6, 10, dtype=torch.bool)
     masks[2, 7] = True
-    data = prepare_graph(small(train_mask=masks), split_column=7)
+    data = prepare_graph(small(train_mask=masks), split_index=7)
     assert data.train_mask.nonzero().view(-1).tolist() == [2]
 
 
@@ -113,7 +113,7 @@ def test_whole_numbers_become_floats_and_int32_edges_int64():
         ({"y": torch.zeros(5)}, {}, "y has 5 rows, but x has 6"),
         ({"train_mask": None}, {}, r"no train_mask. Give a random split, GraphDataModule\(..., split="),
         ({"train_mask": torch.ones(4).bool()}, {}, "train_mask has 4 entries"),
-        ({"train_mask": torch.ones(6, 2).bool()}, {"split_column": 2}, "split_column=2, but train_mask has 2 columns"),
+        ({"train_mask": torch.ones(6, 2).bool()}, {"split_index": 2}, "split_index=2, but train_mask has 2 columns"),
         ({}, {"fractions": (0.5, 0.6, 0.1)}, "three fractions that sum to at most 1"),
         ({}, {"split": {"training": torch.tensor([0])}}, r"keys \['training'\]; known are"),
     ],
@@ -235,9 +235,9 @@ def refuse(*args: Any, **options: Any) -> Any:
 
 
 def test_second_build_does_not_partition(tmp_path, monkeypatch):
-    first = GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2))
+    first = GraphDataModule(small(), partition_dir=tmp_path).build(LayoutSpec("edge_cut", 2))
     monkeypatch.setattr(edge_cut, "assign_nodes", refuse)
-    assert GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 2)) == first
+    assert GraphDataModule(small(), partition_dir=tmp_path).build(LayoutSpec("edge_cut", 2)) == first
     for other in (
         {"source": small(x=small().x + 1)},
         {"source": small(), "seed": 1},
@@ -245,9 +245,9 @@ def test_second_build_does_not_partition(tmp_path, monkeypatch):
         {"source": small(), "split": (0.5, 0.2, 0.2)},
     ):
         with pytest.raises(AssertionError, match="partitioned again"):
-            GraphDataModule(**other, store=tmp_path).build(LayoutSpec("edge_cut", 2))
+            GraphDataModule(**other, partition_dir=tmp_path).build(LayoutSpec("edge_cut", 2))
     with pytest.raises(AssertionError, match="partitioned again"):
-        GraphDataModule(small(), store=tmp_path).build(LayoutSpec("edge_cut", 3))
+        GraphDataModule(small(), partition_dir=tmp_path).build(LayoutSpec("edge_cut", 3))
 
 
 @pytest.mark.parametrize("name", ["x", "edge_weight", "edge_attr"])
@@ -259,7 +259,7 @@ def test_the_last_digits_of_float64_make_another_graph(tmp_path, name):
     known, found = graph_digests(graph), graph_digests(changed)
     assert {each for each in known if found[each] != known[each]} == {name}
     layout = LayoutSpec("edge_cut", 2)
-    first, second = (GraphDataModule(each, store=tmp_path).build(layout) for each in (graph, changed))
+    first, second = (GraphDataModule(each, partition_dir=tmp_path).build(layout) for each in (graph, changed))
     assert first != second
     for folder, expected in ((first, graph), (second, changed)):
         assert torch.equal(read_cut(tmp_path / folder).graph()[name], expected[name])
@@ -270,7 +270,7 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
     file.write_text("ab")
 
     def module() -> GraphDataModule:
-        return GraphDataModule("test_datamodule.make_small", {"file": str(file)}, store=tmp_path / "store")
+        return GraphDataModule("test_datamodule.make_small", {"file": str(file)}, partition_dir=tmp_path / "store")
 
     layout = LayoutSpec("edge_cut", 2)
     with monkeypatch.context() as patched:
@@ -289,7 +289,7 @@ def test_dotted_path_is_not_even_loaded_again(tmp_path, monkeypatch):
 
 def test_a_path_that_cannot_be_imported_says_so(tmp_path):
     with pytest.raises(ValueError, match="cannot be imported"):
-        GraphDataModule("no.such.module", store=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
+        GraphDataModule("no.such.module", partition_dir=tmp_path)._ensure_stored(LayoutSpec("edge_cut", 2))
 
 
 def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
@@ -300,7 +300,7 @@ def _build(rank: int, world_size: int, folder: Path) -> tuple[str, bool]:
         (folder / f"ready{rank}").touch()
         while len(list(folder.glob("ready*"))) < world_size:
             time.sleep(0.01)
-        name = GraphDataModule(graph, store=folder / "store").build(LayoutSpec("edge_cut", 3))
+        name = GraphDataModule(graph, partition_dir=folder / "store").build(LayoutSpec("edge_cut", 3))
     return name, any(message.startswith("Partitioned") for message in told)
 
 

@@ -73,7 +73,7 @@ class Module(L.LightningModule):
 def gradients(rank: int, size: int, recompute: bool) -> list[torch.Tensor]:
     torch.manual_seed(3)
     module = Module(Dropped()).double()
-    trainer = quiet_trainer(DGCLStrategy(timeout=60, recompute=recompute), size, max_epochs=2)
+    trainer = quiet_trainer(DGCLStrategy(timeout=60, checkpoint_convs=recompute), size, max_epochs=2)
     trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
     return [each for step in module.found for each in step]
 
@@ -269,7 +269,7 @@ class Taken:
     found: list[torch.Tensor] = field(default_factory=list)
 
 
-SAMPLED = {"fanouts": [3, 3], "batch_size": 8}
+SAMPLED = {"num_neighbors": [3, 3], "batch_size": 8}
 
 
 def taken(rank: int, size: int, kind: type[Module], strategy: Any, pins: bool = True) -> Taken:
@@ -316,14 +316,14 @@ def test_batches_arrive_while_the_device_computes(ranks):
 
 def test_a_hook_of_the_user_before_the_copy_gets_batches_on_the_cpu(ranks):
     everyone = ranks.run(2, taken, Hooked, SamplingStrategy(**SAMPLED, timeout=60))
-    for seen in [*everyone, *ranks.run(1, taken, Hooked, ClusterAllReduceStrategy(clusters=2, timeout=60))]:
+    for seen in [*everyone, *ranks.run(1, taken, Hooked, ClusterAllReduceStrategy(num_clusters=2, timeout=60))]:
         assert not seen.pinned_by and seen.copied_by == ["MainThread"] * 2 and not seen.tensors
 
 
 @pytest.mark.parametrize("size", [1, *campaign(2)])
 def test_clusters_arrive_while_the_device_computes(ranks, size):
     """A thread pins and copies the next one while this one is trained on; what is learnt is the same."""
-    strategy = ClusterAllReduceStrategy(clusters=4, timeout=60)
+    strategy = ClusterAllReduceStrategy(num_clusters=4, timeout=60)
     for seen, without in zip(ranks.run(size, taken, Module, strategy), ranks.run(size, taken, Module, strategy, False)):
         assert seen.pinned_by == seen.copied_by == ["lightning_gnn clusters"] * (4 // size) and not seen.waited_for
         assert seen.tensors["copied"] >= 3 * len(seen.found) and seen.tensors["recorded"] == seen.tensors["copied"]
@@ -348,7 +348,7 @@ def averaged(rank: int, size: int, average: str) -> Any:
     torch.manual_seed(4)
     module = Summing(build("sage")).double()
     queued.counts["allreduce"] = 0
-    strategy = ClusterAllReduceStrategy(2, clusters=8, average=average, timeout=60)
+    strategy = ClusterAllReduceStrategy(2, num_clusters=8, average=average, timeout=60)
     trainer = quiet_trainer(strategy, size, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
     return module.sums, [each.detach().cpu() for each in module.parameters()], module.found

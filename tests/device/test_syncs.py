@@ -74,7 +74,7 @@ def test_a_message_that_data_decide_waits_once(ranks):
 def test_a_batch_of_a_cluster_waits_for_its_labelled_nodes(ranks, kind):
     """Where they are, how many, and how many of the worker's: three times. Averages in lockstep add nothing, those with one other
     worker the copy to the host."""
-    for found in ranks.run(2, waits, "sage", kind(1, clusters=12, timeout=60)):
+    for found in ranks.run(2, waits, "sage", kind(1, num_clusters=12, timeout=60)):
         copied = sum(count for where, count in found.items() if "devices.py" in where)
         assert sum(found.values()) - copied == 3, found
         assert copied == 0 or (copied == 1 and kind is GossipStrategy), found

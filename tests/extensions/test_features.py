@@ -19,13 +19,13 @@ FEATURES: dict[str, tuple[str, int]] = {
     "codecs": (r"codecs?|\w*encod(ing|es|er)\w*|\w*codec_\w*|codec\w+|stochastic_rounding|take_squares", 2),
     "zero_rows": (r"\w*zero_?rows\w*|(count_|pack_|unpack_)?nonzero_rows|pack_rows|unpack_rows|bits_bytes", 2),
     "out_of_core": (
-        r"\w*out_of_core\w*|host_memory\w*|\w*_host_memory|my_turns?|\w*_turns?|turns|\w*pag(er|ing)|keeps_buffers|in_file"
+        r"\w*out_of_core\w*|memory_limit\w*|\w*_host_memory|my_turns?|\w*_turns?|turns|\w*pag(er|ing)|keeps_buffers|in_file"
         r"|messages_folder|full_disk|unnamed_file",
         2,
     ),
     "graph_files": (
         r"graph_files|array_files|in_?edges|streaming(_candidates)?|FolderSource|PartEdges|(?-i:(Row)?Blocks)|is_folder|read_folder"
-        r"|is_symmetric|cluster_graph|refine_parts|count_clusters|write_parts|partition_memory|build_from_files"
+        r"|is_symmetric|cluster_graph|refine_parts|count_clusters|write_parts|partition_memory_limit|build_from_files"
         r"|write_pieces",
         2,
     ),

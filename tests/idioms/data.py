@@ -61,7 +61,7 @@ def random_split_of_the_datamodule() -> Case:
 @idiom(source="PyG: masks of several splits, [N, 10]")
 def several_splits() -> Case:
     data = T.RandomNodeSplit(num_splits=3, num_val=0.2, num_test=0.3)(without_masks())
-    return Case(gcn(), GraphDataModule(data, split_column=1))
+    return Case(gcn(), GraphDataModule(data, split_index=1))
 
 
 @idiom(source="PyG examples/dna.py, rgcn.py: data.train_idx", refused="train_idx")

@@ -84,7 +84,7 @@ from torchmetrics.functional import classification as functional
 
 from idioms.harness import CLASSES, Case, directed, graph
 from idioms.own_conv import OwnConv
-from lightning_gnn import expand, fetch_rows, reduce
+from lightning_gnn import gather_halo, gather_nodes, reduce_halo
 """
 
 GRAMMAR: dict[str, list[str]] = {
@@ -174,13 +174,13 @@ GRAMMAR: dict[str, list[str]] = {
     # Rows of all nodes, as the helpers and modules for it have them.
     "helped": [
         "x = x - x.sum(0) / x.new_tensor(float(len(x)))",
-        "x = x + scatter(expand(x)[edge_index[0]], edge_index[1], 0, len(x), 'mean')",
+        "x = x + scatter(gather_halo(x)[edge_index[0]], edge_index[1], 0, len(x), 'mean')",
         "x = x - x.mean(0, keepdim=True)",
         "x = x + x[batch.y == <class>].mean(0)",
         "x = x + F.one_hot(batch.y.clamp(min=0), 8) * batch.train_mask[:, None]",
-        "x = x + fetch_rows(x, batch.n_id * 0 + 3)",
-        "x = x + fetch_rows(x, (batch.n_id + 7) % 40)",
-        "ones = reduce(degree(edge_index[0], len(expand(x)), x.dtype)) ;; x = x / ones.clamp(min=1)[:, None]",
+        "x = x + gather_nodes(x, batch.n_id * 0 + 3)",
+        "x = x + gather_nodes(x, (batch.n_id + 7) % 40)",
+        "ones = reduce_halo(degree(edge_index[0], len(gather_halo(x)), x.dtype)) ;; x = x / ones.clamp(min=1)[:, None]",
         "init: self.pool# = nn.MeanAggregation() ;; x = x + self.pool#(x)",
         "init: self.pool# = nn.MaxAggregation() ;; x = x - self.pool#(x)",
         "x = x / degree(edge_index[1], len(x), x.dtype).clamp(min=1)[:, None]",

@@ -31,7 +31,7 @@ from torch_geometric.utils import (
 from idioms.convs import HIDDEN, two
 from idioms.harness import CLASSES, FEATURES, Case, directed, graph, idiom
 from idioms.steps import Classifier
-from lightning_gnn import expand, reduce
+from lightning_gnn import gather_halo, reduce_halo
 
 Forward = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -176,8 +176,8 @@ def scatter_by_hand() -> Case:
 def scatter_by_expand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
-        x = scatter(expand(model.first(x))[source], target, dim=0, dim_size=len(x), reduce="mean").relu()
-        return scatter(expand(model.second(x))[source], target, dim=0, dim_size=len(x), reduce="sum")
+        x = scatter(gather_halo(model.first(x))[source], target, dim=0, dim_size=len(x), reduce="mean").relu()
+        return scatter(gather_halo(model.second(x))[source], target, dim=0, dim_size=len(x), reduce="sum")
 
     return case(forward, Linear)
 
@@ -187,7 +187,7 @@ def attention_by_hand() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
         rows = model.first(x)
-        sent = expand(rows)[source]
+        sent = gather_halo(rows)[source]
         share = softmax((sent * rows[target]).sum(-1), target, num_nodes=len(x))
         heard = torch.zeros_like(rows).index_add_(0, target, share.view(-1, 1) * sent)
         return model.second(heard.relu())
@@ -236,7 +236,7 @@ def out_degrees() -> Case:
 @idiom(source="out-degrees, by docs/models.md")
 def out_degrees_by_reduce() -> Case:
     def forward(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-        count = reduce(degree(edge_index[0], len(expand(x)), x.dtype)).view(-1, 1)
+        count = reduce_halo(degree(edge_index[0], len(gather_halo(x)), x.dtype)).view(-1, 1)
         return model.second(model.first(x / (count + 1), edge_index).relu(), edge_index)
 
     return case(forward, data=directed())
@@ -393,7 +393,7 @@ def weights_of_ends_by_expand() -> Case:
     class Weighted(Classifier):
         def forward(self, batch: Any) -> Tensor:
             source, target = batch.edge_index
-            weight = (expand(batch.x)[source] * batch.x[target]).sum(-1).sigmoid()
+            weight = (gather_halo(batch.x)[source] * batch.x[target]).sum(-1).sigmoid()
             return self.model(batch.x, batch.edge_index, weight)
 
     return Case(Weighted(two(nn.GCNConv)), graph())

@@ -81,7 +81,7 @@ def test_from_the_second_step_until_teardown(monkeypatch, keep):
             events.append("step")
 
     monkeypatch.setattr(steps, "keeping_freed_memory", Kept)
-    trainer = quiet_trainer(DGCLStrategy(keep_memory=keep, self_check=False), 1, callbacks=[Steps()])
+    trainer = quiet_trainer(DGCLStrategy(reuse_buffers=keep, self_check=False), 1, callbacks=[Steps()])
     trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
     kept = ["step", "kept", "step", "step", "given back"]
     assert events == (kept if keep else ["step", "step", "step"])

@@ -301,7 +301,7 @@ def command_line(folder: Path, config: str, options: tuple[str, ...]) -> Finishe
         "fit",
         f"--config={REPOSITORY / 'configs' / config}",
         "--data.init_args.source=lightning_gnn.planted_partition",
-        f"--data.init_args.source_args={json.dumps(GRAPH)}",
+        f"--data.init_args.source_kwargs={json.dumps(GRAPH)}",
         f"--model.init_args.model.init_args.in_channels={GRAPH['num_features']}",
         "--model.init_args.model.init_args.hidden_channels=16",
         f"--model.init_args.model.init_args.out_channels={GRAPH['num_classes']}",

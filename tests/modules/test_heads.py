@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, MeanAggregation, MultiAggregation
 from torch_geometric.utils import scatter
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, expand, reduce
+from lightning_gnn import DGCLStrategy, GraphDataModule, gather_halo, reduce_halo
 
 
 class Base(L.LightningModule):
@@ -44,10 +44,10 @@ class EdgeClassifier(Base):
     def forward(self, batch: Data) -> torch.Tensor:
         x = self.conv(batch.x, batch.edge_index).relu()
         source, target = batch.edge_index
-        rows = expand(x)
+        rows = gather_halo(x)
         # and what all out-edges of the source have in common, which lie on several ranks
         attr = scatter(batch.edge_attr.norm(dim=1), source, 0, dim_size=len(rows), reduce="sum")
-        common = expand(reduce(attr)).view(-1, 1).expand(-1, 8)
+        common = gather_halo(reduce_halo(attr)).view(-1, 1).expand(-1, 8)
         return self.head(torch.cat([rows[source], rows[target], common[source]], 1)).view(-1)
 
     def loss(self, batch: Data) -> Any:

@@ -195,7 +195,7 @@ def test_parts_know_the_edges_that_are_predicted(tmp_path):
     graph["movie"].train_mask = torch.ones(MOVIES, dtype=torch.bool)
     with_all = split()
     for source, kind_of in ((graph, None), (with_all, RATES)):
-        folder = GraphDataModule(source, store=tmp_path, input_type="movie").partition_for(SamplingScheme().layout(3))
+        folder = GraphDataModule(source, partition_dir=tmp_path, input_type="movie").partition_for(SamplingScheme().layout(3))
         cut = read_cut(folder)
         assert cut.edge_type == kind_of  # two types with a mask of training edges alone are none
         check_arrays(folder, read_manifest(folder))
@@ -236,7 +236,7 @@ def trained(
 ) -> dict[str, Any]:
     batches, recorder = Batches(), Recorder()
     module = copy.deepcopy(module).double()
-    strategy = SamplingStrategy(**{"fanouts": [-1, -1], "batch_size": 20, "timeout": 60, **options})
+    strategy = SamplingStrategy(**{"num_neighbors": [-1, -1], "batch_size": 20, "timeout": 60, **options})
     with ranks_apart(apart):
         trainer = quiet_trainer(strategy, world_size, callbacks=[batches, recorder], max_epochs=1)
         trainer.fit(module, datamodule=GraphDataModule(graph))
@@ -540,13 +540,13 @@ def predictor(**options: Any) -> LinkPredictor:
         ("dgcl", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
         ("vertex_cut", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
         ("auto", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
-        (SamplingStrategy([2, 2], evaluation="layers"), split, Ratings, "evaluation='layers' looks at the whole graph"),
+        (SamplingStrategy([2, 2], evaluation="layerwise"), split, Ratings, "evaluation='layerwise' looks at the whole graph"),
     ],
 )
 def test_refused_before_training(strategy, make, module, words, tmp_path):
     trainer = quiet_trainer(strategy, 1)
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        trainer.fit(module(), datamodule=GraphDataModule(make(), store=tmp_path))
+        trainer.fit(module(), datamodule=GraphDataModule(make(), partition_dir=tmp_path))
 
 
 def test_an_edge_type_of_a_users_own_module_says_nothing():

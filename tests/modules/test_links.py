@@ -32,8 +32,8 @@ from lightning_gnn import (
     SpMM2DStrategy,
     SpMM15DStrategy,
     VertexCutStrategy,
-    expand,
-    fetch_rows,
+    gather_halo,
+    gather_nodes,
     planted_partition,
     split_edges,
 )
@@ -41,7 +41,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.rows import AnyRows
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.draws import draw_others
-from lightning_gnn.nn.helpers import choose_edges, graph_in_use
+from lightning_gnn.nn.helpers import graph_in_use, select_edges
 
 WIDTH = 7
 
@@ -106,7 +106,7 @@ def test_a_row_travels_once_and_ids_must_be_of_nodes():
 def test_on_one_device_fetching_is_indexing():
     x = torch.randn(5, 2)
     ids = torch.tensor([[4, 0], [1, 1]])
-    assert torch.equal(fetch_rows(x, ids), x[ids])
+    assert torch.equal(gather_nodes(x, ids), x[ids])
 
 
 # Draws ########################################################################
@@ -206,7 +206,7 @@ BARE_RANK = {"partition": [min(node // 25, 2) for node in range(60)]}
         (2, "gat", DGCLStrategy, {}, None),
         (3, "gcn", DGCLStrategy, {"shared_memory": False}, BARE_RANK),
         *campaign(
-            (2, "sage", DGCLStrategy, {"plan": "replicate", "hops": 3}, None),
+            (2, "sage", DGCLStrategy, {"plan": "replicate", "num_hops": 3}, None),
             (2, "gcn", SpMM15DStrategy, {}, None),
             (3, "gat", VertexCutStrategy, {}, None),
             (3, "gat", CoverStrategy, {}, None),
@@ -311,8 +311,8 @@ def test_messages_pass_over_training_edges_only():
 def test_layers_keep_what_they_make_of_chosen_edges(context):
     batch = Data(edge_index=context.edge_index, chosen=torch.arange(context.edge_index.size(1)) % 3 > 0)
     with graph_in_use(context):
-        [edges] = choose_edges(batch, "chosen")
-        assert choose_edges(batch, "chosen")[0] is edges
+        [edges] = select_edges(batch, "chosen")
+        assert select_edges(batch, "chosen")[0] is edges
     assert torch.equal(edges, context.edge_index[:, batch.chosen])
     assert context.split_edges(edges) is not None
     normalised = [context.gcn_norm("conv", each, None, 60, False, True, torch.float64) for each in (edges, edges)]
@@ -492,7 +492,7 @@ class EdgeClasses(L.LightningModule):
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         carried, chosen = batch.edge_train_mask, batch.edge_val_mask
-        z = expand(self.rows(batch.x, batch.edge_index[:, carried], batch.edge_attr[carried]))
+        z = gather_halo(self.rows(batch.x, batch.edge_index[:, carried], batch.edge_attr[carried]))
         self.log("val_loss", self.loss(z, batch.edge_index[:, chosen], batch.edge_label[chosen]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -102,7 +102,7 @@ def with_types() -> HeteroData:
 def test_sampling_balances_what_the_graph_has(make, names, tmp_path):
     layout = SamplingScheme().layout(4, 2)
     assert layout.groups == MACHINES
-    folder = GraphDataModule(make(), store=tmp_path).partition_for(layout)
+    folder = GraphDataModule(make(), partition_dir=tmp_path).partition_for(layout)
     report = read_manifest(folder)["report"]
     counts = {**report["masks"], **report["types"]}
     for name in names:

@@ -14,7 +14,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.data.sources import GraphData
-from lightning_gnn.nn.helpers import expand, graph_in_use, reduce
+from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
@@ -51,7 +51,7 @@ def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = N
     def on_rank(rank: int) -> Any:
         world, shard, own = InProcessWorld(rank, meeting), shards[rank], nets[rank]
         binding = bind_module(DGCLScheme(), own, shard, world, Meter())
-        rows = GraphRows(shard, world, expand=expand, reduce=reduce)
+        rows = GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
         rows.place_state(own, world, now)
         batch = copy.copy(shard.batch)
         with graph_in_use(binding.context, this_thread_only=True), rows.mode:

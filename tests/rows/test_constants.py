@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_gnn import NotExactError, fetch_rows
+from lightning_gnn import NotExactError, gather_nodes
 from lightning_gnn.kernels import sums
 from lightning_gnn.rows import local_rows
 from lightning_gnn.rows.mode import active_mode
@@ -55,7 +55,7 @@ PROGRAMS: dict[str, Program] = {
     "a mask": lambda net, g: F.cross_entropy(net(g.x, g.edge_index)[CHOSEN], g.y[CHOSEN]),
     "weights of losses": two_losses,
     "constants and parameters": lambda net, g: (net.head.weight.square().sum(1) * OF_CLASSES).sum(),
-    "rows of any nodes": lambda net, g: fetch_rows(net(g.x, g.edge_index), (g.n_id + 7) % 40).square().sum(),
+    "rows of any nodes": lambda net, g: gather_nodes(net(g.x, g.edge_index), (g.n_id + 7) % 40).square().sum(),
     "every other edge": lambda net, g: net(g.x, g.edge_index[:, ::2]).square().sum(),
 }
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from common import Recorder, UserModule, awkward_graph, build, campaign, quiet_trainer
 from torch_geometric.data import Data
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, UnsupportedModelError, check_parity, expand
+from lightning_gnn import DGCLStrategy, GraphDataModule, UnsupportedModelError, check_parity, gather_halo
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.steps.weights import RowWeights
 
@@ -35,7 +35,7 @@ class SeveralMeans(UserModule):
         rows, (source, target) = batch.train_mask & (batch.y >= 0), batch.edge_index
         soft = (out.detach() / 2).softmax(1)
         everywhere = F.kl_div(out, soft, reduction="none").sum(1).mean(0)
-        everywhere = everywhere + 0.1 * (expand(out)[source] - out[target]).square().mean()
+        everywhere = everywhere + 0.1 * (gather_halo(out)[source] - out[target]).square().mean()
         own = F.nll_loss(out[batch.train_mask], batch.y[batch.train_mask], ignore_index=-1)
         of_all = F.nll_loss(out[rows], batch.y[rows], reduction="none").mean()
         loss = (own if self.way == "beside the mask's" else of_all) + everywhere
@@ -46,7 +46,7 @@ class SeveralMeans(UserModule):
 @pytest.mark.parametrize("way", ["beside the mask's", "means alone", *campaign("counted")])
 def test_each_mean_is_over_the_rows_of_all_ranks(way):
     data = GraphDataModule(awkward_graph(), partition=PART)
-    strategies = [DGCLStrategy(), DGCLStrategy(plan="replicate", hops=3), "spmm_15d"]
+    strategies = [DGCLStrategy(), DGCLStrategy(plan="replicate", num_hops=3), "spmm_15d"]
     report = check_parity(SeveralMeans(way), data, strategies)
     assert report.ok and all(each.verdict == "same" for each in report.schemes), report
     assert max(max(filter(None, each.differences.values())) for each in report.schemes) < 1e-13
@@ -74,10 +74,10 @@ def test_helpers_work_on_the_graph_of_the_run_that_is_going_on(context):
         del failed
         gc.collect()
         with graph_in_use(None, this_thread_only=True):
-            assert expand(torch.ones(7, 1)).shape == (7, 1)
+            assert gather_halo(torch.ones(7, 1)).shape == (7, 1)
         with pytest.raises(UnsupportedModelError, match="expand"):
-            expand(torch.ones(7, 1))
-    assert expand(torch.ones(7, 1)).shape == (7, 1)
+            gather_halo(torch.ones(7, 1))
+    assert gather_halo(torch.ones(7, 1)).shape == (7, 1)
 
 
 def test_a_weight_that_may_count_a_row_that_stands_in_is_refused_with_what_to_return():

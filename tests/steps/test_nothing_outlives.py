@@ -29,7 +29,7 @@ PART = (torch.arange(60) >= 40).long()
 STRATEGIES: dict[str, Any] = {
     "dgcl": lambda: DGCLStrategy(timeout=60),
     "sampling": lambda: SamplingStrategy([-1, -1], batch_size=6, timeout=60),
-    "gossip": lambda: GossipStrategy(clusters=6, timeout=60, seed=1),
+    "gossip": lambda: GossipStrategy(num_clusters=6, timeout=60, seed=1),
 }
 _LIBRARIES = ("torch", "lightning", "torchmetrics", "torch_geometric")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)

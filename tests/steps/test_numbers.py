@@ -36,8 +36,8 @@ EXACT: dict[str, Any] = {
 OTHERS: dict[str, Any] = {
     "vertex_cut_cached": lambda **options: CachedVertexCutStrategy(cache=0.1, cache_within_hosts=True, **options),
     "sampling": lambda **options: SamplingStrategy([2, 2], 3, **options),  # the last batches of ranks are uneven
-    "cluster_allreduce": lambda **options: ClusterAllReduceStrategy(clusters=6, **options),
-    "gossip": lambda **options: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),
+    "cluster_allreduce": lambda **options: ClusterAllReduceStrategy(num_clusters=6, **options),
+    "gossip": lambda **options: GossipStrategy(num_clusters=6, average_every_n_batches=2, heartbeat_timeout=60, **options),
 }
 
 

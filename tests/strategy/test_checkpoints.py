@@ -85,8 +85,8 @@ def strategy_of(name: str) -> Any:
         "vertex_cut": lambda: VertexCutStrategy(**options),
         "sampling": lambda: SamplingStrategy([-1, -1], 1000, **options),  # all of the graph in each step: exact
         "vertex_cut_cached": lambda: CachedVertexCutStrategy(cache_within_hosts=True, **options),
-        "gossip": lambda: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),
-        "cluster_allreduce": lambda: ClusterAllReduceStrategy(clusters=6, **options),
+        "gossip": lambda: GossipStrategy(num_clusters=6, average_every_n_batches=2, heartbeat_timeout=60, **options),
+        "cluster_allreduce": lambda: ClusterAllReduceStrategy(num_clusters=6, **options),
     }[name]()
 
 

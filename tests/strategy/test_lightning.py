@@ -327,7 +327,7 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "dropout": lambda: DGCLStrategy(timeout=60),
     "rounding": lambda: DGCLStrategy(codec="int8", stochastic_rounding=True, timeout=60),
     # Of differences of 0 a cache leaves nothing out.
-    "masks that stay": lambda: VertexCutStrategy(cache=0.0, cache_within_hosts=True, redraw_every=4, timeout=60),
+    "masks that stay": lambda: VertexCutStrategy(cache=0.0, cache_within_hosts=True, dropout_seed_every_n_epochs=4, timeout=60),
 }
 
 

@@ -52,7 +52,7 @@ from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.rehearsal import rehearse
 from lightning_gnn.tools.commands.plan import plan
 
-AGAIN = {"recompute": True}
+AGAIN = {"checkpoint_convs": True}
 SCHEME = DGCLStrategy(topology=None).scheme
 
 CONFIG = """
@@ -64,7 +64,7 @@ model:
       init_args: {in_channels: 32, hidden_channels: 16, num_layers: 2, out_channels: 8, heads: 2}
 data:
   class_path: lightning_gnn.GraphDataModule
-  init_args: {source: lightning_gnn.planted_partition, source_args: {num_nodes: 500}}
+  init_args: {source: lightning_gnn.planted_partition, source_kwargs: {num_nodes: 500}}
 """
 
 
@@ -163,12 +163,12 @@ def test_recomputing_repeats_draws_and_codes_and_fetches_halos_once_more(ranks):
 
 def test_what_cannot_be_made_again_is_refused():
     for make in (
-        lambda: SamplingStrategy(recompute=True),
-        lambda: ClusterAllReduceStrategy(recompute=True),
-        lambda: CachedVertexCutStrategy(recompute=True),
-        lambda: DGCLStrategy(codec="int8", stochastic_rounding=True, recompute=True),
+        lambda: SamplingStrategy(checkpoint_convs=True),
+        lambda: ClusterAllReduceStrategy(checkpoint_convs=True),
+        lambda: CachedVertexCutStrategy(checkpoint_convs=True),
+        lambda: DGCLStrategy(codec="int8", stochastic_rounding=True, checkpoint_convs=True),
     ):
-        with pytest.raises(ValueError, match="recompute=True"):
+        with pytest.raises(ValueError, match="checkpoint_convs=True"):
             make()
 
 
@@ -229,7 +229,7 @@ def test_small_graphs_predict_what_large_ones_keep(model):
         assert expected.peak().backward == pytest.approx(found.peak().backward, rel=0.1)
         # What is there in the backward is what is kept and two more; layers made again never take more.
         assert found.peak().backward > found.held_bytes + saved_bytes(found)
-        assert found.peak(recompute=True).most <= found.peak().most
+        assert found.peak(checkpoint_convs=True).most <= found.peak().most
 
 
 def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
@@ -297,7 +297,7 @@ def test_layers_made_again_keep_their_arguments():
     # By hand: messages of both layers, their inputs and tanh's outputs, on each edge; between the layers, a row of each node.
     inside = [edges * 4 * (2 * FEATURES + columns), edges * 4 * (2 * columns + CLASSES)]
     assert saved_bytes(found) > sum(inside)
-    spared = found.peak().backward - found.peak(recompute=True).backward
+    spared = found.peak().backward - found.peak(checkpoint_convs=True).backward
     assert spared > min(inside)  # one of them is there at a time
 
 
@@ -333,9 +333,9 @@ def test_fit_warns_of_what_will_not_fit_and_says_what_would(monkeypatch):
     assert "in the backward" in said and "num_nodes=" in said and 'strategy="sampling"' in said
     needed = float(re.search(r"predicted to need ([\d.]+) MB", said)[1])
     [said] = available(monkeypatch, int(0.97e6 * needed))
-    again = float(re.search(r"DGCLStrategy\(recompute=True\), about ([\d.]+) MB", said)[1])
+    again = float(re.search(r"DGCLStrategy\(checkpoint_convs=True\), about ([\d.]+) MB", said)[1])
     assert again < 0.97 * needed
-    assert available(monkeypatch, int(1.01e6 * again), recompute=True) == []
+    assert available(monkeypatch, int(1.01e6 * again), checkpoint_convs=True) == []
 
 
 def test_devices_are_looked_at_by_themselves(monkeypatch):
@@ -355,7 +355,7 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
         assert not heard
         warn_of_memory(run, whole_graph(graph), [size], peak - 1)
     [said] = [str(each.message) for each in heard]
-    assert "A rank is predicted to need" in said and "recompute=True" in said and "devices=4, at most" in said
+    assert "A rank is predicted to need" in said and "checkpoint_convs=True" in said and "devices=4, at most" in said
 
 
 def test_a_rank_alone_is_looked_at_too(monkeypatch):
@@ -371,7 +371,7 @@ def test_plan_predicts_memory_by_rank_and_phase(tmp_path, capsys):
     assert "Predicted peak memory of a rank, by phase" in shown and "with recompute" in shown
     assert len(found) == 3 and all(rank[phase] > 0 for rank in found for phase in PHASES)
     for rank in found:
-        assert f"{rank['backward'] / 1e6:,.3g}" in shown and max(rank["recompute"].values()) <= rank["backward"]
+        assert f"{rank['backward'] / 1e6:,.3g}" in shown and max(rank["checkpoint_convs"].values()) <= rank["backward"]
 
 
 def test_a_control_group_leaves_less(tmp_path):

@@ -25,7 +25,7 @@ EPOCHS, ROUNDS = 6, 3
 STRATEGIES: dict[str, Any] = {  # they have few threads, sockets and segments in common
     "dgcl": DGCLStrategy,
     "sampling": lambda **options: SamplingStrategy([2, 2], 8, **options),
-    "gossip": lambda **options: GossipStrategy(clusters=6, averaging_interval=2, lease=60, **options),
+    "gossip": lambda **options: GossipStrategy(num_clusters=6, average_every_n_batches=2, heartbeat_timeout=60, **options),
 }
 
 

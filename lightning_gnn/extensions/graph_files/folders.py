@@ -493,7 +493,7 @@ class FolderSource(GraphSource):
     def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Split | None]:
         if args:
             raise ValueError(
-                f"source_args={dict(args)} needs a callable or an import path as source (got the folder {self._folder})."
+                f"source_kwargs={dict(args)} needs a callable or an import path as source (got the folder {self._folder})."
             )
         scratch = self._converted(store)
         with writing(store):

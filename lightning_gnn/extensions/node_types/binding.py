@@ -30,7 +30,7 @@ from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.node_types.shards import TypedShard
-from lightning_gnn.nn.adapters import substitute
+from lightning_gnn.nn.adapters import patch_globals
 from lightning_gnn.nn.bind import Binding, bound_methods, check_module
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import rule_of
@@ -163,7 +163,7 @@ class TypedGraph(GraphContext):
 
     @override
     def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], Any]) -> Any:
-        self.check_rows(0, "choose_edges")
+        self.check_rows(0, "select_edges")
 
     @property
     @override
@@ -319,7 +319,7 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
         attention = torch.softmax((q * mean.squeeze(1)).sum(-1), dim=0)
         return torch.sum(attention.view(len(xs), 1, -1) * out, dim=0), attention
 
-    run = substitute(conv.forward, group=group).__func__  # type: ignore[attr-defined]
+    run = patch_globals(conv.forward, group=group).__func__  # type: ignore[attr-defined]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with graph.one_layer():

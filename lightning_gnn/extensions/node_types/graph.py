@@ -51,7 +51,7 @@ def prepare_hetero(
     data: HeteroData,
     input_type: NodeType | None = None,
     fractions: Sequence[float] | None = None,
-    split_column: int = 0,
+    split_index: int = 0,
     seed: int = 0,
     masks_needed: bool = True,
 ) -> HeteroData:
@@ -60,7 +60,7 @@ def prepare_hetero(
     Args:
         data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
         input_type: see :func:`input_type_of`.
-        fractions, split_column, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
+        fractions, split_index, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
@@ -80,7 +80,7 @@ def prepare_hetero(
             sizes[name] = _prepare_nodes(name, data[name], attributes, result)
     with _told(f"Node type {chosen!r}"):
         y = result[chosen].get("y")
-        masks = masks_of(given, y, sizes[chosen], None, fractions, split_column, seed, masks_needed)
+        masks = masks_of(given, y, sizes[chosen], None, fractions, split_index, seed, masks_needed)
     result[chosen].update(masks)
     for kind in data.edge_types:
         with _told(f"Edge type {kind}"):

@@ -210,10 +210,10 @@ def unnamed_file(folder: Path, flags: int = 0) -> int:
 
 
 def full_disk(error: OSError) -> Exception:
-    """Returns what to raise where a file of host_memory could not be written."""
+    """Returns what to raise where a file of memory_limit could not be written."""
     if error.errno != errno.ENOSPC:
         return error
-    return RuntimeError("The disk of host_memory_dir is full. Name a folder on a larger one, or give ranks more host_memory.")
+    return RuntimeError("The disk of spill_dir is full. Name a folder on a larger one, or give ranks more memory_limit.")
 
 
 @contextmanager
@@ -233,12 +233,12 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     rooms = min(len(near), cores + 1)
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
-            raise RuntimeError("host_memory needs the malloc of glibc, and this process has another. Leave it out.")
+            raise RuntimeError("memory_limit needs the malloc of glibc, and this process has another. Leave it out.")
         own = world.all_gather_object(own_bytes())
         room = most_bytes - sum(own[rank] for rank in near)
         if room < _LEAST_ROOM * rooms:
             raise ValueError(
-                f"host_memory leaves no room: {len(near)} ranks take {sum(own[rank] for rank in near) / 1e9:.3g} GB themselves "
+                f"memory_limit leaves no room: {len(near)} ranks take {sum(own[rank] for rank in near) / 1e9:.3g} GB themselves "
                 f"(got {most_bytes / 1e9:.3g} GB). Give them more, or take fewer; ranks that are forks take less "
                 '(start_method="fork").'
             )
@@ -287,12 +287,12 @@ class Pager(TorchDispatchMode):
             self._file = unnamed_file(folder, os.O_DIRECT)
         except OSError as error:
             raise ValueError(
-                f"host_memory_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
+                f"spill_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
                 "a local disk."
             ) from error
         if _is_in_memory(os.fstat(self._file).st_dev):
             os.close(self._file)
-            raise ValueError(f"host_memory_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
+            raise ValueError(f"spill_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
         device, inode = _key_in_maps(self._file)
         # begin, end, offset and inode of the file, or of memory of this process alone, which has neither
         self._lines = re.compile(
@@ -485,7 +485,7 @@ def _key_in_maps(file: int) -> tuple[str, str]:
             found = _LINE.match(line)
             if found is not None and int(found[1], 16) <= begin < int(found[2], 16):
                 return found[5], found[6]
-    raise RuntimeError("/proc/self/maps does not tell where files are mapped, which host_memory needs. Leave it out.")
+    raise RuntimeError("/proc/self/maps does not tell where files are mapped, which memory_limit needs. Leave it out.")
 
 
 def _is_in_memory(device: int) -> bool:

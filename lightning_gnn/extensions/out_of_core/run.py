@@ -1,4 +1,4 @@
-"""What ``host_memory=`` has the ranks of a strategy do."""
+"""What ``memory_limit=`` has the ranks of a strategy do."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class OutOfCore:
     """Has the ranks of a strategy share the memory of a machine.
 
     Args:
-        host_memory: bytes of all ranks together, or a text such as ``"8GB"``.
+        memory_limit: bytes of all ranks together, or a text such as ``"8GB"``.
         folder: where they have what there is no room for; None for the Trainer's ``default_root_dir``.
         shared_memory: whether ranks exchange through shared memory.
 
@@ -180,12 +180,12 @@ class OutOfCore:
         ValueError: of these arguments one does not go with another.
     """
 
-    def __init__(self, host_memory: int | str | None, folder: str | Path | None, shared_memory: bool) -> None:
-        if host_memory is None:
-            raise ValueError("host_memory_dir is where ranks have what host_memory has no room for: set that, too.")
-        self.most_bytes, self._folder = checked_bytes("host_memory", host_memory), folder
+    def __init__(self, memory_limit: int | str | None, folder: str | Path | None, shared_memory: bool) -> None:
+        if memory_limit is None:
+            raise ValueError("spill_dir is where ranks have what memory_limit has no room for: set that, too.")
+        self.most_bytes, self._folder = checked_bytes("memory_limit", memory_limit), folder
         if not shared_memory:
-            raise ValueError("host_memory needs ranks that exchange through shared memory. Leave shared_memory=False out.")
+            raise ValueError("memory_limit needs ranks that exchange through shared memory. Leave shared_memory=False out.")
         self._world: OutOfCoreWorld | None = None
 
     def check(self, devices: Sequence[torch.device], machines: int) -> None:
@@ -193,7 +193,7 @@ class OutOfCore:
         kinds = sorted({device.type for device in devices})
         if kinds != ["cpu"] or machines > 1 or len(devices) == 1:
             raise ValueError(
-                "host_memory is for several CPU ranks of one machine: each has a part of the graph, and they compute one after "
+                "memory_limit is for several CPU ranks of one machine: each has a part of the graph, and they compute one after "
                 f"the other (got num_nodes={machines}, devices={len(devices)} on {', '.join(kinds)}). Set "
                 'Trainer(accelerator="cpu", devices=8), say.'
             )

@@ -93,7 +93,7 @@ class CoverStrategy(GNNStrategy):
     minimum weight, so that none sends fewer bytes in a training step. docs/cover.md has the weights.
 
     Args:
-        keep_constant, topology, partition: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        topology, partition: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
             up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
         refine: move nodes between METIS's parts while that lowers the rows that are sent
@@ -119,14 +119,13 @@ class CoverStrategy(GNNStrategy):
 
     def __init__(
         self,
-        keep_constant: bool = True,
         plan: CoverPlanName = "p2p",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         refine: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(CoverScheme(plan, topology, partition, refine), keep_constant=keep_constant, **options)
+        super().__init__(CoverScheme(plan, topology, partition, refine), **options)
         self.refine = refine
 
     @override

@@ -92,34 +92,35 @@ class DGCLScheme(PlannedScheme):
         plan: PlanName = "auto",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
-        hops: int | None = None,
+        num_hops: int | None = None,
     ) -> None:
         super().__init__(plan, topology, partition)
-        if hops is not None:
-            check_whole(hops=hops)
+        if num_hops is not None:
+            check_whole(num_hops=num_hops)
         replicates = plan in ("replicate", "dgcl_r")
-        if replicates and (hops is None or hops < 0):
+        if replicates and (num_hops is None or num_hops < 0):
             raise ValueError(
-                f'plan="{plan}" replicates the neighbourhoods of nodes: say how far by hops, the number of propagations of the '
-                f"model, such as hops=2 for a GCN of two layers (got {hops})."
+                f'plan="{plan}" replicates the neighbourhoods of nodes: say how far by num_hops, the number of propagations '
+                "of the "
+                f"model, such as num_hops=2 for a GCN of two layers (got {num_hops})."
             )
-        if hops is not None and not replicates:
-            raise ValueError(f'hops={hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.')
-        self.hops = hops
+        if num_hops is not None and not replicates:
+            raise ValueError(f'num_hops={num_hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.')
+        self.num_hops = num_hops
 
     def over(self, topology: str | Path | Topology) -> DGCLScheme:
         """Returns the same scheme over another topology."""
-        return DGCLScheme(cast(PlanName, self.plan), topology, self.partition, self.hops)
+        return DGCLScheme(cast(PlanName, self.plan), topology, self.partition, self.num_hops)
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         layout = super().layout(world_size, num_hosts)
-        if self.hops is None:
+        if self.num_hops is None:
             return layout
         topology = self.topology_of(world_size, num_hosts)
         alone = tuple((rank,) for rank in range(world_size))
         groups = alone if self.plan == "replicate" or topology is None else topology.hosts
-        return replace(layout, replicas=Replicas(self.hops, groups), takes_types=False)
+        return replace(layout, replicas=Replicas(self.num_hops, groups), takes_types=False)
 
     @override
     def way(self, world: World) -> tuple[Any, Topology | Hosts | None]:
@@ -130,23 +131,23 @@ class DGCLScheme(PlannedScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         exchange = super().exchange(shard, world, meter)
-        if self.hops is None:
+        if self.num_hops is None:
             return exchange
         rank = world.rank
         own = {shard.edges[rank]: shard.edge_counts[rank], shard.rows[rank]: shard.counts[rank]}
-        return ReplicatedExchange(exchange, own, self.hops)
+        return ReplicatedExchange(exchange, own, self.num_hops)
 
 
 @twin_of.register
 def _(scheme: DGCLScheme) -> DGCLScheme:
-    if scheme.hops is None:
+    if scheme.num_hops is None:
         return DGCLScheme(topology=None)
-    return DGCLScheme("replicate", topology=None, hops=_WHOLE_SMALL_GRAPH)
+    return DGCLScheme("replicate", topology=None, num_hops=_WHOLE_SMALL_GRAPH)
 
 
 @memory_advice.register
 def _(scheme: DGCLScheme) -> MemoryAdvice:
-    if scheme.hops is None:
+    if scheme.num_hops is None:
         return MemoryAdvice(twin_of(scheme))
     return MemoryAdvice(twin_of(scheme), less=lambda ranks: 'Let ranks communicate instead: plan="p2p" or "spst".')
 
@@ -158,8 +159,6 @@ class DGCLStrategy(GNNStrategy):
     the trees of a plan, over other ranks too (docs/planning.md).
 
     Args:
-        keep_constant: keep what the layers' sums over neighbours make of the graph's own features, which is the same in every
-            step: at most four times the memory of the features. Without, it is computed and sent anew.
         plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
             5.2), in as many stages as the cost model finds the fastest for rows of their width, also directly; ``"auto"``
             directly between GPUs and if all links are alike, otherwise as ``"spst"``. More than 64 ranks have a plan of two
@@ -174,7 +173,7 @@ class DGCLStrategy(GNNStrategy):
         partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
             first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
             several machines of equally many ranks.
-        hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
+        num_hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -194,16 +193,15 @@ class DGCLStrategy(GNNStrategy):
 
     def __init__(
         self,
-        keep_constant: bool = True,
         plan: PlanName = "auto",
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
-        hops: int | None = None,
+        num_hops: int | None = None,
         **options: Any,
     ) -> None:
         if plan == "swap":
             refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
-        super().__init__(DGCLScheme(plan, topology, partition, hops), keep_constant=keep_constant, **options)
+        super().__init__(DGCLScheme(plan, topology, partition, num_hops), **options)
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:

@@ -107,8 +107,8 @@ class Comparison:
                 self._score = found if mode == "min" else -found
         elif self._final == "best" or self._monitor is not None:
             raise ValueError(
-                f"final={self._final!r} compares workers by monitor={candidates[0][0]!r}, which validation_step has not logged "
-                f'(it logged {names}). Name one of these, with its mode, or use final="average".'
+                f"final_weights={self._final!r} needs monitor={candidates[0][0]!r}, which validation_step has not logged "
+                f'(it logged {names}). Name one of these, with its mode, or use final_weights="average".'
             )
         elif not self._warned:
             self._warned = True

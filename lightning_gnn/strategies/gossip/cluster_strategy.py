@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_seed, check_whole, check_words, shown
+from lightning_gnn.arguments import check_choice, check_flags, check_seed, check_whole, check_words, shown
 from lightning_gnn.comm.group import World, next_store
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
@@ -49,7 +49,6 @@ from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 Assignment = Literal["random", "metis"]
 Average = Literal["gradients", "parameters"]
-HaloName = Literal["history"]
 
 
 class ClusterScheme(EdgeCutScheme):
@@ -67,18 +66,19 @@ class ClusterStrategy(GNNStrategy):
     workers do together, by its :meth:`_make_worker`.
 
     Args:
-        averaging_interval: batches that a worker trains on between two averages.
+        average_every_n_batches: batches that a worker trains on between two averages.
         average: what: one of :attr:`averages`, before the step.
-        lease: seconds without a heartbeat after which a worker counts as dead.
-        clusters: how many the graph is split into.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as dead.
+        num_clusters: how many the graph is split into.
         assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
         clusters_per_batch: whose nodes, and all edges between them, make a batch.
-        halo: of nodes that are not in a batch, and whose edges end in it: None leaves these edges out, as Cluster-GCN does;
-            ``"history"`` reads what layers made of them when they were in a batch last, of any worker of the machine.
+        historical_embeddings: for edges from nodes that are not in a batch, read the embeddings that layers made of these nodes
+            when they were in a batch last, of any worker of the machine. False leaves the edges out, as Cluster-GCN does.
         seed: of the order of clusters.
-        final: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last; ``"average"``:
-            the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare workers by, the
-            worker whose training loss was least in the mean over its last epoch, for which nothing need be logged.
+        final_weights: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last;
+            ``"average"``: the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare
+            workers by, the worker whose training loss was least in the mean over its last epoch, for which nothing need be
+            logged.
         monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
             the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
             monitors, with its mode, if validation logs that, else ``val_loss``.
@@ -97,7 +97,7 @@ class ClusterStrategy(GNNStrategy):
     trains_on_batches = True
     others_go_on = False
     """Whether workers do without one that fails in `fit`."""
-    restarts = 0
+    max_restarts = 0
     """How often each that was killed is started again."""
     survives_lost_ranks = False
     """Whether this call of the Trainer is a fit in which they do so."""
@@ -107,20 +107,22 @@ class ClusterStrategy(GNNStrategy):
 
     def __init__(
         self,
-        averaging_interval: int,
+        average_every_n_batches: int,
         average: str,
-        lease: float,
-        clusters: int = 40,
+        heartbeat_timeout: float,
+        num_clusters: int = 40,
         assignment: Assignment = "random",
         clusters_per_batch: int = 1,
-        halo: HaloName | None = None,
+        historical_embeddings: bool = False,
         seed: int = 0,
-        final: Final = "auto",
+        final_weights: Final = "auto",
         monitor: str | None = None,
         mode: Mode | None = None,
         **options: Any,
     ) -> None:
-        check_whole(1, averaging_interval=averaging_interval, clusters=clusters, clusters_per_batch=clusters_per_batch)
+        check_whole(
+            1, average_every_n_batches=average_every_n_batches, num_clusters=num_clusters, clusters_per_batch=clusters_per_batch
+        )
         check_seed(seed)
         if monitor is not None:
             check_words(monitor=monitor)
@@ -128,19 +130,18 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError(f"mode={shown(mode)} says which value of monitor is best: name that, too.")
         check_choice("average", average, self.averages)
         check_choice("assignment", assignment, get_args(Assignment))
-        if halo not in (None, *get_args(HaloName)):
-            raise ValueError(f"halo must be None or 'history' (got {shown(halo)}).")
-        if halo is not None and not hasattr(os, "posix_fallocate"):
-            raise ValueError("halo='history' shares files in memory as Linux has them. Use halo=None on this system.")
-        check_choice("final", final, get_args(Final))
+        check_flags(historical_embeddings=historical_embeddings)
+        if historical_embeddings and not hasattr(os, "posix_fallocate"):
+            raise ValueError("historical_embeddings=True needs shared files in memory as on Linux. Remove it on this system.")
+        check_choice("final_weights", final_weights, get_args(Final))
         check_choice("mode", mode or "min", get_args(Mode))
-        because = "Layers see a few clusters of the graph: raise clusters, and each is smaller."
-        refuse_options(options, ["recompute", "host_memory"], because)
+        because = "Layers see a few clusters of the graph: raise num_clusters, and each is smaller."
+        refuse_options(options, ["checkpoint_convs", "memory_limit"], because)
         super().__init__(ClusterScheme(), **options)
-        self.averaging_interval, self.average, self.lease = averaging_interval, average, lease
-        self.num_clusters, self.assignment = clusters, assignment
-        self.clusters_per_batch, self.halo, self.seed = clusters_per_batch, halo, seed
-        self.final, self.monitor, self.mode = final, monitor, mode
+        self.average_every_n_batches, self.average, self.heartbeat_timeout = average_every_n_batches, average, heartbeat_timeout
+        self.num_clusters, self.assignment = num_clusters, assignment
+        self.clusters_per_batch, self.historical_embeddings, self.seed = clusters_per_batch, historical_embeddings, seed
+        self.final_weights, self.monitor, self.mode = final_weights, monitor, mode
         self.report: dict[int, Counts] = {}
         self.consensus = 0.0
         self.result = ""
@@ -155,7 +156,7 @@ class ClusterStrategy(GNNStrategy):
     @property
     @override
     def approximation(self) -> str:
-        stale = ", stale halo rows" if self.halo else ""
+        stale = ", stale halo rows" if self.historical_embeddings else ""
         return f"clusters as mini-batches{stale}" + (f", codec {self.codec}" if self.codec else "")
 
     @abstractmethod
@@ -169,7 +170,7 @@ class ClusterStrategy(GNNStrategy):
             raise ValueError(f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".')
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"{name} averages every averaging_interval batches and steps after each: accumulate_grad_batches must be 1 "
+                f"{name} averages every average_every_n_batches batches and steps after each: accumulate_grad_batches must be 1 "
                 f"(got {trainer.accumulate_grad_batches}). Raise clusters_per_batch for larger batches."
             )
         if not module.automatic_optimization:
@@ -216,7 +217,7 @@ class ClusterStrategy(GNNStrategy):
         """Workers of a fit do without each other; all others wait for each other in every layer."""
         self._fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         self.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
-        self.most_restarts = self.restarts if self.survives_lost_ranks else 0
+        self.most_restarts = self.max_restarts if self.survives_lost_ranks else 0
 
     @override
     def setup_environment(self) -> None:
@@ -232,7 +233,7 @@ class ClusterStrategy(GNNStrategy):
         self._run = uuid.uuid4().hex
         if self._fits and self.world_size > 1 and self.global_rank == 0:
             # It comes up while the graph is partitioned.
-            self._store = StoreProcess(self._host(), self._run, self.world_size, self.lease)
+            self._store = StoreProcess(self._host(), self._run, self.world_size, self.heartbeat_timeout)
 
     @override
     def _make_world(self) -> World:
@@ -302,13 +303,13 @@ class ClusterStrategy(GNNStrategy):
                 'node. Use strategy="sampling".'
             )
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
-        if self.final == "best" and self.world_size > 1 and not validates:
+        if self.final_weights == "best" and self.world_size > 1 and not validates:
             raise ValueError(
-                'final="best" compares workers by what validation logs, and there is none in this run. Give '
-                'validation_step, nodes in val_mask and limit_val_batches, or use final="auto" or "average".'
+                'final_weights="best" compares workers by what validation logs, and there is none in this run. Give '
+                'validation_step, nodes in val_mask and limit_val_batches, or use final_weights="auto" or "average".'
             )
         data = self.check_data(getattr(trainer, "datamodule", None))
-        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed, self.halo is not None)
+        clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed, self.historical_embeddings)
         if clusters.batches < self.world_size:
             raise ValueError(
                 f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
@@ -319,7 +320,7 @@ class ClusterStrategy(GNNStrategy):
         epochs = trainer.max_epochs
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
         worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
-        comparison = Comparison(self.final, self.monitor, self.mode)
+        comparison = Comparison(self.final_weights, self.monitor, self.mode)
         codec = make_codec(self.codec, self.stochastic_rounding, seed)
         # On the CPU, a thread would take the time that it saves from training.
         ahead = self.root_device if self.root_device.type != "cpu" and not hooks_move_batches(module, data) else None
@@ -333,7 +334,7 @@ class ClusterStrategy(GNNStrategy):
                 worker.keys.put("graph", json.dumps(data.known()).encode())
                 self._fit.leave_snapshot(trainer)
         torch.manual_seed(seed)
-        history = None if self.halo is None else History.shared(sum(shard.counts), self.world, worker.keys)
+        history = History.shared(sum(shard.counts), self.world, worker.keys) if self.historical_embeddings else None
         self.world.barrier()
         if worker.peers is not None and self.survives_lost_ranks:
             launcher: Any = self._launcher
@@ -355,7 +356,9 @@ class ClusterStrategy(GNNStrategy):
         place = self._rejoins or self.world.broadcast_object(known)  # rank 0's
         keys = SharedKeys(place)
         life = keys.add(f"lives/{self.global_rank}", 1) - 1
-        return Peers(place, keys, Heartbeat(place, self.global_rank, self.lease), PeerServer(self._host(), EXCHANGE_S), life)
+        return Peers(
+            place, keys, Heartbeat(place, self.global_rank, self.heartbeat_timeout), PeerServer(self._host(), EXCHANGE_S), life
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

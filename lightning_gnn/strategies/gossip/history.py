@@ -109,7 +109,7 @@ class History:
         except OSError as error:
             raise RuntimeError(
                 f"The history of halo rows needs {(begin + num_bytes) / 1e6:,.0f} MB in {_folder()}, which has no room for it "
-                f"({error}). Make it larger, as by docker run --shm-size, or train without: halo=None."
+                f"({error}). Make it larger, as by docker run --shm-size, or train without: historical_embeddings=False."
             ) from error
         return begin
 
@@ -181,8 +181,8 @@ class HistoryExchange(Exchange):
     @override
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         raise ValueError(
-            f"'{layer}' sums over the out-edges of each node, of which a batch has those inside it only. Use halo=None, which "
-            "leaves all others out."
+            f"'{layer}' reads out-edges, which historical_embeddings=True does not support. Remove historical_embeddings: then "
+            "a batch has the edges inside it only."
         )
 
 
@@ -209,8 +209,8 @@ class HistoryBinding(Binding):
         for name, child in module.named_modules():
             if isinstance(child, DirGNNConv):
                 raise UnsupportedModelError(
-                    f"'{name}' (DirGNNConv) reads out-edges, of which a batch has those inside it only. Use halo=None, which "
-                    "leaves all others out."
+                    f"'{name}' (DirGNNConv) reads out-edges, which historical_embeddings=True does not support. Remove "
+                    "historical_embeddings: then a batch has the edges inside it only."
                 )
         nothing = HaloPlan(0, (0,), (np.empty(0, np.int64),))
         none, no_edges = torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64)
@@ -256,7 +256,7 @@ class HistoryBinding(Binding):
             if several_hops is None and self._beside.propagations[layer] > before + 1:
                 raise UnsupportedModelError(
                     f"'{layer}' ({type(conv).__name__}) propagates several times in a call, of which the second would read "
-                    "rows of halo nodes that are not there. Make it of several convs, or use halo=None."
+                    "rows of halo nodes that are not there. Make it of several convs, or use historical_embeddings=False."
                 )
             rows = slice(0, self.context.num_owned)
             return out[rows] if isinstance(out, Tensor) else (out[0][rows], *out[1:])

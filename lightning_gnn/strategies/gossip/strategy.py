@@ -25,15 +25,15 @@ class GossipStrategy(ClusterStrategy):
     """Asynchronous training on clusters with averages in pairs; ``Trainer(strategy="gossip")``.
 
     Each worker takes the next batch of a common pool whenever it is free, and steps with its own optimizer. After every
-    `averaging_interval` batches it averages with one other worker, if one is available. Nothing in `fit` waits for all workers:
-    one that is slow delays nobody but a partner, for a bounded time, and one that dies leaves its batches to the others. An
-    epoch is one pass over the pool by all workers together.
+    `average_every_n_batches` batches it averages with one other worker, if one is available. Nothing in `fit` waits for all
+    workers: one that is slow delays nobody but a partner, for a bounded time, and one that dies leaves its batches to the others.
+    An epoch is one pass over the pool by all workers together.
 
     During `fit`, each worker validates its own weights on the clusters, without edges between them: approximately. Afterwards all
     workers have one result, and ``trainer.validate``, ``test`` and ``predict`` are exact, by the exchange of ``dgcl``.
 
     Args:
-        averaging_interval: batches that a worker trains on between two averages. Raise it where averaging costs more than it
+        average_every_n_batches: batches that a worker trains on between two averages. Raise it where averaging costs more than it
             gains.
         pairing: ``"prompt"``: a worker averages with any other that is available, which looks after each batch whether it was
             chosen, so that nobody waits longer than a batch of the other; ``"any"``: with any other, once that one has come to
@@ -41,11 +41,11 @@ class GossipStrategy(ClusterStrategy):
             look after each batch (Algorithm 5).
         average: ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer; ``"gradients"``, as in the thesis;
             ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
-            after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `patience` do not apply.
-        patience: seconds that a worker waits for a partner before it goes on without.
-        lease: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
-        restarts: how often each worker whose process was killed is started again during `fit`, but for rank 0; where this package
-            has started the ranks. It goes on with another's weights and optimizer.
+            after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `partner_timeout` do not apply.
+        partner_timeout: seconds that a worker waits for a partner before it goes on without.
+        heartbeat_timeout: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
+        max_restarts: how often each worker whose process was killed is started again during `fit`, but for rank 0; where this
+            package has started the ranks. It goes on with another's weights and optimizer.
         codec: send parameters in fewer bytes, approximately, as differences to what the two that meet know of each other; the
             mean of the two stays exact (docs/gossip.md). Set it where the network is slow.
         stochastic_rounding: let the codec round up or down at random.
@@ -69,26 +69,26 @@ class GossipStrategy(ClusterStrategy):
 
     def __init__(
         self,
-        averaging_interval: int = 20,
+        average_every_n_batches: int = 20,
         pairing: Rule = "prompt",
         average: GossipAverage = "parameters",
-        patience: float = 60.0,
-        lease: float = 10.0,
-        restarts: int = 0,
+        partner_timeout: float = 60.0,
+        heartbeat_timeout: float = 10.0,
+        max_restarts: int = 0,
         codec: str | None = None,
         **options: Any,
     ) -> None:
-        check_numbers(patience=patience, lease=lease)
-        check_whole(0, restarts=restarts)
-        if restarts and options.get("halo") is not None:
-            raise ValueError("A worker that is started again cannot open the others' history: use restarts=0 or halo=None.")
+        check_numbers(partner_timeout=partner_timeout, heartbeat_timeout=heartbeat_timeout)
+        check_whole(0, max_restarts=max_restarts)
+        if max_restarts and options.get("historical_embeddings"):
+            raise ValueError("max_restarts is not supported with historical_embeddings=True. Remove one of them.")
         Pairing(0, 1, pairing)
         if average == "push_sum" and pairing != "prompt":
             raise ValueError(
                 f"average='push_sum' makes no pairs: whom a worker sends to is not asked, so pairing does not apply (got "
                 f"{pairing!r}). Leave pairing out."
             )
-        for name, seconds, least in (("patience", patience, 0.0), ("lease", lease, 2.0)):
+        for name, seconds, least in (("partner_timeout", partner_timeout, 0.0), ("heartbeat_timeout", heartbeat_timeout, 2.0)):
             if seconds < least:
                 raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
         if codec is not None and average != "parameters":
@@ -96,25 +96,25 @@ class GossipStrategy(ClusterStrategy):
                 f"codec={codec!r} encodes differences of parameters that two workers average, and average={average!r} sends "
                 'other things. Leave it out, or use average="parameters".'
             )
-        super().__init__(averaging_interval, average, lease, codec=codec, **options)
-        self.pairing, self.patience, self.restarts = pairing, patience, restarts
+        super().__init__(average_every_n_batches, average, heartbeat_timeout, codec=codec, **options)
+        self.pairing, self.partner_timeout, self.max_restarts = pairing, partner_timeout, max_restarts
 
     @override
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         pairing = Pairing(self.global_rank, self.world_size, self.pairing)
         kind = PushSum if self.average == "push_sum" else Worker
-        return kind(pool, pairing, self.averaging_interval, peers, self.patience, self.seed)
+        return kind(pool, pairing, self.average_every_n_batches, peers, self.partner_timeout, self.seed)
 
 
 class ClusterAllReduceStrategy(ClusterStrategy):
     """Synchronous training on clusters; ``Trainer(strategy="cluster_allreduce")``. On one device, plain Cluster-GCN.
 
-    Each worker has an equal share of the clusters, and steps with its own optimizer after each. Every `averaging_interval`
+    Each worker has an equal share of the clusters, and steps with its own optimizer after each. Every `average_every_n_batches`
     batches all workers average at once (Algorithms 3 and 4); a worker that fails ends the run. Otherwise as
     :class:`GossipStrategy`.
 
     Args:
-        averaging_interval: see :class:`GossipStrategy`.
+        average_every_n_batches: see :class:`GossipStrategy`.
         average: ``"gradients"`` or ``"parameters"``, before the step.
         **options: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`; `timeout` bounds waits for
         others.
@@ -128,17 +128,17 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     @classmethod
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
-        yield {"averaging_interval": 1}
+        yield {"average_every_n_batches": 1}
 
-    def __init__(self, averaging_interval: int = 1, average: Average = "gradients", **options: Any) -> None:
+    def __init__(self, average_every_n_batches: int = 1, average: Average = "gradients", **options: Any) -> None:
         if options.get("codec") is not None:
             raise ValueError(
                 f"codec={options['codec']!r} encodes what two workers send each other, and here all sum at once, in torch. Leave "
                 'it out, or use strategy="gossip".'
             )
-        super().__init__(averaging_interval, average, lease=10.0, **options)
+        super().__init__(average_every_n_batches, average, heartbeat_timeout=10.0, **options)
 
     @override
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
         timeout = self.timeout.total_seconds()
-        return Lockstep(pool, self.global_rank, self.world_size, self.averaging_interval, peers, timeout)
+        return Lockstep(pool, self.global_rank, self.world_size, self.average_every_n_batches, peers, timeout)

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.comm.channel import packed, unpacked
 from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names
-from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering
+from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering, packed, unpacked
 from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
@@ -74,15 +73,15 @@ class Expander:
 
     Args:
         store: the graph, on several machines.
-        fanouts: by edge type, per hop, up to :data:`MOST_HOPS`.
+        num_neighbors: by edge type, per hop, up to :data:`MOST_HOPS`.
         replace: draw with replacement.
         names: of what nodes and edges of each type have that the batch will, too.
     """
 
-    def __init__(self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool, names: Names) -> None:
-        self._store, self._fanouts, self._replace, self._names = store, fanouts, replace, names
-        self._hops = max(map(len, fanouts.values()))
-        self._draws = [(kind, depth) for depth in range(self._hops) for kind, of in fanouts.items() if of[depth]]
+    def __init__(self, store: GraphStore, num_neighbors: Mapping[EdgeType, Sequence[int]], replace: bool, names: Names) -> None:
+        self._store, self._fanouts, self._replace, self._names = store, num_neighbors, replace, names
+        self._hops = max(map(len, num_neighbors.values()))
+        self._draws = [(kind, depth) for depth in range(self._hops) for kind, of in num_neighbors.items() if of[depth]]
         self._tasks = [(name, depth) for name in store.types.nodes for depth in range(self._hops + 1)]
         self._number = {kind: number for number, kind in enumerate(store.types.edges)}
         sizes = {name: store.types.total(name) for name in store.types.nodes}

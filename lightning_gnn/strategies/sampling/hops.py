@@ -22,6 +22,28 @@ _LARGEST_BASE = 1 << 30
 """Beyond this the array starts over: what is left of int32 is room for the numbers of one batch."""
 
 
+def packed(fields: Sequence[Tensor]) -> Tensor:
+    """Returns tensors of any dtype, ``[n, ...]`` each, side by side as bytes, behind how many rows each has."""
+    pieces = [torch.tensor([len(field) for field in fields]).view(torch.uint8)]
+    for field in fields:
+        if field.numel():
+            pieces.append(field.contiguous().view(-1).view(torch.uint8))
+            if odd := len(pieces[-1]) % 8:  # each begins where its dtype may
+                pieces.append(pieces[-1].new_zeros(8 - odd))
+    return torch.cat(pieces)
+
+
+def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what :func:`packed` got; `like` are empty tensors of the same dtypes and trailing dimensions."""
+    begin, found = 8 * len(like), []
+    for size, each in zip(data[:begin].view(torch.int64).tolist(), like):
+        num_bytes = size * each.element_size() * each.shape[1:].numel()
+        shape = size, *each.shape[1:]
+        found.append(data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape))
+        begin += num_bytes + -num_bytes % 8
+    return found
+
+
 class Numbering:
     """Numbers ids in the order in which they first occur. Its buffers are used again from batch to batch.
 
@@ -107,7 +129,7 @@ it is called for every hop and edge type whose fan-out is not 0, also without ta
 
 def sample_hops(
     seeds: Mapping[NodeType, Tensor],
-    fanouts: Mapping[EdgeType, Sequence[int]],
+    num_neighbors: Mapping[EdgeType, Sequence[int]],
     hop: Hop,
     numberings: Mapping[NodeType, Numbering],
     directed: bool = True,
@@ -120,18 +142,18 @@ def sample_hops(
 
     Args:
         seeds: ids by node type, int64 ``[n]``; a type that is not there has none.
-        fanouts: by edge type, one per hop; 0 leaves it out of that hop.
+        num_neighbors: by edge type, one per hop; 0 leaves it out of that hop.
         directed: keep the edges that were drawn; else all edges between sampled nodes, which cannot be trimmed to a layer.
     """
     for name, numbering in numberings.items():
         numbering.start(seeds.get(name, NO_IDS))
     num_nodes = {name: [len(numbering)] for name, numbering in numberings.items()}
     first = dict.fromkeys(numberings, 0)
-    row, col, edge = ({kind: list[Tensor]() for kind in fanouts} for _ in range(3))
-    num_edges = {kind: list[int]() for kind in fanouts}
-    for depth in range(max(map(len, fanouts.values()))):
+    row, col, edge = ({kind: list[Tensor]() for kind in num_neighbors} for _ in range(3))
+    num_edges = {kind: list[int]() for kind in num_neighbors}
+    for depth in range(max(map(len, num_neighbors.values()))):
         targets = {name: numbering.since(first[name]) for name, numbering in numberings.items()}
-        for kind, fanout in fanouts.items():
+        for kind, fanout in num_neighbors.items():
             source, _, target = kind
             if fanout[depth] == 0:
                 num_edges[kind].append(0)
@@ -146,14 +168,14 @@ def sample_hops(
             num_nodes[name].append(len(numbering) - first[name])
     nodes = {name: numbering.ids for name, numbering in numberings.items()}
     if not directed:
-        return induced_subgraph(nodes, list(fanouts), hop, numberings)
+        return induced_subgraph(nodes, list(num_neighbors), hop, numberings)
     rows, cols, edges = ({kind: joined(parts) for kind, parts in each.items()} for each in (row, col, edge))
     return HeteroSamplerOutput(nodes, rows, cols, edges, num_sampled_nodes=num_nodes, num_sampled_edges=num_edges)
 
 
 def sample_trees(
     roots: Sequence[tuple[NodeType, Tensor]],
-    fanouts: Mapping[EdgeType, Sequence[int]],
+    num_neighbors: Mapping[EdgeType, Sequence[int]],
     hop: Hop,
     totals: Mapping[NodeType, int],
     directed: bool = True,
@@ -162,7 +184,7 @@ def sample_trees(
 
     Args:
         roots: some node types and ids of each, ``[n]``, in the order of their trees.
-        fanouts, directed: see :func:`sample_hops`.
+        num_neighbors, directed: see :func:`sample_hops`.
         hop: is asked for in-edges of copies: of node i, the one in tree t is i + N t. It answers with nodes.
         totals: N by node type.
     """
@@ -176,7 +198,7 @@ def sample_trees(
         return Neighbors(found.offsets, tree * totals[kind[0]] + found.sources, found.edges)
 
     numberings = {name: Numbering(total * len(trees), dense=False) for name, total in totals.items()}  # too many for an array
-    out = sample_hops(copies, fanouts, hop_in_trees, numberings, directed)
+    out = sample_hops(copies, num_neighbors, hop_in_trees, numberings, directed)
     out.batch = {name: ids // totals[name] for name, ids in out.node.items()}
     out.node = {name: ids % totals[name] for name, ids in out.node.items()}
     return out

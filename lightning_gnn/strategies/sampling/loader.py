@@ -36,7 +36,7 @@ class BatchMaker:
 
     Args:
         store: the graph.
-        fanouts: by edge type, per hop, the in-edges drawn of each node; -1 for all.
+        num_neighbors: by edge type, per hop, the in-edges drawn of each node; -1 for all.
         replace, directed: see :class:`~lightning_gnn.strategies.sampling.NeighborSampler`.
     """
 
@@ -46,17 +46,17 @@ class BatchMaker:
     """What edges have as seeds, under these names: those that carry messages come without."""
 
     def __init__(
-        self, store: GraphStore, fanouts: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
+        self, store: GraphStore, num_neighbors: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
     ) -> None:
-        self.store, self._fanouts = store, fanouts
+        self.store, self._fanouts = store, num_neighbors
         self._replace, self._directed = replace, directed
         self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
         left_out = dict.fromkeys(store.types.edges, self.of_seeds) | {store.types.input_type: self.own_masks}
         kinds = *store.types.nodes, *store.types.edges
         self._names = {kind: [name for name in store.names(kind) if name not in left_out.get(kind, ())] for kind in kinds}
-        shallow, timed = max(map(len, fanouts.values())) <= MOST_HOPS, store.choice.time_attr is not None
+        shallow, timed = max(map(len, num_neighbors.values())) <= MOST_HOPS, store.choice.time_attr is not None
         expands = store.channel is not None and directed and shallow and not timed
-        self._expander = Expander(store, fanouts, replace, self._names) if expands else None
+        self._expander = Expander(store, num_neighbors, replace, self._names) if expands else None
 
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.

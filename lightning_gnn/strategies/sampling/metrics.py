@@ -16,10 +16,10 @@ from lightning_gnn.strategies.sampling.loader import SampledBatches
 class SamplingMetrics(pl.Callback):
     """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
 
-    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/waited``:
+    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/wait_s``:
     that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
     than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
-    features that lie on other machines, the share that was kept here. With ``feature_cache``,
+    features that lie on other machines, the share that was kept here. With ``local_cache``,
     ``sampling/feature_cache_hits`` and ``sampling/feature_cache_misses``: rows of features that ranks read on their own
     machines, for their batches and others', from memory and from the store.
     """
@@ -39,7 +39,7 @@ class SamplingMetrics(pl.Callback):
         by_rank = self._world.all_gather(own, "Sampling metrics").cpu()
         longest, total = by_rank.amax(0), by_rank.sum(0)
         asked, hits, received, near_hits, near_misses = total[2:]
-        values = {"sampling/seconds": longest[0], "sampling/waited": longest[1]}
+        values = {"sampling/seconds": longest[0], "sampling/wait_s": longest[1]}
         if stores[0].channel is not None:
             values["sampling/remote_bytes"] = received
             values["sampling/cache_hit_rate"] = hits / asked.clamp(min=1)

@@ -36,7 +36,7 @@ class NeighborSampler(BaseSampler):
 
     Args:
         csr: in-edges, rows are targets; a mapping by edge type for a heterogeneous graph. See :meth:`from_data`.
-        fanouts: in-edges per node and hop, -1 for all; for a heterogeneous graph also a mapping by edge type, in which 0
+        num_neighbors: in-edges per node and hop, -1 for all; for a heterogeneous graph also a mapping by edge type, in which 0
             leaves a type out of a hop.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all edges between the sampled nodes.
@@ -57,7 +57,7 @@ class NeighborSampler(BaseSampler):
     def __init__(
         self,
         csr: CSR | Mapping[EdgeType, CSR],
-        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        num_neighbors: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         *,
         replace: bool = False,
         directed: bool = True,
@@ -69,7 +69,7 @@ class NeighborSampler(BaseSampler):
     ):
         self.is_hetero = not isinstance(csr, CSR)
         self.csr: dict[EdgeType, CSR] = {ONE_TYPE: csr} if isinstance(csr, CSR) else dict(csr)
-        self.fanouts = fanouts_by_type(fanouts, list(self.csr))
+        self.num_neighbors = fanouts_by_type(num_neighbors, list(self.csr))
         self.num_nodes = _num_nodes(self.csr)
         self.replace, self.directed, self.strategy = replace, directed, strategy
         self.weight, self.time = _by_type(weight), _by_type(time)
@@ -89,7 +89,7 @@ class NeighborSampler(BaseSampler):
     def from_data(
         cls,
         data: Data | HeteroData,
-        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        num_neighbors: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         *,
         weight_attr: str | None = None,
         time_attr: str | None = None,
@@ -99,7 +99,7 @@ class NeighborSampler(BaseSampler):
 
         Args:
             data: with ``edge_index`` (of each edge type).
-            fanouts, options: see the class.
+            num_neighbors, options: see the class.
             weight_attr: name of the edges' weights.
             time_attr: name of times of edges, or of nodes: an edge then has its source's.
         """
@@ -120,7 +120,7 @@ class NeighborSampler(BaseSampler):
             if name is not None and not found:
                 raise ValueError(f"The graph has no attribute {name!r}.")
         made: Any = csr if hetero else csr[ONE_TYPE]
-        return cls(made, fanouts, weight=weight or None, time=time or None, **options)
+        return cls(made, num_neighbors, weight=weight or None, time=time or None, **options)
 
     def sample(
         self,
@@ -149,9 +149,9 @@ class NeighborSampler(BaseSampler):
         limit = torch.cat([until[name] for name in by_type]) if self.time else None
         hop = partial(self._hop, seed=seed, limit=limit)
         if self.disjoint:
-            out = sample_trees(list(by_type.items()), self.fanouts, hop, self.num_nodes, self.directed)
+            out = sample_trees(list(by_type.items()), self.num_neighbors, hop, self.num_nodes, self.directed)
         else:
-            out = sample_hops(by_type, self.fanouts, hop, self._shared_numberings, self.directed)
+            out = sample_hops(by_type, self.num_neighbors, hop, self._shared_numberings, self.directed)
         return out if self.is_hetero else output_of_one_type(out)
 
     def induced(self, nodes: Tensor | Mapping[NodeType, Tensor]) -> SamplerOutput | HeteroSamplerOutput:
@@ -254,9 +254,9 @@ def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:
     return sizes
 
 
-def fanouts_by_type(fanouts: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
+def fanouts_by_type(num_neighbors: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
     """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for those of other types."""
-    checked = checked_fanouts(fanouts)
+    checked = checked_fanouts(num_neighbors)
     by_type = checked if isinstance(checked, dict) else dict.fromkeys(kinds, checked)
     if set(by_type) != set(kinds):
         raise ValueError(f"Fan-outs are given for {sorted(by_type)}, but the edge types are {sorted(kinds)}.")

@@ -24,7 +24,6 @@ from lightning_gnn.arguments import (
     Fanouts,
     check_choice,
     check_flags,
-    check_numbers,
     check_seed,
     check_whole,
     check_words,
@@ -90,29 +89,29 @@ class SamplingStrategy(GNNStrategy):
 
     Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
     all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
-    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layers"`` they are
+    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layerwise"`` they are
     as under ``dgcl``: a step gets the rank's part, and layer after layer computes each row once.
 
     Args:
-        fanouts: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of a
-            ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
+        num_neighbors: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of
+            a ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
             ``"author__writes__paper"``; 0 then leaves a type out of a hop. By default the datamodule's, or else (15, 10).
         batch_size: seeds, nodes or edges, of a batch on each rank, at most; of GraphSAINT what is drawn, nodes, edges or
             walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
         replace: draw with replacement.
         directed: keep the edges that were drawn; False for all between the nodes that were reached.
-        method: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
+        sampler: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
             that it has fewer nodes (LABOR-0 with as many edges, NeurIPS 2023, appendix A.3); or, for modules that predict
             nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
             (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
             whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
         walk_length: steps of a walk of ``"saint_walk"``.
-        clusters: in a batch of ``"cluster"``.
-        samplers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
-        prefetch: batches that are made ahead in the background; 0 for none. At least `samplers`, if that is above 1.
-        cache_mb: memory of each rank for features of nodes on other machines, in MB, the far cache: those that most edges read,
-            and from the second epoch on those that batches of the first asked for most often.
-        feature_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
+        num_clusters: in a batch of ``"cluster"``.
+        num_workers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
+        prefetch_batches: batches that are made ahead in the background; 0 for none. At least `num_workers`, if that is above 1.
+        remote_cache: memory of each rank for features of nodes on other machines, in bytes or ``"64MB"``, the remote cache: those
+            that most edges read, and from the second epoch on those that batches of the first asked for most often.
+        local_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
             its ranks share: rows are chosen in the same way, and 4 bytes for each node, where its row is, are taken from it.
             Other rows are read from the store, whose pages the system may have in memory or not. By default, or with 0, all are.
         loss_reduction: ``"mean"`` if the loss of a training step is a mean over the seeds of the rank's batch, ``"sum"`` if it is
@@ -125,23 +124,22 @@ class SamplingStrategy(GNNStrategy):
             name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
             as well, of all neighbours that are no later.
         temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
-        score: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
+        edge_score_fn: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
             :class:`~lightning_gnn.strategies.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those
             with the highest are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken,
             in evaluation or with a fan-out of -1, it is not asked.
-        evaluation: ``"layers"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
-            model that ``dgcl`` takes; ``"batches"``, they take batches of all neighbours within as many hops as there are
+        evaluation: ``"layerwise"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
+            model that ``dgcl`` takes; ``"minibatch"``, they take batches of all neighbours within as many hops as there are
             fan-outs: as exact where the model has no more layers, and ranks need no memory for their edges, but nodes that
-            several batches reach are computed in each. By default ``"batches"`` for a ``HeteroData`` and with times, else
-            ``"layers"``.
-        keep_constant: in evaluation, see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+            several batches reach are computed in each. By default ``"minibatch"`` for a ``HeteroData`` and with times, else
+            ``"layerwise"``.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
         ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
             unknown method, or one that does not go with other arguments, no number of bytes; from ``setup``, other fan-outs or
             another batch size on the datamodule, a method that does not go with the module or the graph, fan-outs for other
-            edge types than it has; from the first stage, a ``feature_cache`` that has no room for features, or for which there
+            edge types than it has; from the first stage, a ``local_cache`` that has no room for features, or for which there
             is no memory.
     """
 
@@ -151,79 +149,66 @@ class SamplingStrategy(GNNStrategy):
 
     def __init__(
         self,
-        fanouts: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
         batch_size: int | None = None,
         replace: bool = False,
         directed: bool = True,
-        prefetch: int = 2,
-        cache_mb: float = 64.0,
+        prefetch_batches: int = 2,
+        remote_cache: int | str = "64MB",
         seed: int = 0,
-        keep_constant: bool = True,
-        method: Method = "neighbor",
+        sampler: Method = "neighbor",
         walk_length: int = 2,
-        clusters: int = 10,
-        samplers: int = 1,
+        num_clusters: int = 10,
+        num_workers: int = 1,
         weight_attr: str | None = None,
         time_attr: str | None = None,
         temporal_strategy: Literal["uniform", "last"] = "uniform",
-        score: Score | None = None,
-        evaluation: Literal["layers", "batches"] | None = None,
-        feature_cache: int | str | None = None,
+        edge_score_fn: Score | None = None,
+        evaluation: Literal["layerwise", "minibatch"] | None = None,
+        local_cache: int | str | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
-        self._given = checked_batches(fanouts, batch_size), batch_size
-        if method is None or not is_one_of(method, METHODS):
-            raise ValueError(f"method is one of {', '.join(METHODS)} (got {shown(method)}).")
-        check_flags(replace=replace, directed=directed, keep_constant=keep_constant)
+        self._given = checked_batches(num_neighbors, batch_size), batch_size
+        if sampler is None or not is_one_of(sampler, METHODS):
+            raise ValueError(f"sampler is one of {', '.join(METHODS)} (got {shown(sampler)}).")
+        check_flags(replace=replace, directed=directed)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        check_whole(walk_length=walk_length, clusters=clusters, samplers=samplers, prefetch=prefetch)
+        check_whole(1, walk_length=walk_length, num_clusters=num_clusters, num_workers=num_workers)
+        check_whole(0, prefetch_batches=prefetch_batches)
         check_seed(seed)
-        check_numbers(cache_mb=cache_mb)
-        counts = ("walk_length", walk_length, 1), ("clusters", clusters, 1), ("samplers", samplers, 1), ("prefetch", prefetch, 0)
-        for name, value, least in (*counts, ("cache_mb", cache_mb, 0)):
-            if value < least:
-                raise ValueError(f"{name} is at least {least} (got {value}).")
-        if samplers > 1 and prefetch < samplers:
-            raise ValueError(
-                f"samplers={samplers} make as many batches at a time, but prefetch={prefetch}. Use prefetch={samplers} or more."
-            )
-        if method not in _OF_NEIGHBORS and (replace or not directed):
-            raise ValueError(
-                f"replace and directed tell how neighbours are drawn, and method={method!r} takes all edges between its nodes."
-            )
-        labor = method == "labor"
+        if num_workers > 1 and prefetch_batches < num_workers:
+            raise ValueError(f"prefetch_batches must be at least num_workers={num_workers}, got {prefetch_batches}.")
+        if sampler not in _OF_NEIGHBORS and (replace or not directed):
+            raise ValueError(f"replace=True and directed=False are not supported with sampler={sampler!r}. Remove them.")
+        labor = sampler == "labor"
         named = {"weight_attr": weight_attr, "time_attr": time_attr}
         check_words(**{name: value for name, value in named.items() if value is not None})
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
-        if score is not None and (not callable(score) or replace or labor or temporal_strategy == "last"):
+        if edge_score_fn is not None and (not callable(edge_score_fn) or replace or labor or temporal_strategy == "last"):
             raise ValueError(
-                "score is a function of in-edges that decides which are drawn, without replacement (got "
-                f"{shown(score)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
+                "edge_score_fn is a function of in-edges that decides which are drawn, without replacement (got "
+                f"{shown(edge_score_fn)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
             )
-        if method not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or score):
+        if sampler not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or edge_score_fn):
             raise ValueError(
-                f"weight_attr, time_attr and score tell how neighbours are drawn (got method={method!r}). Use method='neighbor'."
+                f"weight_attr, time_attr and edge_score_fn are not supported with sampler={sampler!r}. Use sampler='neighbor'."
             )
-        if evaluation not in ("layers", "batches", None):
-            raise ValueError(f"evaluation is 'layers' or 'batches' (got {shown(evaluation)}).")
-        if evaluation == "layers" and time_attr:
-            raise ValueError(
-                "evaluation='layers' looks at the whole graph, and with time_attr each node sees what was there at its time. "
-                "Leave one of them out."
-            )
-        because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer fanouts."
-        refuse_options(options, ["recompute", "host_memory"], because)
-        scheme = SamplingScheme(in_batches=None if evaluation is None else evaluation == "batches")
-        super().__init__(scheme, keep_constant=keep_constant, **options)
-        self.loss_reduction = loss_reduction
-        self.evaluation = evaluation
-        self.choice = Choice(weight_attr, time_attr, temporal_strategy, score, labor)
-        self.replace, self.directed, self.method = replace, directed, method
-        self.walk_length, self.clusters, self.samplers = walk_length, clusters, samplers
-        self.prefetch, self.cache_mb, self.seed = prefetch, cache_mb, seed
-        off = feature_cache is None or (type(feature_cache) is int and feature_cache == 0)
-        self.feature_cache = 0 if off else checked_bytes("feature_cache", feature_cache)
+        if evaluation not in ("layerwise", "minibatch", None):
+            raise ValueError(f"evaluation is 'layerwise' or 'minibatch' (got {shown(evaluation)}).")
+        if evaluation == "layerwise" and time_attr:
+            raise ValueError("evaluation='layerwise' is not supported with time_attr. Remove one of them.")
+        because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer num_neighbors."
+        refuse_options(options, ["checkpoint_convs", "memory_limit"], because)
+        scheme = SamplingScheme(in_batches=None if evaluation is None else evaluation == "minibatch")
+        super().__init__(scheme, **options)
+        self.loss_reduction, self.evaluation = loss_reduction, evaluation
+        self.choice = Choice(weight_attr, time_attr, temporal_strategy, edge_score_fn, labor)
+        self.replace, self.directed, self.sampler = replace, directed, sampler
+        self.walk_length, self.num_clusters, self.num_workers = walk_length, num_clusters, num_workers
+        self.prefetch_batches, self.seed = prefetch_batches, seed
+        self.remote_cache = checked_bytes("remote_cache", remote_cache or 0, 0)
+        self.local_cache = checked_bytes("local_cache", local_cache or 0, 0)
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
         self._predicted: tuple[Tensor, list[int]] | None = None
@@ -234,20 +219,20 @@ class SamplingStrategy(GNNStrategy):
     def approximation(self) -> str:
         return "sampled mini-batches"
 
-    def _choose(self, fanouts: Fanouts | None, batch_size: int | None) -> None:
+    def _choose(self, num_neighbors: Fanouts | None, batch_size: int | None) -> None:
         """Takes fan-outs and batch size from the datamodule where they are not given here."""
-        if self.method not in _OF_NEIGHBORS and (self._given[0] or fanouts):
-            raise ValueError(f"fanouts tell how neighbours are drawn, and method={self.method!r} draws none.")
+        if self.sampler not in _OF_NEIGHBORS and (self._given[0] or num_neighbors):
+            raise ValueError(f"num_neighbors tell how neighbours are drawn, and sampler={self.sampler!r} draws none.")
         usual: Fanouts = [15, 10]
-        self.fanouts = _one_of("fanouts", self._given[0], fanouts, usual)
+        self.num_neighbors = _one_of("num_neighbors", self._given[0], num_neighbors, usual)
         self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
 
     @override
     def check_data(self, data: Any) -> GraphDataModule:
         data = super().check_data(data)
-        self._choose(data.fanouts, data.batch_size)
+        self._choose(data.num_neighbors, data.batch_size)
         if isinstance(data.source, HeteroData):  # known before it is partitioned
-            fanouts_by_type(self.fanouts, data.source.edge_types)
+            fanouts_by_type(self.num_neighbors, data.source.edge_types)
         return data
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
@@ -262,12 +247,12 @@ class SamplingStrategy(GNNStrategy):
         kind: Any = (cut.edge_type or ONE_TYPE) if edges else types.input_type
         self._check_choice(cut, kind)
         split = SplitSeeds.of(cut, kind, name, self.num_processes)
-        if self.method in _OF_NEIGHBORS:
+        if self.sampler in _OF_NEIGHBORS:
             own, size = split.seeds(rank), self.batch_size
             if mask is None:
                 everyone = torch.cat([split.seeds(each) for each in range(self.world_size)])
                 self._predicted = cut.ids_of(kind)[everyone], split.sizes
-            make: Callable[..., BatchMaker] = EgoBatchMaker if self.method == "shadow" else BatchMaker
+            make: Callable[..., BatchMaker] = EgoBatchMaker if self.sampler == "shadow" else BatchMaker
             if edges:
                 make, size = self._edge_batches(cut, kind, training)
             batches = SeedBatches(split.sizes, size)
@@ -275,7 +260,9 @@ class SamplingStrategy(GNNStrategy):
             if not training and self.choice.temporal_strategy != "last":
                 how = (dict.fromkeys(types.edges, [-1] * self.num_hops),)
         else:
-            draw, count, per_step = node_draw(cut, rank, self.method, self.batch_size, self.walk_length, self.clusters, self.seed)
+            draw, count, per_step = node_draw(
+                cut, rank, self.sampler, self.batch_size, self.walk_length, self.num_clusters, self.seed
+            )
             own, batches = torch.arange(count), SeedBatches([count] * self.world_size, per_step)
             training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
             training_nodes[seeds_in(cut, kind, name)] = True
@@ -289,7 +276,7 @@ class SamplingStrategy(GNNStrategy):
         # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         device = torch.device("cpu") if hooks_move_batches(module, data) else self.root_device
-        of_epoch = seed, self.prefetch, lambda: progress.processed
+        of_epoch = seed, self.prefetch_batches, lambda: progress.processed
         self._loaders[mask] = SampledBatches(makers, batches, own, split.first, rank, *of_epoch, device, others)
         return self._loaders[mask]
 
@@ -298,10 +285,10 @@ class SamplingStrategy(GNNStrategy):
         self._close(mask)
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
-            return [known[0].clone() for _ in range(self.samplers)]
-        near, cache_bytes = self.world.ranks_here(), int(self.cache_mb * 1e6)
-        store = GraphStore(cut, self.world, near, cache_bytes, messages, self.choice, self.feature_cache)
-        return [store, *(store.clone() for _ in range(1, self.samplers))]
+            return [known[0].clone() for _ in range(self.num_workers)]
+        near, cache_bytes = self.world.ranks_here(), self.remote_cache
+        store = GraphStore(cut, self.world, near, cache_bytes, messages, self.choice, self.local_cache)
+        return [store, *(store.clone() for _ in range(1, self.num_workers))]
 
     def _edge_batches(self, cut: Cut, kind: EdgeType, training: bool) -> tuple[Callable[..., BatchMaker], int]:
         """Returns what makes batches of edges of a type, and how many edges are in one."""
@@ -353,14 +340,14 @@ class SamplingStrategy(GNNStrategy):
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns the fan-outs of each edge type of the graph."""
-        if isinstance(self.fanouts, dict) and not types.is_hetero:
-            raise ValueError("fanouts by edge type are for a HeteroData; the graph has no types: give one list.")
-        return fanouts_by_type(self.fanouts, list(types.edges))
+        if isinstance(self.num_neighbors, dict) and not types.is_hetero:
+            raise ValueError("num_neighbors by edge type are for a HeteroData; the graph has no types: give one list.")
+        return fanouts_by_type(self.num_neighbors, list(types.edges))
 
     @property
     def num_hops(self) -> int:
         """How far neighbourhoods reach."""
-        return len(next(iter(self.fanouts.values())) if isinstance(self.fanouts, dict) else self.fanouts)
+        return len(next(iter(self.num_neighbors.values())) if isinstance(self.num_neighbors, dict) else self.num_neighbors)
 
     @override
     def binds(self, shard: Shard) -> bool:
@@ -376,28 +363,29 @@ class SamplingStrategy(GNNStrategy):
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
         by_default = types.is_hetero or self.choice.time_attr is not None
-        return self.evaluation == "batches" or (by_default and self.evaluation is None)
+        return self.evaluation == "minibatch" or (by_default and self.evaluation is None)
 
     @override
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         types = of.types
         self._fanouts_of(types)
-        if self.evaluation == "batches" and not self._evaluates_in_batches(types):
+        if self.evaluation == "minibatch" and not self._evaluates_in_batches(types):
             raise ValueError(
-                "evaluation='batches' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, each row "
+                "evaluation='minibatch' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, "
+                "each row "
                 "computed once."
             )
-        if self.evaluation == "layers" and types.is_hetero and counted_mask("val_mask", module) in EDGE_MASKS:
+        if self.evaluation == "layerwise" and types.is_hetero and counted_mask("val_mask", module) in EDGE_MASKS:
             raise ValueError(
-                f"evaluation='layers' looks at the whole graph, and {type(module).__name__} predicts edges of a HeteroData, "
+                f"evaluation='layerwise' looks at the whole graph, and {type(module).__name__} predicts edges of a HeteroData, "
                 "which are taken in batches. Leave it out."
             )
-        if self.method not in _NEIGHBOURHOODS and types.is_hetero:
-            raise ValueError(f'method={self.method!r} is for graphs of one type. Use method="neighbor" for a HeteroData.')
-        if self.method not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
+        if self.sampler not in _NEIGHBOURHOODS and types.is_hetero:
+            raise ValueError(f'sampler={self.sampler!r} is for graphs of one type. Use sampler="neighbor" for a HeteroData.')
+        if self.sampler not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
-                f"method={self.method!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
-                'Use method="neighbor".'
+                f"sampler={self.sampler!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
+                'Use sampler="neighbor".'
             )
         if not self._evaluates_in_batches(types):
             super().check_model(module, of)
@@ -432,20 +420,21 @@ class SamplingStrategy(GNNStrategy):
         layers = dict(self._module.named_modules())
         relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
         # To score edges, rows of their sources are read, and go no further.
-        ends = ("expand",) if getattr(self._module, "predicts_edges", False) else ()
+        ends = ("gather_halo",) if getattr(self._module, "predicts_edges", False) else ()
         return sum(max(1, count // relations[name]) for name, count in propagations.items() if name not in ends)
 
     def _compare_depth(self, propagations: int) -> None:
         """Warns once of fan-outs that are too few or too many for the model."""
         # The depth of ego graphs is a choice of its own, and subgraphs have none.
-        if self._depth_known or not propagations or self.method not in _NEIGHBOURHOODS:
+        if self._depth_known or not propagations or self.sampler not in _NEIGHBOURHOODS:
             return
         self._depth_known = True
         if propagations != self.num_hops:
             too_few = propagations > self.num_hops
             outcome = "neighbours of the farthest nodes are missing" if too_few else "the last are sampled in vain"
             rank_zero_warn(
-                f"fanouts={self.fanouts} sample {self.num_hops} hops, but the model propagates along edges {propagations} "
+                f"num_neighbors={self.num_neighbors} sample {self.num_hops} hops, but the model propagates along edges "
+                f"{propagations} "
                 f"times: {outcome}. Give one fan-out per layer."
             )
 

@@ -36,7 +36,7 @@ from lightning_gnn.strategies.spmm.traffic import (
 def _(scheme: SpMMScheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
     found = grid_exchanges(work, topology)
     own = [each.choice for each in found[not scheme.sparsity_aware :: 2] if each.choice is not None]
-    name = grid_name(scheme.replication or choose(own, None).grid.replication, scheme.sparsity_aware)
+    name = grid_name(scheme.replication_factor or choose(own, None).grid.replication, scheme.sparsity_aware)
     return [replace(each, followed=each.scheme == name) for each in found]
 
 

@@ -43,10 +43,10 @@ class ProductScheme(Scheme):
     """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
     :class:`SpMM15DStrategy`."""
 
-    def __init__(self, permute: Permute | None) -> None:
-        if not is_one_of(permute, ("metis", "random", None)):
-            raise ValueError(f"permute must be 'metis', 'random' or None (got {shown(permute)}).")
-        self.permute = permute
+    def __init__(self, node_order: Permute | None) -> None:
+        if not is_one_of(node_order, ("metis", "random", None)):
+            raise ValueError(f"node_order must be 'metis', 'random' or None (got {shown(node_order)}).")
+        self.node_order = node_order
 
     def check_ranks(self, world_size: int) -> None:
         """Raises ValueError unless the products can be made by so many ranks; names numbers that can. In 1D, any can."""
@@ -54,7 +54,7 @@ class ProductScheme(Scheme):
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         self.check_ranks(world_size)
-        return LayoutSpec("edge_cut", world_size, method=self.permute or "contiguous")
+        return LayoutSpec("edge_cut", world_size, method=self.node_order or "contiguous")
 
 
 class GridExchange(HaloExchange):
@@ -72,24 +72,24 @@ class GridExchange(HaloExchange):
 class SpMMScheme(ProductScheme):
     """1D and 1.5D products; see :class:`SpMM15DStrategy`."""
 
-    def __init__(self, replication: int | None, sparsity_aware: bool, permute: Permute | None) -> None:
-        if replication is not None:
-            check_whole(replication=replication)
+    def __init__(self, replication_factor: int | None, sparsity_aware: bool, node_order: Permute | None) -> None:
+        if replication_factor is not None:
+            check_whole(replication_factor=replication_factor)
         check_flags(sparsity_aware=sparsity_aware)
-        if replication is not None and replication < 1:
-            raise ValueError(f"replication is a number of ranks, at least 1 (got {replication}).")
-        super().__init__(permute)
-        self.replication, self.sparsity_aware = replication, sparsity_aware
+        if replication_factor is not None and replication_factor < 1:
+            raise ValueError(f"replication_factor is a number of ranks, at least 1 (got {replication_factor}).")
+        super().__init__(node_order)
+        self.replication_factor, self.sparsity_aware = replication_factor, sparsity_aware
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
         # Of one dimension, what a nonzero reads comes from its owner, and nothing else: rows of each type by themselves.
-        types = self.replication == 1 and self.sparsity_aware
+        types = self.replication_factor == 1 and self.sparsity_aware
         return replace(super().layout(world_size, num_hosts), takes_types=types)
 
     @override
     def check_ranks(self, world_size: int) -> None:
-        ProcessGrid(world_size, self.replication or 1)
+        ProcessGrid(world_size, self.replication_factor or 1)
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
@@ -105,8 +105,8 @@ class SpMMScheme(ProductScheme):
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
         """Returns the grid that is asked for, or that with the replication factor that moves least."""
-        if self.replication is not None or world.size == 1:
-            return ProcessGrid(world.size, self.replication or 1)
+        if self.replication_factor is not None or world.size == 1:
+            return ProcessGrid(world.size, self.replication_factor or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
         row_bytes = shard.batch.x[:1].nbytes
         if self.sparsity_aware:
@@ -122,7 +122,8 @@ class SpMMScheme(ProductScheme):
         least = min((each for each in world.all_gather_object(available) if each is not None), default=None)
         chosen = choose(costs, None if least is None else least // world.size)
         rank_zero_info(
-            f"replication={chosen.grid.replication} of {', '.join(str(cost.grid.replication) for cost in costs)}: a product "
+            f"replication_factor={chosen.grid.replication} of {', '.join(str(cost.grid.replication) for cost in costs)}: a "
+            "product "
             f"moves {chosen.rows:,} rows ("
             + ", ".join(f"{cost.grid.replication}: {cost.rows:,}" for cost in costs)
             + f") and holds {chosen.bytes_held / 1e6:.3g} MB more than its operands on a rank"
@@ -140,8 +141,8 @@ def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, ran
 class CubeScheme(ProductScheme):
     """2D and 3D products; see :class:`SpMM2DStrategy`."""
 
-    def __init__(self, dimensions: int, permute: Permute | None, keep_blocks: bool = True, column: bool = False) -> None:
-        super().__init__(permute)
+    def __init__(self, dimensions: int, node_order: Permute | None, keep_blocks: bool = True, column: bool = False) -> None:
+        super().__init__(node_order)
         self.dimensions, self.keep_blocks, self.column = dimensions, keep_blocks, column
 
     @override
@@ -172,33 +173,33 @@ class AnyProductScheme(ProductScheme):
 
 @twin_of.register
 def _(scheme: SpMMScheme) -> SpMMScheme:
-    return SpMMScheme(1 if scheme.replication == 1 else 2, scheme.sparsity_aware, scheme.permute)
+    return SpMMScheme(1 if scheme.replication_factor == 1 else 2, scheme.sparsity_aware, scheme.node_order)
 
 
 @twin_of.register
 def _(scheme: CubeScheme) -> CubeScheme:
     # There is no square of two ranks: 1 x 1 x 2, by the same products.
-    return CubeScheme(scheme.dimensions, scheme.permute, scheme.keep_blocks, column=True)
+    return CubeScheme(scheme.dimensions, scheme.node_order, scheme.keep_blocks, column=True)
 
 
 @memory_advice.register
 def _(scheme: SpMMScheme) -> MemoryAdvice:
     def working_bytes(counts: Sequence[int], row_bytes: int) -> int:
-        if scheme.sparsity_aware or scheme.replication is None:
+        if scheme.sparsity_aware or scheme.replication_factor is None:
             return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
         offsets = np.cumsum([0, *counts])
-        return block_cost(ProcessGrid(len(counts), scheme.replication), offsets, row_bytes).bytes_held
+        return block_cost(ProcessGrid(len(counts), scheme.replication_factor), offsets, row_bytes).bytes_held
 
     def less(ranks: int) -> str:
         legal = ", ".join(map(str, legal_replications(ranks)))
-        return f"Set a smaller replication (legal: {legal}), or use more machines (num_nodes) or fewer columns."
+        return f"Set a smaller replication_factor (legal: {legal}), or use more machines (num_nodes) or fewer columns."
 
-    return MemoryAdvice(SpMMScheme(1, scheme.sparsity_aware, scheme.permute), working_bytes, less)
+    return MemoryAdvice(SpMMScheme(1, scheme.sparsity_aware, scheme.node_order), working_bytes, less)
 
 
 @memory_advice.register
 def _(scheme: CubeScheme) -> MemoryAdvice:
-    return MemoryAdvice(SpMMScheme(1, False, scheme.permute))
+    return MemoryAdvice(SpMMScheme(1, False, scheme.node_order))
 
 
 class SpMMStrategy(GNNStrategy):
@@ -211,8 +212,7 @@ class SpMMStrategy(GNNStrategy):
     no products read halo rows, as under ``spmm_1d``.
 
     Args:
-        permute: see :class:`SpMM15DStrategy`.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        node_order: see :class:`SpMM15DStrategy`.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -221,21 +221,20 @@ class SpMMStrategy(GNNStrategy):
 
     strategy_name = "spmm"
 
-    def __init__(self, permute: Permute | None = "metis", keep_constant: bool = True, **options: Any) -> None:
-        super().__init__(AnyProductScheme(permute), keep_constant=keep_constant, **options)
+    def __init__(self, node_order: Permute | None = "metis", **options: Any) -> None:
+        super().__init__(AnyProductScheme(node_order), **options)
 
 
 class SpMM15DStrategy(GNNStrategy):
     """Full-graph training with products on a process grid, exact; ``Trainer(strategy="spmm_15d")``.
 
     Args:
-        replication: c, a divisor of the number of ranks: partial sums of a node lie on so many of them, and each rank reads
-            1 / c of the nodes. By default the one that moves the fewest rows among those up to sqrt(P): beyond, ranks idle.
+        replication_factor: c, a divisor of the number of ranks: partial sums of a node lie on so many of them, and each rank
+            reads 1 / c of the nodes. By default the one that moves the fewest rows among those up to sqrt(P): beyond, ranks idle.
         sparsity_aware: send only the rows that a nonzero reads, and the partial sums that one has added to; otherwise whole
             blocks, as published.
-        permute: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks of
-            equal weight, None for ranges of the graph's own order. By default METIS if `sparsity_aware`, else random.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        node_order: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks
+            of equal weight, None for ranges of the graph's own order. By default METIS if `sparsity_aware`, else random.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -249,33 +248,32 @@ class SpMM15DStrategy(GNNStrategy):
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
         for c in legal_replications(ranks):
             if 1 < c <= isqrt(ranks):
-                yield {"replication": c}
-                yield {"replication": c, "sparsity_aware": False}
+                yield {"replication_factor": c}
+                yield {"replication_factor": c, "sparsity_aware": False}
 
     def __init__(
         self,
-        replication: int | None = None,
+        replication_factor: int | None = None,
         sparsity_aware: bool = True,
-        permute: Permute | Literal["auto"] | None = "auto",
-        keep_constant: bool = True,
+        node_order: Permute | Literal["auto"] | None = "auto",
         **options: Any,
     ) -> None:
-        if isinstance(permute, str) and permute == "auto":
-            permute = "metis" if sparsity_aware else "random"
-        super().__init__(SpMMScheme(replication, sparsity_aware, permute), keep_constant=keep_constant, **options)
+        if isinstance(node_order, str) and node_order == "auto":
+            node_order = "metis" if sparsity_aware else "random"
+        super().__init__(SpMMScheme(replication_factor, sparsity_aware, node_order), **options)
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
         exchange = self.steps.binding.context.exchange
         assert isinstance(exchange, GridExchange)
-        log_config(trainer, {"plan": {"name": "products", "replication": exchange.grid.replication}})
+        log_config(trainer, {"plan": {"name": "products", "replication_factor": exchange.grid.replication}})
 
 
 class SpMM1DStrategy(SpMM15DStrategy):
-    """:class:`SpMM15DStrategy` with replication 1, CAGNET's Algorithm 1; ``Trainer(strategy="spmm_1d")``.
+    """:class:`SpMM15DStrategy` with replication_factor 1, CAGNET's Algorithm 1; ``Trainer(strategy="spmm_1d")``.
 
     Args:
-        sparsity_aware, permute, keep_constant, **options: see :class:`SpMM15DStrategy`.
+        sparsity_aware, node_order, **options: see :class:`SpMM15DStrategy`.
     """
 
     strategy_name = "spmm_1d"
@@ -288,22 +286,18 @@ class SpMM1DStrategy(SpMM15DStrategy):
     def __init__(
         self,
         sparsity_aware: bool = True,
-        permute: Permute | Literal["auto"] | None = "auto",
-        keep_constant: bool = True,
+        node_order: Permute | Literal["auto"] | None = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(1, sparsity_aware, permute, keep_constant, **options)
+        super().__init__(1, sparsity_aware, node_order, **options)
 
 
 class SpMM2DStrategy(GNNStrategy):
     """Full-graph training with 2D products (SUMMA), exact; ``Trainer(strategy="spmm_2d")``; P is a square.
 
     Args:
-        permute: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or None
-            for ranges of the graph's own order.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`; and keep the blocks of the matrix that
-            a rank multiplies with, 1 / q of it in 2D and 1 / q^2 in 3D. Otherwise each has 1 / P, and they travel in each
-            product.
+        node_order: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or
+            None for ranges of the graph's own order.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -313,8 +307,8 @@ class SpMM2DStrategy(GNNStrategy):
     strategy_name = "spmm_2d"
     dimensions = 2
 
-    def __init__(self, permute: Permute | None = "random", keep_constant: bool = True, **options: Any) -> None:
-        super().__init__(CubeScheme(self.dimensions, permute, keep_constant), keep_constant=keep_constant, **options)
+    def __init__(self, node_order: Permute | None = "random", **options: Any) -> None:
+        super().__init__(CubeScheme(self.dimensions, node_order, options.get("cache_input_aggregation", True)), **options)
 
 
 class SpMM3DStrategy(SpMM2DStrategy):

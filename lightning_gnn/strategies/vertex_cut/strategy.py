@@ -32,7 +32,7 @@ from lightning_gnn.partition.layout import LayoutSpec, by_machine
 from lightning_gnn.rows import local_rows
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache
 from lightning_gnn.strategies.vertex_cut.cutters import METHODS
-from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, LargestChanges
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, CacheSchedule, TopKChanges
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import Scheme, twin_of
 
@@ -45,25 +45,25 @@ class VertexCutScheme(Scheme):
     :class:`VertexCutStrategy`."""
 
     partition: EdgeMethod | None
-    hosts: int | None
+    num_machines: int | None
     host_weight: float
-    cache: AdaptiveThreshold | LargestChanges | float | None
+    cache: AdaptiveThreshold | TopKChanges | float | None
     monitor: str | None
     cache_within_hosts: bool = False
 
     def __post_init__(self) -> None:
         self.approximation = "" if self.cache is None else "cached messages"
         self.messages: MessageCache | None = None  # that are cached, in a run
-        self._rule: AdaptiveThreshold | LargestChanges | None = None
+        self._rule: AdaptiveThreshold | TopKChanges | None = None
         self._world: World | None = None
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        hosts = self.hosts or num_hosts
+        hosts = self.num_machines or num_hosts
         if world_size % hosts:
             legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
             raise ValueError(
-                f"hosts={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
+                f"num_machines={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
                 f"{', '.join(map(str, legal))}."
             )
         groups = by_machine(world_size, hosts)
@@ -88,7 +88,7 @@ class VertexCutScheme(Scheme):
         """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
         if self.cache_within_hosts or world.stand_ins:
             return ()
-        hosts = hosts_of(world) if self.hosts is None else np.arange(world.size).reshape(self.hosts, -1).tolist()
+        hosts = hosts_of(world) if self.num_machines is None else np.arange(world.size).reshape(self.num_machines, -1).tolist()
         if len(hosts) == 1:
             rank_zero_info(
                 "All ranks are on one machine, where rows go as they are, neither cached nor encoded: to do either takes longer. "
@@ -98,7 +98,7 @@ class VertexCutScheme(Scheme):
 
     def _make_cache(self, near: Sequence[int]) -> MessageCache:
         cache: Any = self.cache
-        if isinstance(cache, LargestChanges):
+        if isinstance(cache, TopKChanges):
             return LargestChangesCache(cache.share, near)
         if isinstance(cache, float):
             return MessageCache(cache, near)
@@ -141,24 +141,23 @@ class VertexCutStrategy(GNNStrategy):
             balances them best and cuts fastest; ``"streaming"`` (2PS-L) takes memory of nodes and not of edges; ``"auto"`` is the
             first of these three for which there is memory; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare
             with. None: ``"auto"`` for a folder of files, else ``"ne"``.
-        hosts: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by default
-            the Trainer's ``num_nodes``.
+        num_machines: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by
+            default the Trainer's ``num_nodes``.
         host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
         cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
             row's size: a number is that share; ``"adaptive"`` one that follows the training loss, or `monitor` (CDFGNN 4.1);
             an :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` the same with other numbers.
-            ``"largest"``, or a :class:`~lightning_gnn.strategies.vertex_cut.thresholds.LargestChanges`, sends a given share:
+            ``"topk"``, or a :class:`~lightning_gnn.strategies.vertex_cut.thresholds.TopKChanges`, sends a given share:
             the rows that have changed most. The last epoch, validation, test and predict are exact.
         monitor: an accuracy that the module logs in training, ``"train_acc"`` say, for ``"adaptive"`` to follow in place of the
             loss, as CDFGNN has it: something that rises from 0 to 1. None: the loss that ``training_step`` returns, or hands to
             ``manual_backward``, for which nothing need be logged; see
             :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold`.
-        keep_constant: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
         cache_within_hosts: with a `cache`, cache and encode what ranks of one machine send each other, too. By default that goes
             as it is, exactly: through shared memory, to look for what to leave out takes longer than to send it.
-        redraw_every: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's masks stay and
-            rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them. An
-            approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
+        dropout_seed_every_n_epochs: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's
+            masks stay and rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them.
+            An approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -180,59 +179,54 @@ class VertexCutStrategy(GNNStrategy):
     def __init__(
         self,
         partition: EdgeMethod | None = None,
-        hosts: int | None = None,
+        num_machines: int | None = None,
         host_weight: float = 0.1,
-        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = None,
+        cache: Literal["adaptive", "topk"] | float | AdaptiveThreshold | TopKChanges | None = None,
         monitor: str | None = None,
-        keep_constant: bool = True,
         cache_within_hosts: bool = False,
-        redraw_every: int = 1,
+        dropout_seed_every_n_epochs: int = 1,
         **options: Any,
     ) -> None:
         if partition is not None and not is_one_of(partition, METHODS):
             raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
-        if hosts is not None:
-            check_whole(hosts=hosts)
-        check_whole(redraw_every=redraw_every)
+        if num_machines is not None:
+            check_whole(1, num_machines=num_machines)
+        check_whole(1, dropout_seed_every_n_epochs=dropout_seed_every_n_epochs)
         check_numbers(host_weight=host_weight)
         if monitor is not None:
             check_words(monitor=monitor)
-        check_flags(keep_constant=keep_constant, cache_within_hosts=cache_within_hosts)
-        if hosts is not None and hosts < 1:
-            raise ValueError(f"hosts is a number of machines, at least 1 (got {hosts}).")
+        check_flags(cache_within_hosts=cache_within_hosts)
         if not 0 <= host_weight <= 1:
             raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
         if isinstance(cache, str) and cache == "adaptive":
             cache = AdaptiveThreshold()
-        elif isinstance(cache, str) and cache == "largest":
-            cache = LargestChanges()
+        elif isinstance(cache, str) and cache == "topk":
+            cache = TopKChanges()
         elif isinstance(cache, (int, float)) and not isinstance(cache, bool) and 0 <= cache < math.inf:
             cache = float(cache)
-        elif not isinstance(cache, (AdaptiveThreshold, LargestChanges, NoneType)):
-            what = "'adaptive', 'largest', a threshold of at least 0, or None"
+        elif not isinstance(cache, (AdaptiveThreshold, TopKChanges, NoneType)):
+            what = "'adaptive', 'topk', a threshold of at least 0, or None"
             raise ValueError(f"cache must be {what} (got {shown(cache)}).")
-        if redraw_every < 1:
-            raise ValueError(f"redraw_every is a number of epochs, at least 1 (got {redraw_every}).")
-        if redraw_every > 1 and cache is None:
+        if dropout_seed_every_n_epochs > 1 and cache is None:
             raise ValueError(
-                f"redraw_every={redraw_every} keeps dropout's masks so that a cache finds rows that have hardly changed, and "
-                'there is none: add cache="adaptive", or leave redraw_every out.'
+                f"dropout_seed_every_n_epochs={dropout_seed_every_n_epochs} is not supported without a cache. "
+                'Add cache="adaptive", or remove it.'
             )
-        if cache is not None and options.get("recompute") is True:
+        if cache is not None and options.get("checkpoint_convs") is True:
             raise ValueError(
-                "recompute=True fetches rows again in the backward, and a cache would send other ones than in the forward. Use "
-                "VertexCutStrategy(recompute=True) without cache, or leave recompute out."
+                "checkpoint_convs=True is not supported with a cache: recomputed layers would read other halo nodes. "
+                "Remove one of them."
             )
-        scheme = VertexCutScheme(partition, hosts, host_weight, cache, monitor, cache_within_hosts)
-        super().__init__(scheme, keep_constant=keep_constant, **options)
-        self.redraw_every = redraw_every
+        scheme = VertexCutScheme(partition, num_machines, host_weight, cache, monitor, cache_within_hosts)
+        super().__init__(scheme, **options)
+        self.dropout_seed_every_n_epochs = dropout_seed_every_n_epochs
 
     @override
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
         super().check_model(module, of)
         if isinstance(self.scheme.cache, AdaptiveThreshold):
             layers = [name for name, child in module.named_modules() if isinstance(child, MessagePassing)]
-            self.scheme.cache.check_names([*layers, "expand", "reduce"])
+            self.scheme.cache.check_names([*layers, "gather_halo", "reduce_halo"])
 
     @override
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
@@ -267,14 +261,15 @@ class VertexCutStrategy(GNNStrategy):
     @property
     @override
     def approximation(self) -> str:
-        drawn = f"random numbers drawn every {self.redraw_every} epochs" if self.redraw_every > 1 else ""
+        every = self.dropout_seed_every_n_epochs
+        drawn = f"random numbers drawn every {every} epochs" if every > 1 else ""
         return ", ".join(filter(None, [super().approximation, drawn]))
 
 
 class CachedVertexCutStrategy(VertexCutStrategy):
     """:class:`VertexCutStrategy` as CDFGNN has it: adaptive cache, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
 
-    ``cache="largest", codec="bfp4"`` sends far less, but harmed two of four graphs (docs/vertex-cut.md).
+    ``cache="topk", codec="bfp4"`` sends far less, but harmed two of four graphs (docs/vertex-cut.md).
 
     Args:
         cache: see :class:`VertexCutStrategy`.
@@ -291,7 +286,7 @@ class CachedVertexCutStrategy(VertexCutStrategy):
 
     def __init__(
         self,
-        cache: Literal["adaptive", "largest"] | float | AdaptiveThreshold | LargestChanges | None = "adaptive",
+        cache: Literal["adaptive", "topk"] | float | AdaptiveThreshold | TopKChanges | None = "adaptive",
         codec: str | None = "int8",
         **options: Any,
     ) -> None:

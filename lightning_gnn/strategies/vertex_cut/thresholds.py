@@ -18,7 +18,7 @@ from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, Messa
 
 
 @dataclass(frozen=True)
-class LargestChanges:
+class TopKChanges:
     """A cache that sends a given share of each message, ours: see :class:`~.cache.LargestChangesCache`.
 
     The share grows over the epochs: rows that wait cost accuracy towards the end of training, and little at its start. What a
@@ -156,7 +156,7 @@ class CacheSchedule(pl.Callback):
     """
 
     def __init__(
-        self, cache: MessageCache, rule: AdaptiveThreshold | LargestChanges | None, monitor: str | None, world: World
+        self, cache: MessageCache, rule: AdaptiveThreshold | TopKChanges | None, monitor: str | None, world: World
     ) -> None:
         self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
         self._trained = False  # a run that goes on from a checkpoint may begin with the end of an epoch

@@ -117,7 +117,7 @@ class Advice:
         bytes_sent: by all ranks in an epoch, gradients included; None where batches decide.
         messages: of all ranks in an epoch.
         peaks: the most bytes that each rank holds, by phase; empty where batches decide.
-        peaks_recomputed: the same with ``recompute=True``.
+        peaks_recomputed: the same with ``checkpoint_convs=True``.
         balance: the rank that computes longest, over the mean.
         replication: rows held by all ranks, halo and mirrors included, over the nodes.
         why: in words.
@@ -238,7 +238,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
             '"spmm_1d" or "sampling".'
         )
     shards = [cut.shard(rank) for rank in range(ranks)]
-    bind = partial(bind_module, strategy.scheme, meter=Meter(), keep_constant=strategy.keep_constant)
+    bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
     return _priced(candidate, cut, rehearsal, job)
 

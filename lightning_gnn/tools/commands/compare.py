@@ -16,7 +16,7 @@ from lightning_gnn.tools.comparing.cells import Comparison, add_task, make_cells
 from lightning_gnn.tools.comparing.run import check, run
 from lightning_gnn.tools.parser import Parser
 
-USAGE = "lightning-gnn compare --config FILE [--output FOLDER] [--again failed] [--KEY VALUE ...]"
+USAGE = "lightning-gnn compare --config FILE [--output FOLDER] [--rerun failed] [--KEY VALUE ...]"
 DESCRIPTION = (
     "Train one model on one graph under several strategies, each in processes of its own, and compare what they took. The "
     "sections model and data are those of fit. docs/compare.md explains keys and columns."
@@ -33,15 +33,15 @@ def compare(arguments: Sequence[str]) -> None:
     given.pop("config", None)
     devices, output = given.pop("devices"), Path(given.pop("output"))
     try:
-        cells = make_cells(given.pop("cells", None) or [], devices)
-        comparison = check(Comparison(**given, cells=cells, output=output))
+        cells = make_cells(given.pop("runs", None) or [], devices)
+        comparison = check(Comparison(**given, runs=cells, output=output))
     except ValueError as error:
         parser.error(str(error))
     try:
         found = run(comparison)
     except OSError as error:
         sys.exit(f"error: {error}")
-    sys.exit(any(cell["status"] != "finished" for cell in found["cells"]))
+    sys.exit(any(cell["status"] != "finished" for cell in found["runs"]))
 
 
 def compare_parser() -> Parser:
@@ -49,10 +49,10 @@ def compare_parser() -> Parser:
     parser = Parser(prog="lightning-gnn compare", usage=USAGE, description=DESCRIPTION)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these keys.")
     add_task(parser)
-    parser.add_argument("--cells", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md.")
+    parser.add_argument("--runs", type=list[str | dict[str, Any]], help="What to compare, the reference first: docs/compare.md.")
     parser.add_argument("--devices", type=int | list[int], default=2, help="Ranks of cells that do not say; each of a list.")
     parser.add_argument("--output", type=str, default="comparison", help="Folder for results; those there are used.")
-    own: set[str | int] = {"model", "data", "cells", "devices", "output", "trainer"}
+    own: set[str | int] = {"model", "data", "runs", "devices", "output", "trainer"}
     parser.add_function_arguments(comparing.compare, as_group=False, skip=own)
     parser.add_argument("--trainer", type=dict[str, Any], default={}, help="More arguments of the Trainer.")
     return parser
@@ -79,12 +79,12 @@ def demo(arguments: Sequence[str]) -> None:
                 "class_path": "lightning_gnn.NodeClassifier",
                 "init_args": {"model": {"class_path": "torch_geometric.nn.models.GraphSAGE", "init_args": sage}},
             },
-            {"source": "lightning_gnn.planted_partition", "source_args": graph},
+            {"source": "lightning_gnn.planted_partition", "source_kwargs": graph},
             [
                 {"strategy": "auto", "devices": 1, "label": "one device"},
                 "dgcl",
                 "vertex_cut",
-                {"strategy": "sampling", "fanouts": [10, 5], "batch_size": 1024},
+                {"strategy": "sampling", "num_neighbors": [10, 5], "batch_size": 1024},
             ],
             devices=2,
             epochs=asked.epochs,
@@ -93,4 +93,4 @@ def demo(arguments: Sequence[str]) -> None:
         )
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    sys.exit(any(cell["status"] != "finished" for cell in found["cells"]))
+    sys.exit(any(cell["status"] != "finished" for cell in found["runs"]))

@@ -25,7 +25,7 @@ class PartitionCLI(GraphCLI):
     name = "partition"
     usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--dry-run] [--KEY VALUE ...]
        lightning-gnn partition --source FOLDER --parts N [--columns N] [--dry-run]
-       lightning-gnn partition --data.source PATH --data.source_args JSON --parts N [--columns N] [--dry-run]"""
+       lightning-gnn partition --data.source PATH --data.source_kwargs JSON --parts N [--columns N] [--dry-run]"""
     description = (
         "Partition a graph ahead of time, and print what came out. Files and keys are those of fit, which then finds the "
         "parts in the store; used are data, trainer.strategy, trainer.devices and trainer.num_nodes."

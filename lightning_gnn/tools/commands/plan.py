@@ -89,12 +89,12 @@ class PlanCLI(GraphCLI):
         return None if source is None else find_topology(source, parts)
 
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
-        """Returns each rank's peak memory, kept and with ``recompute=True``; or nothing, and why."""
+        """Returns each rank's peak memory, kept and with ``checkpoint_convs=True``; or nothing, and why."""
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
             advice = memory_advice(self.scheme)
-            steps = advice.steps(self.module, cut.shard(0).batch, quiet_trainer(), None, self.strategy.keep_constant)
+            steps = advice.steps(self.module, cut.shard(0).batch, quiet_trainer(), None, self.strategy.cache_input_aggregation)
         except RuntimeError as error:
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
@@ -139,7 +139,7 @@ def plan(arguments: Sequence[str]) -> None:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
     else:
         console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
-    memory = [{**asdict(peak), "recompute": asdict(again)} for _, peak, again in peaks]
+    memory = [{**asdict(peak), "checkpoint_convs": asdict(again)} for _, peak, again in peaks]
     cli.write_json({**report.as_dict(), "memory": memory})
     for file in drawn:
         console.print(f"Written: {file}", soft_wrap=True)

@@ -247,7 +247,7 @@ def _notes(report: PlanReport) -> Iterator[str]:
         sparse, blocks = (choose(each, None) for each in costs)
         counts = ", ".join(f"{cost.rows:,} (c={cost.grid.replication})" for cost in costs[0])
         yield (
-            f"spmm_15d by default: replication={sparse.grid.replication} if sparsity-aware, {blocks.grid.replication} with "
+            f"spmm_15d default: replication_factor={sparse.grid.replication} if sparsity-aware, {blocks.grid.replication} with "
             "whole blocks: the fewest rows of those that fit into memory (not looked at here) and let all ranks multiply, "
             f"c <= sqrt(P). fit knows sparsity-aware rows by an upper bound: {counts}."
         )
@@ -290,7 +290,7 @@ def _bytes(count: float) -> str:
 
 
 def memory_table(title: str, first: str, rows: Sequence[tuple[str, Peak, Peak]]) -> Table:
-    """Returns a row per name: the peak of each phase in MB, and the largest with ``recompute=True``."""
+    """Returns a row per name: the peak of each phase in MB, and the largest with ``checkpoint_convs=True``."""
     table = text_table(first, *PHASES, "with recompute", title=title)
     for name, peak, recomputed in rows:
         table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.most))

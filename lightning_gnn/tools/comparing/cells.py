@@ -88,7 +88,7 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     made = []
     if isinstance(cells, (str, Mapping)) or not cells:
         raise ValueError(
-            "cells is a list of what to compare, strategies and their arguments, such as "
+            "runs is a list of what to compare, strategies and their arguments, such as "
             f"[{{strategy: auto, devices: 1}}, dgcl, {{strategy: dgcl, codec: int8}}] (got {cells!r})."
         )
     for given in cells:
@@ -144,19 +144,19 @@ class Comparison:
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]
-    cells: Sequence[Cell]
+    runs: Sequence[Cell]
     epochs: int = 10
     warmup: int = 1
     seed: int = 0
     output: Path = Path("comparison")
     timeout: float = 3600.0
-    again: Again = "none"
+    rerun: Again = "none"
     loss: str = "train_loss"
     tolerance: float = 1e-4
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.cells:
+        if not self.runs:
             raise ValueError("There are no cells: devices is an empty list.")
         if self.epochs < 1:
             raise ValueError(f"epochs is at least 1 (got {self.epochs}).")
@@ -167,8 +167,8 @@ class Comparison:
         for name, value in (("timeout", self.timeout), ("tolerance", self.tolerance)):
             if not value > 0:
                 raise ValueError(f"{name} is a number above 0 (got {value}).")
-        if self.again not in get_args(Again):
-            raise ValueError(f"again is one of {', '.join(get_args(Again))} (got {self.again!r}).")
+        if self.rerun not in get_args(Again):
+            raise ValueError(f"rerun is one of {', '.join(get_args(Again))} (got {self.rerun!r}).")
         _check_plain(self.trainer, "trainer: its values")
         taken = sorted(set(self.trainer) & set(OWN_TRAINER_KEYS))
         if taken:

@@ -27,14 +27,14 @@ BAR = 0.36
 
 def report_html(found: Mapping[str, Any]) -> str:
     """Returns the report as HTML; pictures are SVG inside it."""
-    done = [cell for cell in found["cells"] if cell["status"] == "finished"]
+    done = [cell for cell in found["runs"] if cell["status"] == "finished"]
     template = Environment(loader=PackageLoader("lightning_gnn.tools.comparing", ""), autoescape=True)
     return template.get_template("report.html.jinja").render(
         found=found,
         done=done,
-        columns=columns(found["cells"], found["loss"]),
+        columns=columns(found["runs"], found["loss"]),
         plots=[(title, note, _svg(figure, title)) for title, note, figure in plots(done, found)] if done else [],
-        settings=json.dumps({name: value for name, value in found.items() if name != "cells"}, indent=1),
+        settings=json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=1),
     )
 
 

@@ -45,7 +45,7 @@ Progress = Callable[[str], None]
 def compare(
     model: Any,
     data: Any,
-    cells: Sequence[str | Mapping[str, Any]],
+    runs: Sequence[str | Mapping[str, Any]],
     *,
     devices: int | Sequence[int] = 2,
     epochs: int = 10,
@@ -53,7 +53,7 @@ def compare(
     seed: int = 0,
     output: str | os.PathLike[str] = "comparison",
     timeout: float = 3600.0,
-    again: Again = "none",
+    rerun: Again = "none",
     loss: str = "train_loss",
     tolerance: float = 1e-4,
     trainer: Mapping[str, Any] | None = None,
@@ -66,8 +66,8 @@ def compare(
     Args:
         model: LightningModule: a class or function of a module that returns it, called without arguments; its import path; or
             ``{"class_path": ..., "init_args": ...}`` as in YAML. It is made anew in each process.
-        data: :class:`~lightning_gnn.GraphDataModule`, likewise, or its arguments: ``{"source": ..., "source_args": ...}``.
-        cells: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and if they differ
+        data: :class:`~lightning_gnn.GraphDataModule`, likewise, or its arguments: ``{"source": ..., "source_kwargs": ...}``.
+        runs: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and if they differ
             ``devices``, one number or a list, and ``label``. The first is the reference of parity: ``{"strategy": "auto",
             "devices": 1}`` is Lightning alone on one device.
         devices: ranks of cells that do not say; of a list, each.
@@ -76,7 +76,7 @@ def compare(
         seed: of weights and random numbers.
         output: folder, made if it is not there.
         timeout: seconds that a cell may take; then it is ended and counts as failed.
-        again: run cells that have run before: ``"none"``, ``"failed"`` or ``"all"`` of them.
+        rerun: run cells that have run before: ``"none"``, ``"failed"`` or ``"all"`` of them.
         loss: logged value of the loss curves.
         tolerance: relative difference of losses up to which an exact scheme matches the reference.
         trainer: more arguments of the Trainer, the same for all: ``{"accelerator": "cpu", "precision": "bf16-mixed"}``.
@@ -88,8 +88,8 @@ def compare(
         ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
         BlockingIOError: another comparison is writing to `output`.
     """
-    task = section_of(model, "model"), section_of(data, "data"), make_cells(cells, devices)
-    options: Any = (epochs, warmup, seed, Path(output), timeout, again, loss, tolerance, trainer or {})
+    task = section_of(model, "model"), section_of(data, "data"), make_cells(runs, devices)
+    options: Any = (epochs, warmup, seed, Path(output), timeout, rerun, loss, tolerance, trainer or {})
     return run(check(Comparison(*task, *options)))
 
 
@@ -106,10 +106,10 @@ def run(comparison: Comparison) -> dict[str, Any]:
     except Timeout as error:
         raise BlockingIOError(f"Another comparison is writing to {output}. Wait for it, or name another output.") from error
     with lock:
-        folders = [output / "cells" / comparison.key(cell) for cell in comparison.cells]
+        folders = [output / "cells" / comparison.key(cell) for cell in comparison.runs]
         states = [_status(folder).get("status", "has to run") for folder in folders]
-        if comparison.again != "none":
-            states = ["has to run" if comparison.again == "all" or state != "finished" else state for state in states]
+        if comparison.rerun != "none":
+            states = ["has to run" if comparison.rerun == "all" or state != "finished" else state for state in states]
         title = f"{len(folders)} cells, {comparison.epochs} epochs each ({comparison.warmup} of warm-up), seed {comparison.seed}"
 
         def found() -> dict[str, Any]:
@@ -117,10 +117,10 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
         above: list[ComparisonTable] = []
         with progress_bar("Comparing", states.count("has to run"), "cells", above=lambda: Group(*above)) as told:
-            for index, (cell, folder) in enumerate(zip(comparison.cells, folders)):
+            for index, (cell, folder) in enumerate(zip(comparison.runs, folders)):
                 if states[index] != "has to run":
                     continue
-                shown = found()["cells"]
+                shown = found()["runs"]
 
                 def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
                     row["status"] = state
@@ -133,15 +133,15 @@ def run(comparison: Comparison) -> dict[str, Any]:
                 write_json(output, result)
                 if not (console.is_terminal and shows_bars()):
                     place = f"[{index + 1} of {len(folders)}] {cell.name}: "
-                    console.print(place + _in_a_line(result["cells"][index]), markup=False, highlight=False)
+                    console.print(place + _in_a_line(result["runs"][index]), markup=False, highlight=False)
         result = found()
         write_json(output, result)
         # Here, since importing matplotlib takes its time.
         from lightning_gnn.tools.comparing.report import report_html
 
         write_atomically(output / "comparison.html", report_html(result))
-    console.print(ComparisonTable(result["cells"], title))
-    for cell in result["cells"]:
+    console.print(ComparisonTable(result["runs"], title))
+    for cell in result["runs"]:
         if cell["status"] != "finished":
             console.print(f"{cell['name']}: {_in_a_line(cell)}", markup=False, highlight=False)
     for file in ("comparison.json", "comparison.html"):
@@ -152,7 +152,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
 def check(comparison: Comparison) -> Comparison:
     """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out."""
     comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
-    for cell in comparison.cells:
+    for cell in comparison.runs:
         configured = cell.configured()
         if not isinstance(configured, str):
             try:
@@ -160,7 +160,7 @@ def check(comparison: Comparison) -> Comparison:
             except ValueError as error:
                 raise ValueError(f"cell {cell.name!r}: {error}") from error
     names: dict[str, str] = {}
-    for cell in comparison.cells:
+    for cell in comparison.runs:
         other = names.setdefault(comparison.key(cell), cell.name)
         if other != cell.name:
             raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Leave one out.")
@@ -240,7 +240,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
     """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
     cells: list[dict[str, Any]] = []
-    for each, folder, state in zip(comparison.cells, folders, states):
+    for each, folder, state in zip(comparison.runs, folders, states):
         status = _status(folder)
         row: dict[str, Any] = {name: getattr(each, name) for name in ("name", "strategy", "devices")}
         row |= {"key": folder.name, "arguments": dict(each.arguments)}
@@ -262,10 +262,10 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
             cell["parity"] = parity(cell, reference, _weights(folder), weights, *options)
     if reference is not None:
         reference["parity"]["kind"] = "reference"
-    first = comparison.task(comparison.cells[0])
+    first = comparison.task(comparison.runs[0])
     names = ("epochs", "warmup", "seed", "loss", "tolerance", "trainer", "model", "data")
     settings = {name: getattr(comparison, name) for name in names}
-    return {**settings, "versions": first["versions"], "machine": first["machine"], "cells": cells}
+    return {**settings, "versions": first["versions"], "machine": first["machine"], "runs": cells}
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

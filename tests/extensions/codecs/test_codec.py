@@ -418,11 +418,11 @@ SCHEMES = [
     (3, DGCLStrategy, {"plan": "spst"}, "int8"),
     (3, DGCLStrategy, {"shared_memory": False}, "int4"),
     (3, CoverStrategy, {}, "int8"),
-    *campaign((2, DGCLStrategy, {"keep_constant": False}, "bf16")),
-    (3, SpMM15DStrategy, {"replication": 1, "sparsity_aware": False}, "int8"),
+    *campaign((2, DGCLStrategy, {"cache_input_aggregation": False}, "bf16")),
+    (3, SpMM15DStrategy, {"replication_factor": 1, "sparsity_aware": False}, "int8"),
     *campaign(
-        (2, SpMM15DStrategy, {"replication": 2}, "int8"),
-        (3, SpMM15DStrategy, {"replication": 1, "shared_memory": False}, "int8"),
+        (2, SpMM15DStrategy, {"replication_factor": 2}, "int8"),
+        (3, SpMM15DStrategy, {"replication_factor": 1, "shared_memory": False}, "int8"),
     ),
 ]
 
@@ -453,13 +453,13 @@ def test_training(ranks, world_size, strategy, options, name):
                 coded_bytes = codec.row_bytes(width, torch.float32)
                 assert bytes_sent == evaluated * 4 * width + (rows - evaluated) * coded_bytes
         # What is made once and kept: the rest of the first epoch.
-        if "keep_constant" not in options:
+        if "cache_input_aggregation" not in options:
             assert exact["traffic"][0].get(("model.convs.0", "forward")) == coded["traffic"][0].get(
                 ("model.convs.0", "forward")
             )
 
 
-@pytest.mark.parametrize("options", [{"replication": 2, "sparsity_aware": False}, *campaign({"replication": 1})])
+@pytest.mark.parametrize("options", [{"replication_factor": 2, "sparsity_aware": False}, *campaign({"replication_factor": 1})])
 def test_attention(ranks, options):
     """The softmax that is completed over ranks is that of the scores, whatever rows lose on the way."""
     for exact, coded in ranks.run(2, exact_and_coded, SpMM15DStrategy, options, "int8", "gat"):

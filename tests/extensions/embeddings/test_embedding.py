@@ -125,7 +125,7 @@ def learned(
     chosen: Any = {
         "sampling": lambda: SamplingStrategy([-1, -1], batch_size, **of_all),
         "dgcl": lambda: DGCLStrategy(**of_all),
-        "replicate": lambda: DGCLStrategy(plan="replicate", hops=2, **of_all),
+        "replicate": lambda: DGCLStrategy(plan="replicate", num_hops=2, **of_all),
         "vertex_cut": lambda: VertexCutStrategy(**of_all),
         "spmm_1d": lambda: SpMM1DStrategy(**of_all),
         "spmm_2d": lambda: SpMM2DStrategy(**of_all),

@@ -67,7 +67,7 @@ def learned(rank: int, world_size: int, strategy: str | None, optimizer: str, da
     made = Trained(Tables(optimizer)).double()
     chosen: Any = "auto"
     if strategy == "sampling":
-        options: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
+        options: dict[str, Any] = {"num_neighbors": [-1, -1], "batch_size": 1000}
         chosen = SamplingStrategy(timeout=60, **options)
     elif strategy is not None:
         chosen = STRATEGIES[strategy](timeout=60, self_check=False)
@@ -106,7 +106,7 @@ def skips(rank: int, world_size: int) -> int:
     """Trains a model that leaves a table's rows out on ranks whose batches have no nodes of the type."""
     torch.manual_seed(1)
     made = Trained(WhereThereAreAny()).double()
-    strategy = SamplingStrategy(fanouts=[1], batch_size=2, timeout=20)
+    strategy = SamplingStrategy(num_neighbors=[1], batch_size=2, timeout=20)
     quiet_trainer(strategy, world_size, limit_val_batches=0).fit(made, datamodule=GraphDataModule(graph()))
     return int(made.model.tables["topic"].state_dict()["step"])
 
@@ -133,7 +133,7 @@ def test_tables_of_no_type_of_the_graph_are_refused(table, words, tmp_path):
     made = Trained(DistributedEmbedding(dim=4, **table))
     trainer = quiet_trainer("auto", 1)
     with pytest.raises(ValueError, match=words):
-        trainer.fit(made, datamodule=GraphDataModule(graph(), store=tmp_path))
+        trainer.fit(made, datamodule=GraphDataModule(graph(), partition_dir=tmp_path))
 
 
 def test_a_table_of_a_type_is_refused_for_a_graph_without():

@@ -146,7 +146,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_cut_as_the_graph_in_memory(form, tmp_path):
     folder = FORMS[form](tmp_path / "graph")
-    data = GraphDataModule(str(folder), store=tmp_path / "store", partition="contiguous", partition_memory=2000)
+    data = GraphDataModule(str(folder), partition_dir=tmp_path / "store", partition="contiguous", partition_memory_limit=2000)
     entry = tmp_path / "store" / data.build(THREE)
     found = read_cut(entry).graph()
     assert torch.equal(found.edge_index, GRAPH.edge_index) and torch.equal(found.x, GRAPH.x)
@@ -177,8 +177,8 @@ def test_edges_are_the_same_however_an_array_has_them(form, stored, tmp_path):
 
 
 def test_the_same_parts_and_batches_as_in_memory(tmp_path):
-    in_files = GraphDataModule(str(own(tmp_path / "graph")), store=tmp_path / "a", partition="contiguous")
-    in_memory = GraphDataModule(GRAPH, store=tmp_path / "b", partition="contiguous")
+    in_files = GraphDataModule(str(own(tmp_path / "graph")), partition_dir=tmp_path / "a", partition="contiguous")
+    in_memory = GraphDataModule(GRAPH, partition_dir=tmp_path / "b", partition="contiguous")
     cuts = [read_cut(data.partition_for(THREE)) for data in (in_files, in_memory)]
     for rank in range(3):
         one, other = (cut.shard(rank).batch for cut in cuts)
@@ -252,10 +252,10 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         write(*args, **options)
 
     monkeypatch.setattr(datamodule, "write_store", interrupted)
-    data = GraphDataModule(str(folder), store=tmp_path / "store", partition="random")
+    data = GraphDataModule(str(folder), partition_dir=tmp_path / "store", partition="random")
     with pytest.raises(KeyboardInterrupt):
         data.build(THREE)
-    again = GraphDataModule(str(folder), store=tmp_path / "store", partition="random")
+    again = GraphDataModule(str(folder), partition_dir=tmp_path / "store", partition="random")
     entry = tmp_path / "store" / again.build(THREE)
     assert calls == ["sort", "assign", "write", "write"]
     assert torch.equal(read_cut(entry).graph().edge_index, GRAPH.edge_index)
@@ -309,7 +309,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
 def test_what_is_wrong_is_told_by_file_and_row(form, change, words, tmp_path):
     folder = FORMS[form](tmp_path / "graph")
     change(folder)
-    data = GraphDataModule(str(folder), store=tmp_path / "store")
+    data = GraphDataModule(str(folder), partition_dir=tmp_path / "store")
     with pytest.raises(ValueError, match=words):
         data.build(THREE)
     assert not (tmp_path / "store").exists() or not list((tmp_path / "store").glob("**/*.npy"))
@@ -317,9 +317,9 @@ def test_what_is_wrong_is_told_by_file_and_row(form, change, words, tmp_path):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="There is no folder .*nowhere. Give a folder with a graph's files"):
-        GraphDataModule(str(tmp_path / "nowhere"), store=tmp_path / "store").build(THREE)
-    with pytest.raises(ValueError, match="source_args=.* needs a callable or an import path"):
-        GraphDataModule(str(own(tmp_path / "g")), {"a": 1}, store=tmp_path / "store").build(THREE)
+        GraphDataModule(str(tmp_path / "nowhere"), partition_dir=tmp_path / "store").build(THREE)
+    with pytest.raises(ValueError, match="source_kwargs=.* needs a callable or an import path"):
+        GraphDataModule(str(own(tmp_path / "g")), {"a": 1}, partition_dir=tmp_path / "store").build(THREE)
 
 
 def test_a_full_disk_is_told(tmp_path, monkeypatch):
@@ -333,21 +333,21 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(StoreError, match="The disk of the store .*s is full"):
-                GraphDataModule(folder, store=tmp_path / "s").build(THREE)
+                GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)
     assert (
-        read_cut(tmp_path / "s" / GraphDataModule(folder, store=tmp_path / "s").build(THREE)).types.total("node") == N
+        read_cut(tmp_path / "s" / GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)).types.total("node") == N
     )
 
 
 @pytest.mark.parametrize("memory", [0, -1, True, "4XB", "much", 1.5])
 def test_bytes_that_are_none(memory):
-    with pytest.raises(ValueError, match="partition_memory must be a number of bytes"):
-        GraphDataModule(GRAPH, partition_memory=memory)
+    with pytest.raises(ValueError, match="partition_memory_limit must be a number of bytes"):
+        GraphDataModule(GRAPH, partition_memory_limit=memory)
 
 
 def test_bytes_and_dtypes_by_name():
-    data = GraphDataModule(GRAPH, partition_memory="1.5 GB", feature_dtype="float64")
-    assert data.partition_memory == 1_500_000_000 and data.feature_dtype == torch.float64
+    data = GraphDataModule(GRAPH, partition_memory_limit="1.5 GB", feature_dtype="float64")
+    assert data.partition_memory_limit == 1_500_000_000 and data.feature_dtype == torch.float64
     with pytest.raises(ValueError, match="feature_dtype must be a floating dtype"):
         GraphDataModule(GRAPH, feature_dtype="int64")
 
@@ -355,7 +355,7 @@ def test_bytes_and_dtypes_by_name():
 def test_half_precision_stays_on_disk_and_is_cast_in_batches(tmp_path):
     graph = GRAPH.clone()
     graph.x = graph.x.half()
-    data = GraphDataModule(str(own(tmp_path / "g", graph)), store=tmp_path / "s", feature_dtype="float32")
+    data = GraphDataModule(str(own(tmp_path / "g", graph)), partition_dir=tmp_path / "s", feature_dtype="float32")
     entry = data.partition_for(THREE)
     assert np.load(entry / "node.x.npy").dtype == np.float16
     batch = data.stored_cut().shard(1).batch
@@ -378,7 +378,7 @@ def test_arrays_are_mapped_and_not_read(tmp_path):
 def trained(rank: int, world_size: int, source: Any, store: str, strategy: Any, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     module = NodeClassifier(GraphSAGE(4, 8, num_layers=2, out_channels=3))
-    data = GraphDataModule(source, store=store, **options)
+    data = GraphDataModule(source, partition_dir=store, **options)
     trainer = quiet_trainer(strategy, world_size, max_epochs=2)
     trainer.fit(module, datamodule=data)
     out = trainer.predict(module, datamodule=data)
@@ -415,12 +415,12 @@ def test_edges_are_streamed_from_files(both_ways, tmp_path, monkeypatch):
     sorted_in = []
     sort = in_edges._sort
     monkeypatch.setattr(in_edges, "_sort", lambda *args: (sorted_in.append(args[1].name), sort(*args)))
-    data = GraphDataModule(str(own(tmp_path / "graph", graph)), store=tmp_path / "store", partition="streaming")
+    data = GraphDataModule(str(own(tmp_path / "graph", graph)), partition_dir=tmp_path / "store", partition="streaming")
     cut = read_cut(tmp_path / "store" / data.build(LayoutSpec("edge_cut", 4)))
     assert len(sorted_in) == (1 if both_ways else 2)
     halo, report = sum(map(len, cut.halos)), cut.report
     assert report["method"] == "streaming" and report["node_balance"] <= 1.1 and report["edge_balance"] <= 1.31
-    drawn = GraphDataModule(str(tmp_path / "graph"), store=tmp_path / "store", partition="random")
+    drawn = GraphDataModule(str(tmp_path / "graph"), partition_dir=tmp_path / "store", partition="random")
     random = read_cut(tmp_path / "store" / drawn.build(LayoutSpec("edge_cut", 4)))
     assert halo < 0.7 * sum(map(len, random.halos))
     assert torch.equal(cut.graph().edge_index, graph.edge_index)
@@ -430,7 +430,7 @@ def test_edges_are_sorted_by_source_only_where_they_are_read_so(tmp_path, monkey
     graph, sorted_in, sort = GRAPH.clone(), [], in_edges._sort
     graph.edge_index = graph.edge_index[:, graph.edge_index[0] < graph.edge_index[1]]
     monkeypatch.setattr(in_edges, "_sort", lambda *args: (sorted_in.append(args[1].name), sort(*args)))
-    data = GraphDataModule(str(own(tmp_path / "graph", graph)), store=tmp_path / "store")
+    data = GraphDataModule(str(own(tmp_path / "graph", graph)), partition_dir=tmp_path / "store")
     entry = data.build(THREE)
     assert read_cut(tmp_path / "store" / entry).report["method"] == "metis" and sorted_in == [f"{entry}.work"]
 
@@ -445,7 +445,7 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
     monkeypatch.setattr(cutters, "assign_edges", lambda *a, **b: (seen.append((a[0], b["part"])), assign(*a, **b))[1])
     cuts = [
         read_cut(
-            tmp_path / "store" / GraphDataModule(source, store=tmp_path / "store", partition="streaming").build(layout)
+            tmp_path / "store" / GraphDataModule(source, partition_dir=tmp_path / "store", partition="streaming").build(layout)
         )
         for source in (str(folder), GRAPH)
     ]
@@ -467,11 +467,11 @@ def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     for free, method in ((10**9, "metis"), (40_000, "streaming")):
         monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
         monkeypatch.setattr("lightning_gnn.extensions.graph_files.partitioner.LEAST_PAIRS", 100)
-        data = GraphDataModule(folder, store=tmp_path / method)
+        data = GraphDataModule(folder, partition_dir=tmp_path / method)
         assert read_cut(tmp_path / method / data.build(THREE)).report["method"] == method
     monkeypatch.setattr(edge_cut, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match="No partitioner fits: 'streaming' needs the least"):
-        GraphDataModule(folder, store=tmp_path / "none").build(THREE)
+        GraphDataModule(folder, partition_dir=tmp_path / "none").build(THREE)
 
 
 def test_a_vertex_cut_of_a_folder_is_the_best_that_fits_unless_one_is_named(tmp_path, monkeypatch):
@@ -486,7 +486,7 @@ def test_a_vertex_cut_of_a_folder_is_the_best_that_fits_unless_one_is_named(tmp_
     )):  # fmt: skip
         monkeypatch.setattr(cutters, "available_bytes", lambda free=free: free)
         layout, store = VertexCutStrategy(**named).scheme.layout(3), tmp_path / str(number)
-        assert read_cut(store / GraphDataModule(source, store=store).build(layout)).report["method"] == method
+        assert read_cut(store / GraphDataModule(source, partition_dir=store).build(layout)).report["method"] == method
 
 
 @settings(deadline=None, max_examples=40)
@@ -515,7 +515,7 @@ def stores(graph: Data, layout: str) -> tuple[MyFeatureStore, MyGraphStore]:
 
 @pytest.mark.parametrize("layout", ["coo", "csc"])
 def test_a_pair_of_stores(layout, tmp_path):
-    data = GraphDataModule(stores(GRAPH, layout), store=tmp_path)
+    data = GraphDataModule(stores(GRAPH, layout), partition_dir=tmp_path)
     found = data.load()
     assert torch.equal(found.x, GRAPH.x) and torch.equal(found.train_mask, GRAPH.train_mask)
     order = GRAPH.edge_index[1].argsort(stable=True)
@@ -565,7 +565,7 @@ def test_arrays_that_do_not_fit_are_read_by_rows(tmp_path, monkeypatch):
         array._mmap = SimpleNamespace(madvise=lambda advice, name=args[0].name: advised.append(name))
         return array
 
-    entry = tmp_path / "s" / GraphDataModule(str(own(tmp_path / "g")), store=tmp_path / "s").build(THREE)
+    entry = tmp_path / "s" / GraphDataModule(str(own(tmp_path / "g")), partition_dir=tmp_path / "s").build(THREE)
     monkeypatch.setattr("lightning_gnn.data.store.np.memmap", watched)
     for by_rows, free in ((True, 10**9), (False, 1000)):
         monkeypatch.setattr("lightning_gnn.data.store.available_bytes", lambda free=free: free)
@@ -579,7 +579,7 @@ def evaluated(rank: int, world_size: int, folder: str, store: str, evaluation: s
     strategy = SamplingStrategy([-1, -1], 16, evaluation=evaluation)
     torch.manual_seed(0)
     module = NodeClassifier(GraphSAGE(4, 8, num_layers=2, out_channels=3))
-    data = GraphDataModule(folder, store=store, feature_dtype="float32")
+    data = GraphDataModule(folder, partition_dir=store, feature_dtype="float32")
     trainer = quiet_trainer(strategy, world_size, max_epochs=1)
     trainer.fit(module, datamodule=data)
     out = trainer.predict(module, datamodule=data)

@@ -212,7 +212,7 @@ def test_models(ranks, name, strategy, world_size):
 
 def evaluated(rank: int, world_size: int, graph: HeteroData, name: str, data: dict[str, Any]) -> dict[str, Any]:
     """Tests and predicts under sampling, layer by layer; on one device without it."""
-    options: dict[str, Any] = {"fanouts": [1], "batch_size": 3, "evaluation": "layers", "self_check": False}
+    options: dict[str, Any] = {"num_neighbors": [1], "batch_size": 3, "evaluation": "layerwise", "self_check": False}
     chosen = "auto" if world_size == 1 else SamplingStrategy(timeout=60, **options)
     recorder, source = Recorder(), GraphDataModule(graph, **data)
     return outcome(quiet_trainer(chosen, world_size, callbacks=[recorder]), module(name), source, recorder, fit=False)
@@ -259,7 +259,7 @@ def classified(rank: int, world_size: int, name: str, strategy: Any) -> dict[str
     recorder, wrapped = Recorder(), classifier(name)
     options: dict[str, Any] = {"timeout": 60, "self_check": False}
     if strategy is SamplingStrategy:
-        options |= {"fanouts": [-1, -1, -1], "batch_size": 1000}
+        options |= {"num_neighbors": [-1, -1, -1], "batch_size": 1000}
     chosen = "auto" if strategy is None else strategy(**options)
     return outcome(
         quiet_trainer(chosen, world_size, callbacks=[recorder]), wrapped, GraphDataModule(featured()), recorder
@@ -461,7 +461,7 @@ def some_edges(conv: Any, x: Any, edges: Any) -> Any:
 
 
 def expanded(conv: Any, x: Any, edges: Any) -> Any:
-    lightning_gnn.expand(x["paper"])
+    lightning_gnn.gather_halo(x["paper"])
     return conv(x, edges)
 
 
@@ -475,7 +475,7 @@ STEPS: dict[str, tuple[Any, str]] = {
         some_edges,
         r"'model.model.conv.convs.<paper___cites___paper>' was called without edges of the batch",
     ),
-    "expand": (expanded, "expand takes rows of graphs of one type"),
+    "expand": (expanded, "gather_halo takes rows of graphs of one type"),
     "self-loops": (looped, r"adds self-loops to edges \('author', 'writes', 'paper'\), whose ends are of two types"),
 }
 MODELS.update({f"refused: {name}": (lambda look=look: Mean(look)) for name, (look, _) in STEPS.items()})
@@ -490,11 +490,11 @@ def test_steps_that_are_refused(ranks, name):
 
 
 LAYOUTS: dict[str, GNNStrategy] = {
-    "replicas": DGCLStrategy(plan="replicate", hops=2),
+    "replicas": DGCLStrategy(plan="replicate", num_hops=2),
     "cover": CoverStrategy(),
     "cache": VertexCutStrategy(cache=0.1),
     "blocks": SpMM1DStrategy(sparsity_aware=False),
-    "products on a grid": SpMM15DStrategy(replication=2),
+    "products on a grid": SpMM15DStrategy(replication_factor=2),
     "gossip": GossipStrategy(),
 }
 
@@ -503,7 +503,7 @@ LAYOUTS: dict[str, GNNStrategy] = {
 def test_strategies_that_take_no_types(name, tmp_path):
     layout = quiet_trainer(LAYOUTS[name], 2).strategy.layout()
     with pytest.raises(ValueError, match=r'strategy="dgcl".*strategy="sampling".*to_homogeneous'):
-        GraphDataModule(typed_graph(), store=tmp_path).partition_for(layout)
+        GraphDataModule(typed_graph(), partition_dir=tmp_path).partition_for(layout)
 
 
 class Batched(torch.nn.Module):
@@ -524,7 +524,7 @@ class Both(torch.nn.Module):
         (Batched, {}, "'model.norm' .HeteroBatchNorm. takes statistics over all nodes"),
         (Both, {}, "'model.conv' .DirGNNConv. is for graphs of one type"),
         (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "does not know its input columns yet"),
-        (lambda: sages(3), {"recompute": True}, "recompute=True is for graphs of one type"),
+        (lambda: sages(3), {"checkpoint_convs": True}, "checkpoint_convs=True is for graphs of one type"),
     ],
 )
 def test_refused_before_training(make, options, words, tmp_path):
@@ -532,11 +532,11 @@ def test_refused_before_training(make, options, words, tmp_path):
     model = make()
     if options:
         model = module("sages").model
-    data = GraphDataModule(typed_graph(), store=tmp_path)
+    data = GraphDataModule(typed_graph(), partition_dir=tmp_path)
     with pytest.raises(ValueError, match=words):
         trainer.fit(Trained(model), datamodule=data)
     if not options:
-        trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+        trainer = quiet_trainer(SamplingStrategy(evaluation="layerwise"), 2, self_check=True)
         with pytest.raises(ValueError, match=words):
             trainer.fit(Trained(model), datamodule=data)
 
@@ -546,6 +546,6 @@ def test_sampling_with_layers_is_checked_before(tmp_path):
         return {name: rows - torch.tensor(rows.tolist()).mean(0) for name, rows in conv(x, edges).items()}
 
     MODELS["centred"] = lambda: Mean(centred)
-    trainer = quiet_trainer(SamplingStrategy(evaluation="layers"), 2, self_check=True)
+    trainer = quiet_trainer(SamplingStrategy(evaluation="layerwise"), 2, self_check=True)
     with pytest.raises(ValueError, match=r"test_hetero.py:\d+: x.tolist\(\) would see this rank's rows only"):
-        trainer.fit(module("centred"), datamodule=GraphDataModule(typed_graph(), store=tmp_path))
+        trainer.fit(module("centred"), datamodule=GraphDataModule(typed_graph(), partition_dir=tmp_path))

@@ -36,7 +36,7 @@ from lightning_gnn.extensions.out_of_core.paging import Pager, _Lock, unnamed_fi
 from lightning_gnn.extensions.out_of_core.run import FileSegment
 from lightning_gnn.heap import freed_at_once
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="host_memory is for Linux")
+pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="memory_limit is for Linux")
 
 LEAST = 1 << 15
 """Bytes of tensors that are moved in these tests."""
@@ -133,7 +133,7 @@ OTHERS = ["pna", "sage_max", "transformer", "own", "gatv2", "sage_several"]
 @pytest.mark.parametrize("models", [MODELS, *campaign(OTHERS)], ids=" ".join)
 def test_bit_for_bit(ranks, disk, models):
     """And as one device, but for rounding; each rank writes more than it may have in memory."""
-    given, options = (graph(), models), {"host_memory": "300KB", "host_memory_dir": str(disk)}
+    given, options = (graph(), models), {"memory_limit": "300KB", "spill_dir": str(disk)}
     expected = ranks.run(3, in_memory, *given)
     found = ranks.run(3, paged, *given, options=options)
     for (outcome, left, (rooms, _), written), in_memory_outcome in zip(found, expected):
@@ -149,7 +149,7 @@ def test_bit_for_bit(ranks, disk, models):
     [
         (VertexCutStrategy, {}),
         *campaign(
-            (DGCLStrategy, {"recompute": True}),
+            (DGCLStrategy, {"checkpoint_convs": True}),
             (SpMM1DStrategy, {}),
             (CoverStrategy, {}),
             (DGCLStrategy, {"predictions": "file"}),
@@ -159,7 +159,7 @@ def test_bit_for_bit(ranks, disk, models):
 )
 def test_schemes(ranks, disk, tmp_path, strategy, options):
     given, trainer = (graph(), ["gcn", "gat"]), {"default_root_dir": str(tmp_path)}
-    paging_options = {"host_memory": "200KB", "host_memory_dir": str(disk), **options}
+    paging_options = {"memory_limit": "200KB", "spill_dir": str(disk), **options}
     expected = ranks.run(3, in_memory, *given, strategy=strategy, options=options, trainer=trainer)
     found_on_ranks = ranks.run(3, paged, *given, strategy=strategy, options=paging_options, trainer=trainer)
     for found, of_rank in zip(found_on_ranks, expected):
@@ -177,7 +177,7 @@ def at_once(found: Any, lock: int) -> int:
 def test_turns(ranks, disk):
     """With one core, no two ranks compute at the same time, and one more has its turn, which reads and writes meanwhile; all have
     many turns, between exchanges, and have the core more often: not while they read and write."""
-    options = {"host_memory": "1MB", "host_memory_dir": str(disk)}
+    options = {"memory_limit": "1MB", "spill_dir": str(disk)}
     found = ranks.run(4, paged, graph(), "gcn", options=options, cores=1, long=0)
     assert all(map(equal, [outcome for outcome, *_ in found], ranks.run(4, in_memory, graph(), "gcn")))
     assert (at_once(found, 0), at_once(found, 1)) == (2, 1)
@@ -215,7 +215,7 @@ def holds_turns(rank: int, world_size: int, options: dict[str, Any]) -> dict[str
 
 
 def test_what_ranks_do_in_their_turns(ranks, disk):
-    for found in ranks.run(2, holds_turns, {"host_memory": "8GB", "host_memory_dir": str(disk)}):
+    for found in ranks.run(2, holds_turns, {"memory_limit": "8GB", "spill_dir": str(disk)}):
         assert found == {"reading": {True}, "step": {True}, "backward": {True}, "between": {False}}
 
 
@@ -246,7 +246,7 @@ def message_files(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
 
 def test_messages_are_in_files(ranks, disk):
     """And what they are received into is not kept between calls, nor are messages that were taken."""
-    for options, where in (({}, "/memfd:"), ({"host_memory": "8GB", "host_memory_dir": str(disk)}, str(disk))):
+    for options, where in (({}, "/memfd:"), ({"memory_limit": "8GB", "spill_dir": str(disk)}, str(disk))):
         for found, kept, emptied in ranks.run(2, message_files, options):
             assert (kept == 0) == (emptied > 0) == bool(options)
             assert found and all(each.startswith(where) for each in found)
@@ -265,7 +265,7 @@ def test_a_file_of_messages_has_its_place_before_it_is_written(disk, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RuntimeError, match="The disk of host_memory_dir is full"):
+    with pytest.raises(RuntimeError, match="The disk of spill_dir is full"):
         segment.reserve(1)
 
 
@@ -277,7 +277,7 @@ def fails_in_a_turn(rank: int, world_size: int, folder: str) -> None:
 
     forward = lightning_gnn.NodeClassifier.training_step
     with mock.patch.object(lightning_gnn.NodeClassifier, "training_step", step):
-        paged(rank, world_size, graph(), "gcn", options={"host_memory": "1MB", "host_memory_dir": folder})
+        paged(rank, world_size, graph(), "gcn", options={"memory_limit": "1MB", "spill_dir": folder})
 
 
 def test_an_error_ends_all(ranks, disk):
@@ -345,7 +345,7 @@ def test_a_full_disk_is_told(pager, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tensor = torch.ones(1 << 20)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="The disk of host_memory_dir is full"):
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="The disk of spill_dir is full"):
         patched.setattr(os, "pwrite", full)
         pager._leave()
     assert bool((tensor == 1).all())
@@ -479,12 +479,12 @@ def test_any_ops(disk, data):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: DGCLStrategy(host_memory="a lot"), "host_memory must be a number of bytes"),
-        (lambda: DGCLStrategy(host_memory_dir="/tmp"), "host_memory_dir is where"),
-        (lambda: DGCLStrategy(host_memory="1GB", shared_memory=False), "through shared memory"),
-        (lambda: SamplingStrategy(host_memory="1GB"), "is of no use"),
+        (lambda: DGCLStrategy(memory_limit="a lot"), "memory_limit must be a number of bytes"),
+        (lambda: DGCLStrategy(spill_dir="/tmp"), "spill_dir is where"),
+        (lambda: DGCLStrategy(memory_limit="1GB", shared_memory=False), "through shared memory"),
+        (lambda: SamplingStrategy(memory_limit="1GB"), "is of no use"),
         (
-            lambda: L.Trainer(strategy=DGCLStrategy(host_memory="1GB"), devices=1, accelerator="cpu"),
+            lambda: L.Trainer(strategy=DGCLStrategy(memory_limit="1GB"), devices=1, accelerator="cpu"),
             "several CPU ranks",
         ),
     ],
@@ -503,11 +503,11 @@ def too_little(rank: int, world_size: int, options: dict[str, Any]) -> str:
 
 
 def test_too_little_memory(ranks, disk):
-    for found in ranks.run(2, too_little, {"host_memory": "1MB", "host_memory_dir": str(disk)}):
+    for found in ranks.run(2, too_little, {"memory_limit": "1MB", "spill_dir": str(disk)}):
         assert re.search(r"leaves no room: 2 ranks take .* themselves", found)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a folder in memory")
 def test_a_folder_in_memory(ranks):
-    for found in ranks.run(2, too_little, {"host_memory": "4GB", "host_memory_dir": "/dev/shm"}):
+    for found in ranks.run(2, too_little, {"memory_limit": "4GB", "spill_dir": "/dev/shm"}):
         assert "is itself in memory (tmpfs)" in found

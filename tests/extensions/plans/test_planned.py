@@ -393,6 +393,6 @@ def test_more_ranks_than_plans_are_made_for(topology):
 
     assert meeting.run(work) == [None] * size
     if topology is not None:
-        for plan in ({"plan": "spst"}, {"plan": "dgcl_r", "hops": 2}):
+        for plan in ({"plan": "spst"}, {"plan": "dgcl_r", "num_hops": 2}):
             with pytest.raises(ValueError, match="at most 64 ranks, and there are 65. Rows can go directly"):
                 DGCLScheme(topology=topology, **plan).layout(size)

@@ -333,16 +333,16 @@ SCHEMES = [
     (3, DGCLStrategy, {"plan": "spst"}, False),
     (2, VertexCutStrategy, {"shared_memory": False}, False),
     (3, CachedVertexCutStrategy, {}, False),
-    (3, SpMM15DStrategy, {"replication": 1}, False),
+    (3, SpMM15DStrategy, {"replication_factor": 1}, False),
     (2, DGCLStrategy, {"codec": "int8"}, False),
     (3, CoverStrategy, {"shared_memory": False}, False),
     *campaign(
-        (2, DGCLStrategy, {"shared_memory": False, "recompute": True}, True),
+        (2, DGCLStrategy, {"shared_memory": False, "checkpoint_convs": True}, True),
         (3, DGCLStrategy, {"plan": "spst", "shared_memory": False}, True),
         (3, CoverStrategy, {}, True),
         (3, VertexCutStrategy, {}, True),
         (2, CachedVertexCutStrategy, {"shared_memory": False}, False),
-        (4, SpMM15DStrategy, {"replication": 2, "shared_memory": False}, False),
+        (4, SpMM15DStrategy, {"replication_factor": 2, "shared_memory": False}, False),
     ),
 ]
 

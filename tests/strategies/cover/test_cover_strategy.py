@@ -84,7 +84,7 @@ def test_more_ranks_than_nodes(ranks):
 
 
 def test_users_module_over_sockets_with_recompute(ranks):
-    options = {"shared_memory": False, "recompute": True}
+    options = {"shared_memory": False, "checkpoint_convs": True}
     for found in ranks.run(3, trained, "sage", options, module="user", self_check=False):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 

@@ -44,8 +44,8 @@ MACHINES = topology_from_dict(
 )
 PLANS: dict[str, dict[str, Any]] = {
     "swap": {"plan": "swap"},
-    "replicate": {"plan": "replicate", "hops": 2},
-    "dgcl_r": {"plan": "dgcl_r", "hops": 2, "topology": MACHINES},
+    "replicate": {"plan": "replicate", "num_hops": 2},
+    "dgcl_r": {"plan": "dgcl_r", "num_hops": 2, "topology": MACHINES},
     "hierarchical": {"plan": "spst", "partition": "hierarchical", "topology": MACHINES},
 }
 
@@ -70,8 +70,8 @@ MODELS = ("gcn", "gat_edges", "gin_batch_norm")
 )
 def test_trained_as_on_one_device(ranks, plan, model):
     options = dict(PLANS[plan])
-    if model == "pna" and "hops" in options:
-        options["hops"] = 3  # PyG's PNA has a conv more than it is asked for
+    if model == "pna" and "num_hops" in options:
+        options["num_hops"] = 3  # PyG's PNA has a conv more than it is asked for
     for found in ranks.run(4, train, awkward_graph(), model, options=options):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
@@ -244,7 +244,7 @@ def test_swap_needs_shared_memory(ranks):
 def fit(rank: int, world_size: int, model: str, hops: int, predictions: str = "all") -> Any:
     module = build(model) if model != "cheb" else Cheb()
     wrapped = NodeClassifier(module, num_classes=CLASSES).double()
-    strategy = DGCLStrategy(timeout=30, plan="replicate", hops=hops, predictions=predictions)  # type: ignore[arg-type]
+    strategy = DGCLStrategy(timeout=30, plan="replicate", num_hops=hops, predictions=predictions)  # type: ignore[arg-type]
     trainer = quiet_trainer(strategy, world_size, max_epochs=1)
     data = GraphDataModule(awkward_graph(), partition="random")
     trainer.fit(wrapped, datamodule=data)
@@ -262,7 +262,7 @@ class Cheb(torch.nn.Module):
 
 @pytest.mark.parametrize("model", ["gcn", "gat", "transformer", "sage_several", "own"])
 def test_too_few_hops(ranks, model):
-    with pytest.raises(RankFailed, match=r"propagation number 2 of a step, but .*hops=1: rows would be missing"):
+    with pytest.raises(RankFailed, match=r"propagation number 2 of a step, but .*num_hops=1: rows would be missing"):
         ranks.run(2, fit, model, 1)
     ranks.run(2, fit, model, 2)
 
@@ -290,10 +290,10 @@ class AllRows(NodeClassifier):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": "replicate"}, r"say how far by hops.*hops=2 for a GCN of two layers \(got None\)"),
-        ({"plan": "replicate", "hops": -1}, r"got -1"),
-        ({"plan": "spst", "topology": "dgx1", "hops": 2}, r'hops=2 says how far .*; plan="spst" does not'),
-        ({"plan": "dgcl_r", "hops": 2, "topology": None}, r'plan="dgcl_r" looks at a topology, and none is given'),
+        ({"plan": "replicate"}, r"say how far by num_hops.*num_hops=2 for a GCN of two layers \(got None\)"),
+        ({"plan": "replicate", "num_hops": -1}, r"got -1"),
+        ({"plan": "spst", "topology": "dgx1", "num_hops": 2}, r'num_hops=2 says how far .*; plan="spst" does not'),
+        ({"plan": "dgcl_r", "num_hops": 2, "topology": None}, r'plan="dgcl_r" looks at a topology, and none is given'),
     ],
 )
 def test_refused_at_once(options, message):
@@ -304,7 +304,7 @@ def test_refused_at_once(options, message):
 def losses_of_all_rows(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(1)
     module = AllRows(build("gcn"), num_classes=CLASSES).double()
-    strategy = DGCLStrategy(timeout=60, plan="replicate", hops=2)
+    strategy = DGCLStrategy(timeout=60, plan="replicate", num_hops=2)
     trainer = quiet_trainer(strategy, world_size, max_epochs=2, limit_val_batches=0)
     trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
     return [float(trainer.callback_metrics["loss_of_all"])]
@@ -324,4 +324,4 @@ def test_losses_of_all_rows_count_each_node_once(ranks):
 def test_too_little_memory_is_told(monkeypatch):
     monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 20_000)
     with pytest.raises(ValueError, match=r"need at least 2\.\d+e-05 GB for .*with all that lies within 2 hops.*plan="):
-        fit_from_here(NodeClassifier(build("gcn"), num_classes=CLASSES), plan="replicate", hops=2)
+        fit_from_here(NodeClassifier(build("gcn"), num_classes=CLASSES), plan="replicate", num_hops=2)

@@ -394,22 +394,22 @@ def check_pairs(everyone: list[Worker], meetings: int, least: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"averaging_interval": 0}, "averaging_interval must be at least 1 .got 0"),
-        ({"clusters": 0}, "clusters must be at least 1"),
+        ({"average_every_n_batches": 0}, "average_every_n_batches must be at least 1 .got 0"),
+        ({"num_clusters": 0}, "num_clusters must be at least 1"),
         ({"clusters_per_batch": -1}, "clusters_per_batch must be at least 1"),
         ({"assignment": "louvain"}, "assignment must be 'random' or 'metis' .got 'louvain'"),
         ({"pairing": "all"}, "pairing must be 'any', 'prompt' or 'active_passive' .got 'all'"),
         ({"average": "losses"}, "average must be 'gradients', 'parameters' or 'push_sum' .got 'losses'"),
-        ({"final": "last"}, "final must be 'auto', 'best' or 'average' .got 'last'"),
+        ({"final_weights": "last"}, "final_weights must be 'auto', 'best' or 'average' .got 'last'"),
         ({"mode": "up", "monitor": "val_acc"}, "mode must be 'min' or 'max'"),
         ({"mode": "max"}, "mode='max' says which value of monitor is best: name that, too"),
-        ({"patience": -1}, "patience is a number of seconds, at least 0"),
+        ({"partner_timeout": -1}, "partner_timeout is a number of seconds, at least 0"),
         ({"average": "push_sum", "pairing": "any"}, "pairing does not apply .got 'any'"),
-        ({"lease": 1}, "lease is a number of seconds, at least 2"),
+        ({"heartbeat_timeout": 1}, "heartbeat_timeout is a number of seconds, at least 2"),
         ({"codec": "int3"}, "codec must be one of .* .got 'int3'"),
         ({"codec": "int8", "average": "push_sum"}, "codec='int8' encodes differences of parameters"),
-        ({"restarts": -1}, "restarts must be at least 0 .got -1"),
-        ({"restarts": 0.5}, "restarts must be a whole number .got 0.5"),
+        ({"max_restarts": -1}, "max_restarts must be at least 0 .got -1"),
+        ({"max_restarts": 0.5}, "max_restarts must be a whole number .got 0.5"),
     ],
 )
 def test_refused_options(options, message):
@@ -423,9 +423,9 @@ def test_all_at_once_nothing_is_encoded():
 
 
 def test_yaml(tmp_path):
-    entry = "{class_path: lightning_gnn.GossipStrategy, init_args: {averaging_interval: 5, pairing: active_passive}}"
+    entry = "{class_path: lightning_gnn.GossipStrategy, init_args: {average_every_n_batches: 5, pairing: active_passive}}"
     found = strategy_of_config(tmp_path / "config.yaml", entry)
-    assert (found.averaging_interval, found.pairing, found.num_clusters) == (5, "active_passive", 40)
+    assert (found.average_every_n_batches, found.pairing, found.num_clusters) == (5, "active_passive", 40)
     for name in ("gossip", "gossip_spawn", "gossip_notebook"):
         assert isinstance(strategy_of_config(tmp_path / "config.yaml", name), GossipStrategy)
 
@@ -464,8 +464,8 @@ def module_of(model: str = "sage", lr: float = 0.05, kind: type[NodeClassifier] 
 def test_on_one_device_it_is_cluster_gcn(tmp_path, caplog):
     """Algorithm 1: the same weights as a loop written by hand."""
     kept, module, by_hand = Kept(), module_of(), module_of()
-    data = GraphDataModule(awkward_graph(), store=tmp_path)
-    strategy = GossipStrategy(clusters=5, clusters_per_batch=2, seed=3)
+    data = GraphDataModule(awkward_graph(), partition_dir=tmp_path)
+    strategy = GossipStrategy(num_clusters=5, clusters_per_batch=2, seed=3)
     quiet_trainer(strategy, 1, callbacks=[kept], max_epochs=2).fit(module, datamodule=data)
     graph = prepare_graph(awkward_graph(), None, None, 0, 0)
     cut = Clusters(_cut(data, LayoutSpec("edge_cut", 5, method="random")), 2, 3)
@@ -499,7 +499,7 @@ class BarMetrics(L.Callback):
 def test_the_bar_shows_the_pool(bar, capfd):
     kept, bar = BarMetrics(), bar()
     trainer = L.Trainer(
-        strategy=GossipStrategy(clusters=5),
+        strategy=GossipStrategy(num_clusters=5),
         devices=1,
         accelerator="cpu",
         max_epochs=2,
@@ -535,7 +535,7 @@ def trained(
     **trainer: Any,
 ) -> dict[str, Any]:
     module, kept = module_of(model, kind=kind), Kept()
-    strategy = GossipStrategy(**{"clusters": CLUSTERS, "timeout": 60, "seed": 1, **options})
+    strategy = GossipStrategy(**{"num_clusters": CLUSTERS, "timeout": 60, "seed": 1, **options})
     run = new_trainer(folder, event, strategy, world_size, **trainer)
     run.callbacks.append(kept)
     data = GraphDataModule(awkward_graph())
@@ -574,10 +574,10 @@ def check_all_done(folder: Path, epochs: int = EPOCHS) -> None:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        *campaign((2, {"averaging_interval": 1, "final": "average", "average": "parameters"})),
-        (3, {"averaging_interval": 2}),
-        *campaign((3, {"averaging_interval": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"})),
-        (4, {"averaging_interval": 3, "pairing": "prompt", "assignment": "metis", "codec": "int8"}),
+        *campaign((2, {"average_every_n_batches": 1, "final_weights": "average", "average": "parameters"})),
+        (3, {"average_every_n_batches": 2}),
+        *campaign((3, {"average_every_n_batches": 1, "pairing": "active_passive", "monitor": "val_acc", "mode": "max"})),
+        (4, {"average_every_n_batches": 3, "pairing": "prompt", "assignment": "metis", "codec": "int8"}),
     ],
     ids=["parameters", "any", "active and passive", "prompt, metis, int8"],
 )
@@ -643,7 +643,7 @@ def check_result(everyone: list[dict[str, Any]], chosen_by: str, best: Callable[
         assert torch.equal(found["result"], own[worker])
 
 
-APART = {"averaging_interval": 1000}
+APART = {"average_every_n_batches": 1000}
 """Hardly ever average."""
 
 
@@ -666,8 +666,8 @@ def test_without_val_loss_the_result_is_by_training_loss(ranks, tmp_path, kind):
         ({}, {"callbacks": [EarlyStopping("train_loss", patience=99)]}, "val_loss", min),  # not of validation
         ({"monitor": "val_f1", "mode": "max"}, {}, "val_f1", max),
         ({}, {"limit_val_batches": 0}, "training loss", min),
-        ({"final": "average"}, {}, "", None),
-        ({"final": "best"}, {}, "val_loss", min),
+        ({"final_weights": "average"}, {}, "", None),
+        ({"final_weights": "best"}, {}, "val_loss", min),
     ],
     ids=["val_loss", "named of two", "monitored", "another is monitored", "named", "nothing logged", "average", "best"],
 )
@@ -703,7 +703,7 @@ def in_lockstep(
     rank: int, world_size: int, folder: Path, clusters: int, interval: int, **trainer: Any
 ) -> dict[str, Any]:
     module, weights = module_of(), Weights()
-    strategy = ClusterAllReduceStrategy(interval, clusters=clusters, timeout=60, seed=1)
+    strategy = ClusterAllReduceStrategy(interval, num_clusters=clusters, timeout=60, seed=1)
     run = new_trainer(folder, "", strategy, world_size, max_epochs=3, **trainer)
     run.callbacks.append(weights)
     run.fit(module, datamodule=GraphDataModule(awkward_graph()))
@@ -764,7 +764,7 @@ def test_in_lockstep_all_stop_together(ranks, tmp_path):
 
 
 def test_one_that_stops_early_leaves_its_batches_to_the_others(ranks, tmp_path):
-    everyone = ranks.run(3, trained, tmp_path, {"averaging_interval": 1}, event="early", kind=Hooked)
+    everyone = ranks.run(3, trained, tmp_path, {"average_every_n_batches": 1}, event="early", kind=Hooked)
     check_all_done(tmp_path)
     assert everyone[1]["epoch"] < everyone[0]["epoch"] == EPOCHS
 
@@ -778,7 +778,7 @@ def test_workers_that_average_agree_more(ranks, tmp_path, average):
         folder = tmp_path / str(interval)
         folder.mkdir()
         logger = CSVLogger(folder, "", "")
-        options = {"averaging_interval": interval, "average": average, "final": "average"}
+        options = {"average_every_n_batches": interval, "average": average, "final_weights": "average"}
         everyone = ranks.run(3, trained, folder, options, logger=logger)
         check_all_done(folder)
         apart[interval] = distance([found["own"] for found in everyone])
@@ -793,7 +793,7 @@ def test_workers_that_average_agree_more(ranks, tmp_path, average):
 
 
 def test_batch_norm_is_averaged_with_the_weights(ranks, tmp_path):
-    options = {"averaging_interval": 1, "average": "parameters", "final": "average"}
+    options = {"average_every_n_batches": 1, "average": "parameters", "final_weights": "average"}
     one, other = ranks.run(2, trained, tmp_path, options, "gin_batch_norm")
     assert any("running_mean" in name for name in one["weights"])
     torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
@@ -818,7 +818,7 @@ def test_resumes_with_other_clusters_at_the_epoch(ranks, tmp_path):
     first.mkdir()
     second.mkdir()
     ranks.run(2, saving, first, path)
-    ranks.run(2, trained, second, {"clusters": 5}, load=path)
+    ranks.run(2, trained, second, {"num_clusters": 5}, load=path)
     counts = Counter(cluster for batches in done(second).values() for cluster in batches)
     assert len(counts) == 5 and set(counts.values()) == {EPOCHS - 3}
 
@@ -833,27 +833,27 @@ class Saves(L.Callback):
 
 
 def saving(rank: int, world_size: int, folder: Path, path: Path) -> None:
-    strategy = GossipStrategy(clusters=CLUSTERS, timeout=60, seed=1)
+    strategy = GossipStrategy(num_clusters=CLUSTERS, timeout=60, seed=1)
     run = new_trainer(folder, "", strategy, world_size)
     run.callbacks.append(Saves(path))
     run.fit(module_of(), datamodule=GraphDataModule(awkward_graph()))
 
 
 def refusing(rank: int, world_size: int, what: str) -> str:
-    options: dict[str, Any] = {"clusters": 4, "timeout": 30}
+    options: dict[str, Any] = {"num_clusters": 4, "timeout": 30}
     module: Any = module_of()
     data, trainer = GraphDataModule(awkward_graph()), {}
-    if what == "clusters":
-        options["clusters"] = 1
+    if what == "num_clusters":
+        options["num_clusters"] = 1
     elif what == "batches":
         options["clusters_per_batch"] = 3
-        options["clusters"] = 3
+        options["num_clusters"] = 3
     elif what == "accumulate":
         trainer["accumulate_grad_batches"] = 2
     elif what == "monitor":
         options["monitor"] = "val_auc"
     elif what == "validation":
-        trainer["limit_val_batches"], options["final"] = 0, "best"
+        trainer["limit_val_batches"], options["final_weights"] = 0, "best"
     elif what == "partition":
         data = GraphDataModule(awkward_graph(), partition=[0, 1] * 30)
     elif what == "links":
@@ -875,7 +875,7 @@ def refusing(rank: int, world_size: int, what: str) -> str:
         ("batches", "make 1 batches of clusters_per_batch=3, fewer than the 2 workers"),
         ("accumulate", "accumulate_grad_batches must be 1 .got 2"),
         ("monitor", "monitor='val_auc', which validation_step has not logged .it logged .*val_loss"),
-        ("validation", 'there is none in this run.*final="auto" or "average"'),
+        ("validation", 'there is none in this run.*final_weights="auto" or "average"'),
         ("partition", "assigns nodes to clusters by itself"),
         ("links", "trains on nodes of clusters, and LinkPredictor on edges"),
         ("manual", "manual optimisation"),

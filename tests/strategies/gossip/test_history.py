@@ -25,7 +25,7 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import cut_graph
 from lightning_gnn.data.sources import prepare_graph
-from lightning_gnn.nn.helpers import expand, graph_in_use
+from lightning_gnn.nn.helpers import gather_halo, graph_in_use
 from lightning_gnn.partition.edge_cut import assign_nodes
 from lightning_gnn.strategies.gossip.clusters import Clusters
 from lightning_gnn.strategies.gossip.history import History, HistoryBinding, HistoryExchange
@@ -118,7 +118,7 @@ class ByHand(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         source, target = edge_index
-        return self.lin(torch.zeros_like(x).index_add(0, target, expand(x)[source]))
+        return self.lin(torch.zeros_like(x).index_add(0, target, gather_halo(x)[source]))
 
 
 def model_of(name: str) -> torch.nn.Module:
@@ -226,8 +226,8 @@ def test_refused_models(graph, conv, message):
 
 
 def test_refused_options():
-    with pytest.raises(ValueError, match="cannot open the others' history: use restarts=0 or halo=None"):
-        GossipStrategy(halo="history", restarts=1)
+    with pytest.raises(ValueError, match="max_restarts is not supported"):
+        GossipStrategy(historical_embeddings=True, max_restarts=1)
     with pytest.raises(ValueError, match="halo must be None or 'history' .got 'stale'"):
         GossipStrategy(halo="stale")
 
@@ -244,7 +244,7 @@ def test_one_cluster_of_all_nodes_is_full_graph_training():
     found = {}
     for name in ("history", "auto"):
         module = module_of(0.05)
-        strategy = "auto" if name == "auto" else GossipStrategy(clusters=1, halo="history")
+        strategy = "auto" if name == "auto" else GossipStrategy(num_clusters=1, historical_embeddings=True)
         quiet_trainer(strategy, 1).fit(module, datamodule=GraphDataModule(awkward_graph()))
         found[name] = module.state_dict()
     torch.testing.assert_close(found["history"], found["auto"], rtol=1e-9, atol=1e-11)
@@ -269,7 +269,7 @@ class Looks(L.Callback):
 def frozen(rank: int, world_size: int, folder: Path, kind: Any, clusters: int) -> dict[str, Any]:
     module, looks, folder = module_of(0.0), Looks(), folder / "runs"
     folder.mkdir(exist_ok=True)
-    strategy = kind(clusters=clusters, halo="history", assignment="metis", timeout=60)
+    strategy = kind(num_clusters=clusters, historical_embeddings=True, assignment="metis", timeout=60)
     logger = CSVLogger(folder, "", "")
     run = new_trainer(folder, "", strategy, world_size, max_epochs=4, logger=logger)
     run.callbacks.append(looks)

@@ -55,18 +55,18 @@ def typed_in_time() -> HeteroData:
     return graph
 
 
-def sampled(cut: Any, machines: Any, choice: Choice, fanouts: Any) -> list[list[Any]]:
-    of_types = {kind: list(fanouts) for kind in cut.types.edges}
+def sampled(cut: Any, machines: Any, choice: Choice, num_neighbors: Any) -> list[list[Any]]:
+    of_types = {kind: list(num_neighbors) for kind in cut.types.edges}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("test_exchanges.GraphStore", lambda *given: GraphStore(*given, choice=choice))
         return batches_of(cut, machines, lambda store: BatchMaker(store, of_types))[0]
 
 
-def assert_those_of_one(make: Any, choice: Choice, fanouts: Any, machines: Any, folder: Any) -> None:
+def assert_those_of_one(make: Any, choice: Choice, num_neighbors: Any, machines: Any, folder: Any) -> None:
     """The batches of several machines are those of one that has all of their ranks, bit by bit."""
     cut = cut_of(make(), sum(map(len, machines)), folder)
     one_machine = [sorted(rank for on in machines for rank in on)]
-    apart, together = (sampled(cut, on, choice, fanouts) for on in (machines, one_machine))
+    apart, together = (sampled(cut, on, choice, num_neighbors) for on in (machines, one_machine))
     for one, other in zip(apart, together, strict=True):
         assert len(one) == len(other) > 1
         for batch, same in zip(one, other):
@@ -126,12 +126,12 @@ def in_edges(graph: Any, kind: Any, choice: Choice, node: int, until: int) -> tu
 @pytest.mark.parametrize("case", CASES)
 def test_what_may_be_drawn_is(case, tmp_path):
     """Of each node, as many edges as the fan-out says, of those that may be drawn; or the latest of these."""
-    make, choice, fanouts = CASES[case]
+    make, choice, num_neighbors = CASES[case]
     graph = make()
     hetero = isinstance(graph, HeteroData)
     cut = cut_of(graph, 2, tmp_path)
     looked = 0
-    for batches in sampled(cut, [[0, 1]], choice, fanouts):
+    for batches in sampled(cut, [[0, 1]], choice, num_neighbors):
         for batch in batches:
             seeded = batch[cut.types.input_type] if hetero else batch
             if choice.time_attr:
@@ -148,7 +148,7 @@ def test_what_may_be_drawn_is(case, tmp_path):
                     node, drawn = int(targets.n_id[local]), edges.edge_index[1] == local
                     allowed, times = in_edges(graph, kind, choice, node, until)
                     found = edges.e_id[drawn].tolist()
-                    most = len(allowed) if fanouts[hop] < 0 else min(len(allowed), fanouts[hop])
+                    most = len(allowed) if num_neighbors[hop] < 0 else min(len(allowed), num_neighbors[hop])
                     assert len(set(found)) == len(found) == most and set(found) <= set(allowed)
                     looked += len(allowed) > most
                     if choice.temporal_strategy == "last":
@@ -157,7 +157,7 @@ def test_what_may_be_drawn_is(case, tmp_path):
                         assert sorted((time_of[edge] for edge in found), reverse=True) == latest
                     if choice.time_attr:
                         assert (sources.batch[edges.edge_index[0, drawn]] == tree).all()
-    assert looked > 3 or -1 in fanouts
+    assert looked > 3 or -1 in num_neighbors
 
 
 def test_odds_are_those_of_the_edges(tmp_path):
@@ -194,7 +194,7 @@ def test_evaluation_looks_back_only(ranks, apart):
     torch.manual_seed(2)
     module = NodeClassifier(GraphSAGE(graph.num_features, 8, num_layers=2, out_channels=5))
     expected = by_hand(graph, module, 2)
-    options = {"fanouts": [3, 2], "batch_size": 4, "time_attr": "time"}
+    options = {"num_neighbors": [3, 2], "batch_size": 4, "time_attr": "time"}
     for found in ranks.run(2, trained, graph, module, options, apart, fit=False):
         torch.testing.assert_close(found["predictions"], expected, rtol=1e-12, atol=1e-12)
         counted = graph.test_mask & (graph.y >= 0)
@@ -218,7 +218,7 @@ def test_training_in_time_with_types(ranks):
     graph = typed_in_time()
     torch.manual_seed(0)
     options = {
-        "fanouts": {CITES: [4], WRITES: [3], TAGS: [0], BY: [0], AWARDS: [0]},
+        "num_neighbors": {CITES: [4], WRITES: [3], TAGS: [0], BY: [0], AWARDS: [0]},
         "batch_size": 4,
         "time_attr": "time",
     }
@@ -327,7 +327,7 @@ def test_what_scores_are_made_of(messages, tmp_path):
 def test_heaviest_edges_are_drawn(ranks, apart):
     graph = graph_in_time()
     module = NodeClassifier(GraphSAGE(graph.num_features, 8, num_layers=1, out_channels=5))
-    for found in ranks.run(2, trained, graph, module, {"fanouts": [2], "batch_size": 8, "score": heaviest}, apart):
+    for found in ranks.run(2, trained, graph, module, {"num_neighbors": [2], "batch_size": 8, "edge_score_fn": heaviest}, apart):
         for batch in found["batches"]:
             for seed, node in enumerate(batch.input_id.tolist()):
                 weights = graph.edge_weight[graph.edge_index[1] == node].sort(descending=True).values[:2]
@@ -385,7 +385,7 @@ def test_refused_attributes(case, ranks):
     graph.whole = torch.ones(graph.edge_index.size(1), dtype=torch.long)
     module = NodeClassifier(GraphSAGE(graph.num_features, 4, num_layers=2, out_channels=5))
     with pytest.raises(Exception, match=words):
-        ranks.run(2, trained, graph, module, {"fanouts": [3, 2], **options})
+        ranks.run(2, trained, graph, module, {"num_neighbors": [3, 2], **options})
 
 
 @pytest.mark.parametrize(
@@ -395,14 +395,14 @@ def test_refused_attributes(case, ranks):
         ({"time_attr": torch.ones(2)}, "time_attr must be a word"),
         ({"weight_attr": "w", "replace": True}, "replace=True draws uniformly"),
         ({"temporal_strategy": "last"}, "takes the latest edges; it needs time"),
-        ({"time_attr": "t", "method": "shadow"}, "Use method='neighbor'"),
-        ({"time_attr": "t", "method": "labor"}, "trees share no nodes, as LABOR would have them do"),
-        ({"replace": True, "method": "labor"}, "leave out replace=True"),
-        ({"weight_attr": "w", "method": "cluster"}, "Use method='neighbor'"),
+        ({"time_attr": "t", "sampler": "shadow"}, "Use sampler='neighbor'"),
+        ({"time_attr": "t", "sampler": "labor"}, "trees share no nodes, as LABOR would have them do"),
+        ({"replace": True, "sampler": "labor"}, "leave out replace=True"),
+        ({"weight_attr": "w", "sampler": "cluster"}, "Use sampler='neighbor'"),
         ({"temporal_strategy": "first"}, '"uniform" or "last"'),
-        ({"score": heaviest, "replace": True}, "score is a function of in-edges"),
-        ({"score": "heaviest"}, "score is a function of in-edges"),
-        ({"score": heaviest, "method": "saint_node"}, "Use method='neighbor'"),
+        ({"edge_score_fn": heaviest, "replace": True}, "edge_score_fn is a function of in-edges"),
+        ({"edge_score_fn": "heaviest"}, "edge_score_fn is a function of in-edges"),
+        ({"edge_score_fn": heaviest, "sampler": "saint_node"}, "Use sampler='neighbor'"),
     ],
 )
 def test_refused_arguments(options, words):
@@ -431,13 +431,13 @@ OF_LINKS = {
 
 
 def batches_of_links(case: str, folder: Any, *machines: Any) -> tuple[Data, list[list[list[Any]]]]:
-    of_nodes, choice, fanouts = OF_LINKS[case]
+    of_nodes, choice, num_neighbors = OF_LINKS[case]
     graph = links_in_time(of_nodes)
     cut = cut_of(graph, sum(map(len, machines[0])), folder)
     others = OtherNodes(cut.n_id, cut.attributes["node"].get("moment"))
 
     def make(store: GraphStore) -> BatchMaker:
-        return EdgeBatchMaker(Links(cut.ends, 2, others=others), store, {ONE_TYPE: fanouts})
+        return EdgeBatchMaker(Links(cut.ends, 2, others=others), store, {ONE_TYPE: num_neighbors})
 
     with pytest.MonkeyPatch.context() as patch:
         stores = partial(GraphStore, messages="edge_train_mask", choice=choice)
@@ -460,7 +460,7 @@ def test_links_of_several_machines_are_those_of_one(case, machines, tmp_path):
 def test_links_see_what_is_no_later(case, tmp_path):
     """As PyG's LinkNeighborLoader: ends of edges and of negatives are roots of trees at the edge's time; and nothing in an edge's
     trees tells of it."""
-    of_nodes, choice, fanouts = OF_LINKS[case]
+    of_nodes, choice, num_neighbors = OF_LINKS[case]
     graph, [ranks] = batches_of_links(case, tmp_path, [[0, 1]])
     source, target = graph.edge_index
     time_of = graph.moment[source] if of_nodes else graph.moment
@@ -499,9 +499,9 @@ def test_links_see_what_is_no_later(case, tmp_path):
                 tells &= time_of >= until[of]
             found = batch.e_id[batch.edge_index[1] == root]
             assert allowed[found].all() and not tells[found].any() and len(found.unique()) == len(found)
-            assert len(found) <= fanouts[0]
+            assert len(found) <= num_neighbors[0]
             hid = int((allowed & tells).sum())
-            assert len(found) >= min(int(allowed.sum()), fanouts[0]) - hid
+            assert len(found) >= min(int(allowed.sum()), num_neighbors[0]) - hid
             drawn, taken = drawn + len(found), taken + hid
         assert hidden
     assert drawn > 20 and taken > 5
@@ -578,7 +578,7 @@ def test_refused_links_in_time(ranks, options, words):
     graph = links_in_time()
     module = LinkPredictor(GraphSAGE(graph.num_features, 4, num_layers=2, out_channels=4), **options)
     with pytest.raises(Exception, match=words):
-        ranks.run(2, trained, graph, module, {"fanouts": [3, 2], "time_attr": "moment"})
+        ranks.run(2, trained, graph, module, {"num_neighbors": [3, 2], "time_attr": "moment"})
 
 
 @pytest.mark.parametrize(
@@ -589,4 +589,4 @@ def test_links_without_times_are_refused(ranks, name, words):
     graph = split_edges(graph_in_time(), 0.1, 0.1)
     module = LinkPredictor(GraphSAGE(graph.num_features, 4, num_layers=2, out_channels=4))
     with pytest.raises(Exception, match=words):
-        ranks.run(2, trained, graph, module, {"fanouts": [3, 2], "time_attr": name})
+        ranks.run(2, trained, graph, module, {"num_neighbors": [3, 2], "time_attr": name})

@@ -42,7 +42,7 @@ def cut_of(graph: Any, parts: int, folder: Any) -> Cut:
     """Returns the graph cut into parts, with no regard to its edges."""
     nodes = graph.num_nodes
     part = torch.randint(0, parts, (nodes,), generator=torch.Generator().manual_seed(1))
-    data = GraphDataModule(graph, store=folder, partition=part)
+    data = GraphDataModule(graph, partition_dir=folder, partition=part)
     return read_cut(data.partition_for(SamplingScheme().layout(parts)))
 
 
@@ -88,7 +88,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 TWO, PAIRS, THREE, UNEQUAL = [[0], [1]], [[0, 1], [2, 3]], [[0], [1], [2]], [[0, 2, 3], [1]]
 NINE = [[0, 1, 2, 3], [4, 5], [6, 7, 8]]  # ranks 5 and 6 both work for rank 3, and neither for the other
-NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
+NEIGHBORS: dict[str, Any] = {"num_neighbors": [3, 2, 2]}
 
 
 @pytest.mark.parametrize(
@@ -99,24 +99,24 @@ NEIGHBORS: dict[str, Any] = {"fanouts": [3, 2, 2]}
         (awkward_graph, THREE, NEIGHBORS, 1000, 4),
         (awkward_graph, UNEQUAL, NEIGHBORS, 1000, 4),
         (awkward_graph, NINE, NEIGHBORS, 0, 4),
-        (awkward_graph, THREE, {"fanouts": [4, 3, 2, 2], "replace": True}, 10**6, 5),
-        (awkward_graph, THREE, {"fanouts": [-1, 2, -1]}, 0, 4),
-        (awkward_graph, THREE, {"fanouts": [3, 2], "directed": False}, 0, 8),
-        (awkward_graph, THREE, {"fanouts": [3, 2, 2, 2, 2]}, 1000, 12),
-        (awkward_graph, THREE, {"fanouts": [3, 2], "method": "shadow"}, 0, 8),
-        (awkward_graph, THREE, {"fanouts": [3, 2], "method": "edges"}, 1000, 4),
-        (typed_graph, TWO, {"fanouts": [3, 2]}, 0, None),
-        (typed_graph, THREE, {"fanouts": [2, 3, 2], "cut off": True}, 300, None),
-        (typed_links, THREE, {"fanouts": [3, 2], "method": "edges"}, 300, 4),
-        (typed_links, TWO, {"fanouts": [2, 2, 2, 2, 2], "method": "edges"}, 0, None),
+        (awkward_graph, THREE, {"num_neighbors": [4, 3, 2, 2], "replace": True}, 10**6, 5),
+        (awkward_graph, THREE, {"num_neighbors": [-1, 2, -1]}, 0, 4),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2], "directed": False}, 0, 8),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2, 2, 2, 2]}, 1000, 12),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2], "sampler": "shadow"}, 0, 8),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2], "sampler": "edges"}, 1000, 4),
+        (typed_graph, TWO, {"num_neighbors": [3, 2]}, 0, None),
+        (typed_graph, THREE, {"num_neighbors": [2, 3, 2], "cut off": True}, 300, None),
+        (typed_links, THREE, {"num_neighbors": [3, 2], "sampler": "edges"}, 300, 4),
+        (typed_links, TWO, {"num_neighbors": [2, 2, 2, 2, 2], "sampler": "edges"}, 0, None),
     ],
 )
 def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines, options, cache_bytes, exchanges):
     """Ids, order and all rows, bit by bit; in so many exchanges."""
     options = dict(options)
-    size, fanouts, method = sum(map(len, machines)), options.pop("fanouts"), options.pop("method", "")
+    size, num_neighbors, method = sum(map(len, machines)), options.pop("num_neighbors"), options.pop("method", "")
     cut = cut_of(graph(), size, tmp_path)
-    of_types = {kind: list(fanouts) for kind in cut.types.edges}
+    of_types = {kind: list(num_neighbors) for kind in cut.types.edges}
     if options.pop("cut off", False):  # a type that is not followed from some hop on
         of_types[next(iter(of_types))] = [0, 2, 0]
     kind = cut.edge_type or ONE_TYPE
@@ -250,7 +250,7 @@ def test_far_edges_are_drawn_at_the_odds_of_near_ones(tmp_path):
     graph = Data(x=torch.zeros(4 + degree, 1), edge_index=edge_index, y=torch.zeros(4 + degree, dtype=torch.long))
     graph.train_mask = graph.val_mask = graph.test_mask = torch.ones(4 + degree, dtype=torch.bool)
     part = torch.cat([torch.tensor([1, 0, 1, 2]), torch.arange(degree) % 3])
-    data = GraphDataModule(graph, store=tmp_path, partition=part)
+    data = GraphDataModule(graph, partition_dir=tmp_path, partition=part)
     cut = read_cut(data.partition_for(SamplingScheme().layout(3)))
     new = torch.empty(4 + degree, dtype=torch.long).index_copy_(0, cut.n_id, torch.arange(4 + degree))
 

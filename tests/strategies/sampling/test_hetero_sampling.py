@@ -43,9 +43,9 @@ WRITES, CITES, TAGS, BY, AWARDS = (
     ("paper", "by", "author"),
     ("author", "awards", "topic"),
 )
-WHOLE: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
+WHOLE: dict[str, Any] = {"num_neighbors": [-1, -1], "batch_size": 1000}
 SMALL: dict[str, Any] = {
-    "fanouts": {WRITES: [3, 2], CITES: [2, 2], TAGS: [-1, 0], BY: [2, 1], AWARDS: [1, 1]},
+    "num_neighbors": {WRITES: [3, 2], CITES: [2, 2], TAGS: [-1, 0], BY: [2, 1], AWARDS: [1, 1]},
     "batch_size": 4,
 }
 
@@ -201,7 +201,7 @@ def test_rows_and_ids_of_types(seed, parts, kinds):
 
 def test_a_part_in_the_store_holds_what_it_owns(tmp_path):
     graph = typed_graph()
-    data = GraphDataModule(graph, store=tmp_path, partition=torch.arange(71) % 3)
+    data = GraphDataModule(graph, partition_dir=tmp_path, partition=torch.arange(71) % 3)
     folder = data.partition_for(SamplingScheme().layout(3))
     cut = read_cut(folder)
     for name in graph.node_types:
@@ -286,12 +286,12 @@ BAD_GRAPHS: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_refused_graphs(case, tmp_path):
     make, options, words = BAD_GRAPHS[case]
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        GraphDataModule(make(), store=tmp_path, **options).partition_for(SamplingScheme().layout(2))
+        GraphDataModule(make(), partition_dir=tmp_path, **options).partition_for(SamplingScheme().layout(2))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
-    data = GraphDataModule("test_hetero_sampling.typed_graph", store=tmp_path, partition=torch.arange(71) % 2)
+    data = GraphDataModule("test_hetero_sampling.typed_graph", partition_dir=tmp_path, partition=torch.arange(71) % 2)
     folder = data.partition_for(SamplingScheme().layout(2))
     assert data.partition_for(SamplingScheme().layout(2)) == folder
     with pytest.raises(ValueError, match='strategy="sampling"'):
@@ -301,9 +301,9 @@ def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fanouts": {WRITES: [3, 2], CITES: [3]}}, "equally many hops"),
-        ({"fanouts": {WRITES: [3, -2]}}, "-2"),
-        ({"fanouts": {}}, r"at least one .got \{\}"),
+        ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "equally many hops"),
+        ({"num_neighbors": {WRITES: [3, -2]}}, "-2"),
+        ({"num_neighbors": {}}, r"at least one .got \{\}"),
     ],
 )
 def test_refused_fanouts(options, words):
@@ -312,9 +312,9 @@ def test_refused_fanouts(options, words):
 
 
 def test_yaml(tmp_path):
-    entry = "{class_path: lightning_gnn.SamplingStrategy, init_args: {fanouts: {a__to__b: [4, 0], b__of__a: [1, -1]}}}"
+    entry = "{class_path: lightning_gnn.SamplingStrategy, init_args: {num_neighbors: {a__to__b: [4, 0], b__of__a: [1, -1]}}}"
     found = strategy_of_config(tmp_path / "config.yaml", entry)
-    assert found.fanouts == {("a", "to", "b"): [4, 0], ("b", "of", "a"): [1, -1]}
+    assert found.num_neighbors == {("a", "to", "b"): [4, 0], ("b", "of", "a"): [1, -1]}
 
 
 class Lazy(Typed):
@@ -329,13 +329,13 @@ class Embedded(Typed):
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
-    "edge_type": (typed_graph, {"fanouts": {WRITES: [3]}}, module, ValueError, "the edge types are .*cites"),
+    "edge_type": (typed_graph, {"num_neighbors": {WRITES: [3]}}, module, ValueError, "the edge types are .*cites"),
     "homogeneous": (
         lambda: typed_graph().to_homogeneous(),
-        {"fanouts": {WRITES: [3]}},
+        {"num_neighbors": {WRITES: [3]}},
         module,
         ValueError,
-        "fanouts by edge type are for a HeteroData",
+        "num_neighbors by edge type are for a HeteroData",
     ),
     "library_module": (
         typed_graph,
@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
     ),
     "no_types": (
         lambda: homogeneous(),
-        {"fanouts": [3]},
+        {"num_neighbors": [3]},
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="paper"),
         ValueError,
         "node_type='paper'. is for a HeteroData, but the graph has no types",
@@ -380,7 +380,7 @@ def test_refused_before_training(case, tmp_path):
     source = homogeneous() if case == "homogeneous" else make()
     trainer = quiet_trainer(SamplingStrategy(**options), 1, self_check=True)
     with pytest.raises(kind, match=words):
-        trainer.fit(chosen(), datamodule=GraphDataModule(source, store=tmp_path))
+        trainer.fit(chosen(), datamodule=GraphDataModule(source, partition_dir=tmp_path))
 
 
 # Ranks ########################################################################
@@ -388,7 +388,7 @@ def test_refused_before_training(case, tmp_path):
 
 @pytest.mark.parametrize(("world_size", "apart", "prefetch"), [(2, True, 2), *campaign((1, False, 0), (3, False, 2))])
 def test_whole_neighbourhoods_in_one_batch_are_one_device(ranks, world_size, apart, prefetch):
-    options = {**WHOLE, "prefetch": prefetch}
+    options = {**WHOLE, "prefetch_batches": prefetch}
     for found in ranks.run(world_size, trained, typed_graph(), module(), options, apart):
         assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
 
@@ -407,7 +407,7 @@ def test_parts_without_some_types_and_without_training_nodes(ranks):
         assert_same(found, on_one_device(), rtol=1e-8, atol=1e-10)
 
 
-LAYERS = {**WHOLE, "evaluation": "layers", "self_check": False}
+LAYERS = {**WHOLE, "evaluation": "layerwise", "self_check": False}
 
 
 @pytest.mark.parametrize("data", [{}, *campaign({"partition": uneven()})])
@@ -435,7 +435,7 @@ def check_conventions(batch: HeteroData, graph: HeteroData) -> None:
         found = torch.stack([batch[kind[0]].n_id[source], batch[kind[2]].n_id[target]])
         assert torch.equal(found, graph[kind].edge_index[:, edges.e_id])
         assert len(edges.e_id.unique()) == len(edges.e_id) == sum(edges.num_sampled_edges)
-        for fanout, (low, high) in zip(SMALL["fanouts"][kind], pairwise(np.cumsum([0, *edges.num_sampled_edges]))):
+        for fanout, (low, high) in zip(SMALL["num_neighbors"][kind], pairwise(np.cumsum([0, *edges.num_sampled_edges]))):
             assert fanout == -1 or target[low:high].bincount(minlength=1).max() <= fanout
     assert torch.equal(batch[WRITES].edge_attr, graph[WRITES].edge_attr[batch[WRITES].e_id])
 
@@ -491,7 +491,7 @@ def test_any_conv_and_a_random_split_of_a_type(ranks):
     torch.manual_seed(2)
     graph = changed(train_mask=None, val_mask=None, test_mask=None)
     chosen, data = Typed(HGT(graph.metadata())), {"split": (0.5, 0.25, 0.25), "input_type": "paper"}
-    options = {"fanouts": [-1], "batch_size": 100, "predictions": "rank0"}
+    options = {"num_neighbors": [-1], "batch_size": 100, "predictions": "rank0"}
     expected = trained(0, 1, graph, chosen, None, data=data)
     one, other = ranks.run(2, trained, graph, chosen, options, data=data)
     assert_same(one, expected, rtol=1e-8, atol=1e-10)
@@ -596,7 +596,7 @@ def relations_of(graph: Data, kind: str) -> tuple[Any, L.LightningModule]:
 def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apart):
     graph, chosen = relations_of(wordnet, kind)
     expected = trained(0, 1, graph, chosen, None, max_epochs=1)
-    options = {"fanouts": [-1, -1], "batch_size": 20_000, "self_check": True}
+    options = {"num_neighbors": [-1, -1], "batch_size": 20_000, "self_check": True}
     for found in ranks.run(2, trained, graph, chosen, options, apart, max_epochs=1):
         assert_same(found, expected, rtol=1e-6, atol=1e-9)
 
@@ -604,7 +604,7 @@ def test_relations_of_wordnet_are_those_of_one_device(ranks, wordnet, kind, apar
 @pytest.mark.campaign
 def test_relations_of_wordnet_are_learnt_from_samples(ranks, wordnet):
     graph, chosen = relations_of(wordnet, "types")
-    options = {"fanouts": [5, 5], "batch_size": 200}
+    options = {"num_neighbors": [5, 5], "batch_size": 200}
     found, other = ranks.run(2, trained, graph, chosen, options, max_epochs=6)
     assert found["epochs"] == other["epochs"]
     share = (

@@ -167,7 +167,7 @@ def test_batches_are_the_same_and_hits_are_counted(graph, machines, options, tmp
     ("near_bytes", "free", "message"),
     [
         (239, None, "takes 4 bytes for each of the 60 nodes of a machine .got 239 bytes.. Give it more than 240"),
-        (10**9, 5000, "feature_cache needs 6,000 bytes, and 5,000 are available"),
+        (10**9, 5000, "local_cache needs 6,000 bytes, and 5,000 are available"),
     ],
 )
 def test_sizes_that_cannot_be(near_bytes, free, message, tmp_path, monkeypatch):
@@ -186,8 +186,8 @@ def test_sizes_that_cannot_be(near_bytes, free, message, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["2 lots", "0 GB", -1, False, 1.5, [1]])
 def test_what_is_no_size(wrong):
-    with pytest.raises(ValueError, match="feature_cache must be a number of bytes"):
-        SamplingStrategy(feature_cache=wrong)
+    with pytest.raises(ValueError, match="local_cache must be a number of bytes"):
+        SamplingStrategy(local_cache=wrong)
 
 
 # Ranks in processes ###########################################################
@@ -208,10 +208,10 @@ class InMemory(Watch):
             self.found.append((mapped_file(kept.place), mapped_file(kept.rows), kept.place.nbytes + kept.rows.nbytes))
 
 
-def trained(rank: int, world_size: int, feature_cache: Any) -> tuple[Any, ...]:
+def trained(rank: int, world_size: int, local_cache: Any) -> tuple[Any, ...]:
     watch, module = InMemory(), NodeClassifier(build("sage"), num_classes=5, lr=0.05).double()
     strategy = SamplingStrategy(
-        [3, 2], 4, timeout=60, self_check=False, samplers=2, prefetch=2, feature_cache=feature_cache
+        [3, 2], 4, timeout=60, self_check=False, num_workers=2, prefetch_batches=2, local_cache=local_cache
     )
     run = quiet_trainer(strategy, world_size, callbacks=[watch], max_epochs=3)
     run.fit(module, datamodule=GraphDataModule(awkward_graph()))
@@ -230,5 +230,5 @@ def test_ranks_of_a_machine_share_it_and_train_the_same(ranks):
     for epoch, read in zip(logged, map(sum, zip(nodes, of_other)), strict=True):
         hits, misses = (epoch[f"sampling/feature_cache_{what}"] for what in ("hits", "misses"))
         assert min(hits, misses) > 0 and hits + misses == read
-    assert not any("feature_cache" in name for epoch in plain for name in epoch)
+    assert not any("local_cache" in name for epoch in plain for name in epoch)
     assert [each["train_loss"] for each in logged] == [each["train_loss"] for each in plain]

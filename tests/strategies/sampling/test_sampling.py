@@ -305,7 +305,7 @@ def awkward(draw: Any) -> tuple[Data, Tensor]:
     return data, torch.tensor(seeds)
 
 
-def check_batch(data: Data, seeds: Tensor, fanouts: list[int], out: Any, replace: bool = False) -> None:
+def check_batch(data: Data, seeds: Tensor, num_neighbors: list[int], out: Any, replace: bool = False) -> None:
     """Every edge is one of the graph's, targets are of the hop before, nobody has more edges than it may."""
     source, target = data.edge_index
     assert torch.equal(out.node[: len(seeds)], seeds)
@@ -313,10 +313,10 @@ def check_batch(data: Data, seeds: Tensor, fanouts: list[int], out: Any, replace
     assert not set(out.node[len(seeds) :].tolist()) & set(seeds.tolist())
     assert torch.equal(out.node[out.row], source[out.edge]) and torch.equal(out.node[out.col], target[out.edge])
     assert sum(out.num_sampled_nodes) == len(out.node) and sum(out.num_sampled_edges) == len(out.edge)
-    assert out.num_sampled_nodes[0] == len(seeds) and len(out.num_sampled_nodes) == len(fanouts) + 1
+    assert out.num_sampled_nodes[0] == len(seeds) and len(out.num_sampled_nodes) == len(num_neighbors) + 1
     degree = torch.bincount(target, minlength=data.num_nodes)
     low, begin, end = 0, 0, len(seeds)
-    for hop, fanout in enumerate(fanouts):
+    for hop, fanout in enumerate(num_neighbors):
         edges = slice(low, low + out.num_sampled_edges[hop])
         col, row = out.col[edges], out.row[edges]
         assert (col.diff() >= 0).all()
@@ -333,15 +333,15 @@ def check_batch(data: Data, seeds: Tensor, fanouts: list[int], out: Any, replace
 
 @examples(80)
 @given(awkward(), st.lists(st.sampled_from([-1, 1, 2, 3]), min_size=1, max_size=3), st.booleans(), st.integers(0, 99))
-def test_awkward_graphs(graph, fanouts, replace, seed):
+def test_awkward_graphs(graph, num_neighbors, replace, seed):
     data, seeds = graph
-    sampler = NeighborSampler.from_data(data, fanouts, replace=replace)
+    sampler = NeighborSampler.from_data(data, num_neighbors, replace=replace)
     out = sampler.sample(seeds, seed)
-    check_batch(data, seeds, fanouts, out, replace)
+    check_batch(data, seeds, num_neighbors, out, replace)
     again = sampler.sample(seeds, seed)
     assert torch.equal(out.edge, again.edge) and torch.equal(out.node, again.node)
-    whole = NeighborSampler.from_data(data, [-1] * len(fanouts)).sample(seeds)
-    nodes = k_hop_subgraph(seeds, len(fanouts), data.edge_index, num_nodes=data.num_nodes)[0]
+    whole = NeighborSampler.from_data(data, [-1] * len(num_neighbors)).sample(seeds)
+    nodes = k_hop_subgraph(seeds, len(num_neighbors), data.edge_index, num_nodes=data.num_nodes)[0]
     assert torch.equal(whole.node.unique(), nodes)
 
 
@@ -445,15 +445,15 @@ def test_trimming_and_the_whole_graph():
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), list(model.parameters()))]
 
     whole = values(model(data.x, data.edge_index)[seeds])
-    for fanouts in ([5, 3, 2], [-1, -1, -1]):
-        out = NeighborSampler.from_data(data, fanouts).sample(seeds, 1)
+    for num_neighbors in ([5, 3, 2], [-1, -1, -1]):
+        out = NeighborSampler.from_data(data, num_neighbors).sample(seeds, 1)
         batch = to_batch(data, out, torch.arange(20))
         plain = values(model(batch.x, batch.edge_index)[: batch.batch_size])
         trimmed = model(batch.x, batch.edge_index, batch.num_sampled_nodes, batch.num_sampled_edges)
         assert len(trimmed) < batch.num_nodes
         for one, other in zip(values(trimmed[: batch.batch_size]), plain):
             torch.testing.assert_close(one, other)
-        if fanouts[0] == -1:
+        if num_neighbors[0] == -1:
             for one, other in zip(plain, whole):
                 torch.testing.assert_close(one, other)
     basic = GraphSAGE(4, 8, 3, 3).double()  # PyG's own model knows the numbers too
@@ -515,10 +515,10 @@ def test_types():
     """Each node type has numbers of its own; fan-outs by edge type; trimming as without; all neighbours as the whole graph."""
     torch.manual_seed(0)
     data, seeds = typed_graph(), torch.tensor([5, 59, 0, 7])
-    fanouts = {kind: [3, 2, 2] for kind in data.edge_types}
-    fanouts["topic", "of", "paper"] = [-1, 0, 1]
+    num_neighbors = {kind: [3, 2, 2] for kind in data.edge_types}
+    num_neighbors["topic", "of", "paper"] = [-1, 0, 1]
     model = to_hetero(GraphSAGE((-1, -1), 8, 3, 3).double(), data.metadata())
-    for chosen in (fanouts, [-1, -1, -1]):
+    for chosen in (num_neighbors, [-1, -1, -1]):
         out = NeighborSampler.from_data(data, chosen).sample({"paper": seeds}, 3)
         batch = to_batch(data, out, torch.arange(4), "paper")
         assert torch.equal(batch["paper"].n_id[:4], seeds) and batch["paper"].batch_size == 4
@@ -532,7 +532,7 @@ def test_types():
             assert torch.equal(found, data[kind].edge_index[:, batch[kind].e_id])
             assert torch.equal(batch[kind].edge_attr.view(-1).long(), batch[kind].e_id)
             assert sum(batch[kind].num_sampled_edges) == len(source)
-        if chosen is fanouts:
+        if chosen is num_neighbors:
             wanted = torch.isin(data["topic", "of", "paper"].edge_index[1], seeds).sum()
             counts = batch["topic", "of", "paper"].num_sampled_edges
             assert counts[0] == int(wanted) and counts[1] == 0 < counts[2]
@@ -665,9 +665,9 @@ def test_graphsaint():
 def test_errors():
     data, types = random_graph(), typed_graph()
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], 200, 200)
-    for fanouts in ([5, 0], [-2]):
-        with pytest.raises(ValueError, match=rf"A fan-out is .* from 1 on, or -1 for all \(got {fanouts[-1]}\)"):
-            NeighborSampler(csr, fanouts)
+    for num_neighbors in ([5, 0], [-2]):
+        with pytest.raises(ValueError, match=rf"A fan-out is .* from 1 on, or -1 for all \(got {num_neighbors[-1]}\)"):
+            NeighborSampler(csr, num_neighbors)
     with pytest.raises(ValueError, match=r"at least one \(got \[\]\)"):
         NeighborSampler(csr, [])
     sampler = NeighborSampler(csr, [2])

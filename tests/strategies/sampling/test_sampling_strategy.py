@@ -43,8 +43,8 @@ from torch_geometric.nn.models import GraphSAGE
 from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy
 from lightning_gnn.strategies.sampling.loader import SampledBatches, SeedBatches, SplitSeeds
 
-WHOLE: dict[str, Any] = {"fanouts": [-1, -1], "batch_size": 1000}
-SMALL: dict[str, Any] = {"fanouts": [3, 2], "batch_size": 4}
+WHOLE: dict[str, Any] = {"num_neighbors": [-1, -1], "batch_size": 1000}
+SMALL: dict[str, Any] = {"num_neighbors": [3, 2], "batch_size": 4}
 
 # Seeds, without ranks #########################################################
 
@@ -132,12 +132,12 @@ def test_an_error_in_the_background_is_the_users(ahead):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fanouts": []}, "one per layer of the model"),
-        ({"fanouts": [5, -2]}, "-2"),
-        ({"fanouts": [5, 0]}, "0"),
+        ({"num_neighbors": []}, "one per layer of the model"),
+        ({"num_neighbors": [5, -2]}, "-2"),
+        ({"num_neighbors": [5, 0]}, "0"),
         ({"batch_size": 0}, "batch_size is a number of seeds, at least 1 .got 0"),
-        ({"prefetch": -1}, "prefetch is at least 0 .got -1"),
-        ({"cache_mb": -0.5}, "cache_mb is at least 0 .got -0.5"),
+        ({"prefetch_batches": -1}, "prefetch_batches must be at least 0 .got -1"),
+        ({"remote_cache": -0.5}, "remote_cache must be a number of bytes"),
     ],
 )
 def test_refused_options(options, message):
@@ -146,15 +146,16 @@ def test_refused_options(options, message):
 
 
 def test_yaml(tmp_path):
-    entry = "{class_path: lightning_gnn.SamplingStrategy, init_args: {fanouts: [4, -1], batch_size: 7, prefetch: 1}}"
+    given = "{num_neighbors: [4, -1], batch_size: 7, prefetch_batches: 1}"
+    entry = f"{{class_path: lightning_gnn.SamplingStrategy, init_args: {given}}}"
     found = strategy_of_config(tmp_path / "config.yaml", entry)
     assert isinstance(found, SamplingStrategy)
-    assert (found.fanouts, found.batch_size, found.prefetch, found.cache_mb) == ([4, -1], 7, 1, 64.0)
+    assert (found.num_neighbors, found.batch_size, found.prefetch_batches, found.remote_cache) == ([4, -1], 7, 1, 64_000_000)
     assert isinstance(strategy_of_config(tmp_path / "config.yaml", "sampling"), SamplingStrategy)
 
 
 def test_parts_that_are_balanced_for_sampling_are_others(tmp_path):
-    data = GraphDataModule(awkward_graph(), store=tmp_path)
+    data = GraphDataModule(awkward_graph(), partition_dir=tmp_path)
     layouts = [quiet_trainer(name, 2).strategy.layout() for name in ("sampling", "dgcl")]
     folders = [data.partition_for(layout) for layout in layouts]
     assert folders[0] != folders[1]
@@ -240,7 +241,7 @@ def test_whole_neighbourhoods_in_one_batch_are_the_full_graph(ranks, world_size,
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_users_module_with_and_without_prefetching(ranks, prefetch):
-    options = {**WHOLE, "prefetch": prefetch, "shared_memory": False}
+    options = {**WHOLE, "prefetch_batches": prefetch, "shared_memory": False}
     for found in ranks.run(2, trained, "sage", options, True, module="user", self_check=False):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
@@ -258,8 +259,8 @@ def check_conventions(batch: Data, graph: Data) -> None:
         assert batch[name].nonzero().view(-1).tolist() == list(range(size))
     nodes, edges = batch.num_sampled_nodes, batch.num_sampled_edges
     assert nodes[0] == size and sum(nodes) == len(batch.n_id) and sum(edges) == len(batch.e_id)
-    assert len(nodes) == len(SMALL["fanouts"]) + 1 and len(edges) == len(SMALL["fanouts"])
-    for fanout, (low, high) in zip(SMALL["fanouts"], pairwise(np.cumsum([0, *edges]).tolist())):
+    assert len(nodes) == len(SMALL["num_neighbors"]) + 1 and len(edges) == len(SMALL["num_neighbors"])
+    for fanout, (low, high) in zip(SMALL["num_neighbors"], pairwise(np.cumsum([0, *edges]).tolist())):
         assert batch.edge_index[1, low:high].bincount(minlength=1).max() <= fanout
     model = GraphSAGE(FEATURES, 8, num_layers=2, out_channels=3).double()
     trimmed = model(batch.x, batch.edge_index, num_sampled_nodes_per_hop=nodes, num_sampled_edges_per_hop=edges)
@@ -283,20 +284,20 @@ def test_small_batches_train_and_are_what_pyg_makes(ranks):
 
 def test_the_cache_is_counted_and_spares_bytes(ranks):
     with_cache, without = (  # of the second epoch: what fills the cache is in the first one's bytes
-        ranks.run(2, watched, {**SMALL, "cache_mb": megabytes}, max_epochs=2)[0]["logged"][1] for megabytes in (1, 0)
+        ranks.run(2, watched, {**SMALL, "remote_cache": size}, max_epochs=2)[0]["logged"][1] for size in ("1MB", 0)
     )
     assert with_cache["sampling/cache_hit_rate"] > 0.5 and without["sampling/cache_hit_rate"] == 0
     assert 0 < with_cache["sampling/remote_bytes"] < without["sampling/remote_bytes"]
-    assert with_cache["sampling/waited"] >= 0 and with_cache["sampling/seconds"] > 0
+    assert with_cache["sampling/wait_s"] >= 0 and with_cache["sampling/seconds"] > 0
     # What is cached is exact.
     assert with_cache["train_loss"] == without["train_loss"]
 
 
 def test_the_cache_learns_from_the_first_epoch_for_all_samplers(ranks):
     """It holds a few rows only, others from the second epoch on; batches are the same as without."""
-    options = {**SMALL, "samplers": 2, "prefetch": 2}
+    options = {**SMALL, "num_workers": 2, "prefetch_batches": 2}
     small, none = (
-        ranks.run(2, watched, {**options, "cache_mb": megabytes}, max_epochs=3)[0]["logged"] for megabytes in (5e-4, 0)
+        ranks.run(2, watched, {**options, "remote_cache": size}, max_epochs=3)[0]["logged"] for size in (500, 0)
     )
     assert all(0 < epoch["sampling/cache_hit_rate"] < 1 for epoch in small)
     assert small[2]["sampling/remote_bytes"] < none[2]["sampling/remote_bytes"]
@@ -312,7 +313,7 @@ def test_the_cache_learns_from_the_first_epoch_for_all_samplers(ranks):
     ids=["limited", "early"],
 )
 def test_training_that_stops_early_ends(ranks, how):
-    for found in ranks.run(2, watched, {**SMALL, "batch_size": 2, "prefetch": 3}, **how):
+    for found in ranks.run(2, watched, {**SMALL, "batch_size": 2, "prefetch_batches": 3}, **how):
         assert 2 <= len(found["batches"]) <= 3
         assert len(found["batches"][0]) == how.get("limit_train_batches", len(found["batches"][0]))
 
@@ -366,10 +367,10 @@ def test_parts_without_training_nodes(ranks, world_size, given, apart):
         assert_same(found, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("model", "fanouts"), [("sage", [3]), ("own", [3, 3, 3])])
-def test_fanouts_that_do_not_match_the_models_depth_are_told_of(ranks, model, fanouts):
-    [found] = ranks.run(1, watched, {**SMALL, "fanouts": fanouts}, model, apart=False, max_epochs=1)
-    hops = f"sample {len(fanouts)} hops, but the model propagates along edges 2 times"
+@pytest.mark.parametrize(("model", "num_neighbors"), [("sage", [3]), ("own", [3, 3, 3])])
+def test_fanouts_that_do_not_match_the_models_depth_are_told_of(ranks, model, num_neighbors):
+    [found] = ranks.run(1, watched, {**SMALL, "num_neighbors": num_neighbors}, model, apart=False, max_epochs=1)
+    hops = f"sample {len(num_neighbors)} hops, but the model propagates along edges 2 times"
     assert sum(hops in each for each in found["told"]) == 1
 
 
@@ -391,7 +392,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=3, **options)
     module = NodeClassifier(GraphSAGE(32, 16, num_layers=2, out_channels=4))
     trainer.fit(module, datamodule=data)
-    print("waited", float(trainer.callback_metrics["sampling/waited"]), "trained", trainer.global_step)
+    print("waited", float(trainer.callback_metrics["sampling/wait_s"]), "trained", trainer.global_step)
 """
 
 

@@ -57,10 +57,10 @@ def fit(strategy: Any, devices: int = 1, **data: Any) -> Any:
     return trainer.strategy
 
 
-@pytest.mark.parametrize("own", [{}, {"fanouts": (3, 2)}, {"batch_size": 4}])
+@pytest.mark.parametrize("own", [{}, {"num_neighbors": (3, 2)}, {"batch_size": 4}])
 def test_fanouts_on_the_datamodule_reach_the_strategy(own):
-    strategy = fit(SamplingStrategy(self_check=False, **own), fanouts=[3, 2], batch_size=4)
-    assert (strategy.fanouts, strategy.batch_size) == ([3, 2], 4)
+    strategy = fit(SamplingStrategy(self_check=False, **own), num_neighbors=[3, 2], batch_size=4)
+    assert (strategy.num_neighbors, strategy.batch_size) == ([3, 2], 4)
 
 
 def test_by_name_the_datamodule_decides(ranks):
@@ -73,22 +73,22 @@ def test_by_name_the_datamodule_decides(ranks):
 
 
 def test_yaml_of_a_named_strategy(tmp_path):
-    found = of_config(tmp_path / "config.yaml", "sampling", ", fanouts: [4, -1], batch_size: 7")
+    found = of_config(tmp_path / "config.yaml", "sampling", ", num_neighbors: [4, -1], batch_size: 7")
     assert isinstance(found.trainer.strategy, SamplingStrategy)
-    assert (found.datamodule.fanouts, found.datamodule.batch_size) == ([4, -1], 7)
+    assert (found.datamodule.num_neighbors, found.datamodule.batch_size) == ([4, -1], 7)
 
 
 @pytest.mark.parametrize(
     ("strategy", "data", "message"),
     [
         (
-            {"fanouts": [3, 2]},
-            {"fanouts": [3, 3]},
-            r"fanouts=\[3, 3\] is given to GraphDataModule, but fanouts=\[3, 2\]",
+            {"num_neighbors": [3, 2]},
+            {"num_neighbors": [3, 3]},
+            r"num_neighbors=\[3, 3\] is given to GraphDataModule, but num_neighbors=\[3, 2\]",
         ),
         ({"batch_size": 5}, {"batch_size": 4}, "batch_size=4 is given to GraphDataModule, but batch_size=5 to Sampl"),
-        ({"method": "cluster"}, {"fanouts": [3]}, "fanouts tell how neighbours are drawn, and method='cluster'"),
-        ("auto", {"fanouts": [3, 2]}, r"GraphDataModule\(fanouts=\[3, 2\]\) asks for batches of .*, and SingleDevice"),
+        ({"sampler": "cluster"}, {"num_neighbors": [3]}, "num_neighbors tell how neighbours are drawn, and sampler='cluster'"),
+        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) asks for batches .* SingleDevice"),
         (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* asks for batches of .*, and DGCLStrategy makes none"),
     ],
 )
@@ -109,7 +109,7 @@ def test_there_is_no_batch_size_to_find():
 
 
 def test_a_test_on_the_whole_graph_needs_no_samples():
-    data = GraphDataModule(awkward_graph(), fanouts=[3, 2])
+    data = GraphDataModule(awkward_graph(), num_neighbors=[3, 2])
     module = NodeClassifier(build("sage"), num_classes=CLASSES).double()
     [tested] = quiet_trainer("auto", 1).test(module, datamodule=data, verbose=False)
     assert "test_loss" in tested
@@ -119,15 +119,15 @@ def test_a_test_on_the_whole_graph_needs_no_samples():
     ("options", "message"),
     [
         (
-            {"method": "layer"},
-            "method is one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster .got 'layer'",
+            {"sampler": "layer"},
+            "sampler is one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster .got 'layer'",
         ),
-        ({"method": "saint_node", "fanouts": [5]}, "method='saint_node' draws none"),
-        ({"method": "cluster", "directed": False}, "method='cluster' takes all edges"),
-        ({"walk_length": 0}, "walk_length is at least 1 .got 0"),
-        ({"clusters": 0}, "clusters is at least 1 .got 0"),
-        ({"samplers": 0}, "samplers is at least 1 .got 0"),
-        ({"samplers": 3}, "samplers=3 .* Use prefetch=3 or more"),
+        ({"sampler": "saint_node", "num_neighbors": [5]}, "sampler='saint_node' draws none"),
+        ({"sampler": "cluster", "directed": False}, "not supported with sampler='cluster'"),
+        ({"walk_length": 0}, "walk_length must be at least 1 .got 0"),
+        ({"num_clusters": 0}, "num_clusters must be at least 1 .got 0"),
+        ({"num_workers": 0}, "num_workers must be at least 1 .got 0"),
+        ({"num_workers": 3}, "at least num_workers=3, got 2"),
     ],
 )
 def test_refused_options(options, message):
@@ -136,7 +136,7 @@ def test_refused_options(options, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"fanouts": [2, 0]}, "A fan-out is .*got 0"), ({"batch_size": 0}, "at least 1 .got 0")]
+    ("options", "message"), [({"num_neighbors": [2, 0]}, "A fan-out is .*got 0"), ({"batch_size": 0}, "at least 1 .got 0")]
 )
 def test_refused_on_the_datamodule(options, message):
     with pytest.raises(ValueError, match=message):
@@ -145,7 +145,7 @@ def test_refused_on_the_datamodule(options, message):
 
 def test_edges_are_predicted_from_neighbourhoods_only(ranks):
     with pytest.raises(
-        AssertionError, match="method='shadow' makes batches of nodes, and LinkPredictor predicts edges"
+        AssertionError, match="sampler='shadow' makes batches of nodes, and LinkPredictor predicts edges"
     ):
         ranks.run(1, links_sampled, "uniform", False, None, method="shadow")
 
@@ -178,9 +178,9 @@ def test_samplers_work_at_the_same_time_and_in_order():
 
 @pytest.mark.parametrize(("world_size", "apart"), [(1, False), (2, True)])
 def test_batches_do_not_depend_on_the_number_of_samplers(ranks, world_size, apart):
-    options = {**SMALL, "batch_size": 3, "prefetch": 4}
+    options = {**SMALL, "batch_size": 3, "prefetch_batches": 4}
     one, three = (
-        ranks.run(world_size, watched, {**options, "samplers": samplers}, max_epochs=2, apart=apart)
+        ranks.run(world_size, watched, {**options, "num_workers": samplers}, max_epochs=2, apart=apart)
         for samplers in (1, 3)
     )
     for expected, found in zip(one, three):
@@ -196,7 +196,7 @@ def test_batches_do_not_depend_on_the_number_of_samplers(ranks, world_size, apar
 
 
 def test_several_samplers_end_with_training_that_stops_early(ranks):
-    options = {**SMALL, "batch_size": 2, "prefetch": 5, "samplers": 3}
+    options = {**SMALL, "batch_size": 2, "prefetch_batches": 5, "num_workers": 3}
     for found in ranks.run(2, watched, options, limit_train_batches=2, max_epochs=2):
         assert [len(epoch) for epoch in found["batches"]] == [2, 2]
 
@@ -206,10 +206,10 @@ def test_several_samplers_end_with_training_that_stops_early(ranks):
 
 def test_ranks_draw_by_numbers_of_sources(ranks):
     """A batch has fewer nodes than one that draws by target, of as many edges; of edges to predict, too."""
-    options = {"fanouts": [2, 2], "batch_size": 8}
+    options = {"num_neighbors": [2, 2], "batch_size": 8}
     nodes, drawn = {}, {}
     for method in ("neighbor", "labor"):
-        everyone = ranks.run(2, watched, {**options, "method": method}, max_epochs=2)
+        everyone = ranks.run(2, watched, {**options, "sampler": method}, max_epochs=2)
         batches = [batch for found in everyone for epoch in found["batches"] for batch in epoch]
         nodes[method] = sum(len(batch.n_id) for batch in batches)
         drawn[method] = sum(batch.num_sampled_edges[0] for batch in batches)
@@ -222,16 +222,16 @@ def test_ranks_draw_by_numbers_of_sources(ranks):
 
 
 def test_ego_graphs_of_all_neighbours_are_the_full_graph(ranks):
-    options = {**WHOLE, "method": "shadow"}
+    options = {**WHOLE, "sampler": "shadow"}
     for found in ranks.run(3, trained, "sage", options, True):
         assert_same(found, single(awkward_graph(), "sage"), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("fanouts", [[-1, -1], [3, 2]])
-def test_ego_graphs_are_those_of_pyg(ranks, fanouts):
+@pytest.mark.parametrize("num_neighbors", [[-1, -1], [3, 2]])
+def test_ego_graphs_are_those_of_pyg(ranks, num_neighbors):
     graph = awkward_graph()
     expected = (graph.train_mask & (graph.y >= 0)).nonzero().view(-1).tolist()
-    everyone = ranks.run(2, watched, {"fanouts": fanouts, "batch_size": 4, "method": "shadow"}, max_epochs=1)
+    everyone = ranks.run(2, watched, {"num_neighbors": num_neighbors, "batch_size": 4, "sampler": "shadow"}, max_epochs=1)
     seeds = [seed for found in everyone for [epoch] in [seeds_of(found)] for batch in epoch for seed in batch]
     assert sorted(seeds) == expected
     for found in everyone:
@@ -249,7 +249,7 @@ def test_ego_graphs_are_those_of_pyg(ranks, fanouts):
                 nodes = batch.n_id[low:high]
                 reached, *_ = k_hop_subgraph(root, 2, graph.edge_index, num_nodes=60)
                 assert len(nodes.unique()) == len(nodes) and torch.isin(nodes, reached).all()
-                assert len(nodes) == len(reached) if fanouts[0] == -1 else len(nodes) <= 1 + 3 + 3 * 2
+                assert len(nodes) == len(reached) if num_neighbors[0] == -1 else len(nodes) <= 1 + 3 + 3 * 2
                 check_induced(nodes, batch.e_id[batch.batch[batch.edge_index[1]] == tree], graph)
 
 
@@ -338,7 +338,7 @@ def test_walks_that_meet_part_again(undirected):
 def test_batches_are_all_edges_between_drawn_nodes(ranks, method):
     graph = awkward_graph()
     training = graph.train_mask & (graph.y >= 0)
-    options = {"method": method, "batch_size": 8, "clusters": 2}
+    options = {"sampler": method, "batch_size": 8, "num_clusters": 2}
     everyone = ranks.run(2, watched, options, max_epochs=2)
     for epochs in zip(*(found["batches"] for found in everyone)):
         assert len(epochs[0]) == len(epochs[1]) > 1 or method == "saint_walk"
@@ -388,7 +388,7 @@ def check_first_step(results: list[Any], counts: list[int]) -> None:
 
 
 def test_the_loss_is_the_mean_over_training_nodes_of_all_ranks(ranks):
-    results = ranks.run(2, stepped, {"method": "saint_node", "batch_size": 20}, awkward_graph())
+    results = ranks.run(2, stepped, {"sampler": "saint_node", "batch_size": 20}, awkward_graph())
     counts = [int(batch.train_mask.sum()) for batch, _ in results]
     assert counts[0] != counts[1]  # else weights would not matter
     check_first_step(results, counts)
@@ -397,13 +397,13 @@ def test_the_loss_is_the_mean_over_training_nodes_of_all_ranks(ranks):
 def test_ranks_without_training_nodes_stand_by(ranks):
     """Ranks 1 to 3 have none, rank 1 has no nodes at all."""
     graph, part = one_training_node()
-    options = {"method": "cluster", "batch_size": 1000, "clusters": 3, "samplers": 2}
+    options = {"sampler": "cluster", "batch_size": 1000, "num_clusters": 3, "num_workers": 2}
     results = ranks.run(4, stepped, options, graph, partition=part)
     assert [len(batch.n_id) for batch, _ in results] == [20, 1, 31, 11]
     check_first_step(results, [1, 0, 0, 0])
-    check_first_step(ranks.run(4, stepped, {"fanouts": [-1, -1]}, graph, partition=part), [1, 0, 0, 0])
+    check_first_step(ranks.run(4, stepped, {"num_neighbors": [-1, -1]}, graph, partition=part), [1, 0, 0, 0])
 
 
 def test_one_batch_of_all_clusters_is_the_full_graph(ranks):
-    for found in ranks.run(1, trained, "gin", {"method": "cluster", "batch_size": 1000, "clusters": 7}, False):
+    for found in ranks.run(1, trained, "gin", {"sampler": "cluster", "batch_size": 1000, "num_clusters": 7}, False):
         assert_same(found, single(awkward_graph(), "gin"), rtol=1e-8, atol=1e-10)

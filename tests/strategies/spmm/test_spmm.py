@@ -82,7 +82,7 @@ CASES = [(2, 1, True), (2, 2, False), (3, 1, False), (4, 2, True), (4, 2, False)
     ],
 )
 def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsity_aware):
-    options = {"replication": replication, "sparsity_aware": sparsity_aware}
+    options = {"replication_factor": replication, "sparsity_aware": sparsity_aware}
     for found in ranks.run(world_size, trained, model, options):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
@@ -95,7 +95,7 @@ def test_trained_as_on_one_device(ranks, model, world_size, replication, sparsit
     ],
 )
 def test_attention_over_a_process_row(ranks, model, world_size, replication):
-    for found in ranks.run(world_size, trained, model, {"replication": replication, "sparsity_aware": False}):
+    for found in ranks.run(world_size, trained, model, {"replication_factor": replication, "sparsity_aware": False}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
@@ -104,13 +104,13 @@ OTHERS = ("gat_edges", "sage_max", "transformer_edges", "own")
 
 @pytest.mark.parametrize("model", [pytest.param(OTHERS, id="together"), *campaign(*OTHERS)])
 def test_convs_that_are_no_products(ranks, model):
-    for found in ranks.run(4, trained, model, {"replication": 2}):
+    for found in ranks.run(4, trained, model, {"replication_factor": 2}):
         assert_same(found, on_one_device(model), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("permute", ["random", *campaign(None)])
 def test_permutations_and_the_users_module(ranks, permute):
-    options = {"permute": permute, "sparsity_aware": permute is None}
+    options = {"node_order": permute, "sparsity_aware": permute is None}
     for found in ranks.run(4, trained, "sage", options, module="user"):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
@@ -157,8 +157,8 @@ def test_by_name(ranks, strategy):
 
 
 ON_4_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
-    "sparse": (SpMM15DStrategy, {"replication": 2}),
-    "blocks": (SpMM15DStrategy, {"replication": 2, "sparsity_aware": False}),
+    "sparse": (SpMM15DStrategy, {"replication_factor": 2}),
+    "blocks": (SpMM15DStrategy, {"replication_factor": 2, "sparsity_aware": False}),
     "2d": (SpMM2DStrategy, {}),
     "any": (SpMMStrategy, {}),
 }
@@ -219,7 +219,7 @@ def test_same_seed_same_bits(ranks, products):
 
 
 def test_from_yaml(tmp_path):
-    asked = "{class_path: lightning_gnn.SpMM15DStrategy, init_args: {replication: 2, sparsity_aware: false}}"
+    asked = "{class_path: lightning_gnn.SpMM15DStrategy, init_args: {replication_factor: 2, sparsity_aware: false}}"
     scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
     assert (scheme.replication, scheme.sparsity_aware, scheme.permute) == (2, False, "random")
 
@@ -454,7 +454,7 @@ def test_the_choice():
     assert [cost.rows for cost in costs] == [800 * 7, 800 * 3 + 400 + 800, 800 + 600 + 2400, 700 + 5600]
     assert choose(costs, None).grid.replication == 2
     assert choose(costs, 4 * 100 * 4).grid.replication == 1  # memory for one more would be 3200 bytes
-    with pytest.raises(ValueError, match=r"need at least 1.6e-06 GB per rank \(replication=1\)"):
+    with pytest.raises(ValueError, match=r"need at least 1.6e-06 GB a rank \(replication_factor=1\)"):
         choose(costs, 1000)
     assert choose([GridCost(ProcessGrid(4, c), 5, 0) for c in (1, 2, 4)], None).grid.replication == 2
     assert (
@@ -522,7 +522,7 @@ def logged(
 
 @pytest.mark.parametrize("replication", [*campaign(1), 2, *campaign(4)])
 def test_logged_bytes_are_the_formulas(ranks, replication):
-    results = ranks.run(4, logged, (SpMM15DStrategy, {"replication": replication, "sparsity_aware": False}))
+    results = ranks.run(4, logged, (SpMM15DStrategy, {"replication_factor": replication, "sparsity_aware": False}))
     offsets = np.cumsum([0, *results[0][1]])
     words = ProcessGrid(4, replication).words(offsets, CLASSES)
     for direction in ("forward", "backward"):
@@ -565,8 +565,8 @@ def test_a_missing_rank_is_named(ranks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replication": 0}, r"at least 1 \(got 0\)"),
-        ({"permute": "louvain"}, r"permute must be 'metis', 'random' or None \(got 'louvain'\)"),
+        ({"replication_factor": 0}, r"at least 1 \(got 0\)"),
+        ({"node_order": "louvain"}, r"node_order must be 'metis', 'random' or None \(got 'louvain'\)"),
     ],
 )
 def test_refused_at_once(options, message):
@@ -583,7 +583,7 @@ def test_numbers_of_ranks_are_refused_before_they_start(strategy, message):
 
 def test_refused_before_ranks_start():
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
-    trainer = quiet_trainer(SpMM15DStrategy(replication=3), 4)
+    trainer = quiet_trainer(SpMM15DStrategy(replication_factor=3), 4)
     with pytest.raises(ValueError, match=r"with 4 it is one of 1, 2, 4 \(got 3\)"):
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
 
@@ -591,7 +591,7 @@ def test_refused_before_ranks_start():
 def test_too_little_memory_is_told_with_the_legal_factors(monkeypatch):
     monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 40_000)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
-    trainer = quiet_trainer(SpMM15DStrategy(replication=2, sparsity_aware=False), 2)
+    trainer = quiet_trainer(SpMM15DStrategy(replication_factor=2, sparsity_aware=False), 2)
     with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication .legal: 1, 2."):
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
 

@@ -22,7 +22,7 @@ from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.partition.shard import halo_plan
 from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache, NotFiniteError, _bits, _flags
-from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, LargestChanges
+from lightning_gnn.strategies.vertex_cut.thresholds import AdaptiveThreshold, TopKChanges
 
 NODES, WIDTH = 12, 6
 
@@ -159,18 +159,18 @@ def test_a_common_change_needs_no_rows():
 def test_shares_out_of_range():
     for share, growth in ((0, 0.5), (1.5, 0.5), (0.3, -1), (0.3, 2)):
         with pytest.raises(ValueError, match="share"):
-            LargestChanges(share, growth)
+            TopKChanges(share, growth)
 
 
 @given(st.floats(0.01, 0.5), st.floats(0, 1), st.integers(2, 300))
 def test_the_share_grows_around_its_mean(share, growth, epochs):
-    shares = [LargestChanges(share, growth).share_in(epoch, epochs) for epoch in range(epochs)]
+    shares = [TopKChanges(share, growth).share_in(epoch, epochs) for epoch in range(epochs)]
     assert sum(shares) / epochs == pytest.approx(share) and shares == sorted(shares)
     assert shares[-1] - shares[0] == pytest.approx(2 * growth * share)
 
 
 def test_without_an_end_the_share_stays():
-    assert {LargestChanges(0.2).share_in(epoch, -1) for epoch in range(9)} == {0.2}
+    assert {TopKChanges(0.2).share_in(epoch, -1) for epoch in range(9)} == {0.2}
 
 
 def test_layers_and_repeated_messages_are_told_apart():

@@ -86,7 +86,7 @@ def test_more_ranks_than_nodes(ranks):
 
 
 def test_users_module_over_sockets_on_two_hosts(ranks):
-    options = {"shared_memory": False, "hosts": 2}
+    options = {"shared_memory": False, "num_machines": 2}
     for found in ranks.run(4, trained, "sage", options, module="user", self_check=False):
         assert_same(found, on_one_device("sage", "user"), rtol=1e-8, atol=1e-10)
 
@@ -301,7 +301,7 @@ def on_two_machines(rank: int, world_size: int, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("options", "far"),
-    [({}, {}), ({"cache_within_hosts": True}, None), ({"hosts": 2}, {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}})],
+    [({}, {}), ({"cache_within_hosts": True}, None), ({"num_machines": 2}, {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}})],
     ids=["one machine", "also within", "two machines"],
 )
 def test_rows_are_cached_between_machines_only(ranks, options, far):
@@ -316,7 +316,7 @@ def test_rows_are_cached_between_machines_only(ranks, options, far):
 def largest_changes(rank: int, world_size: int) -> Any:
     cached, _ = fit(
         world_size,
-        CachedVertexCutStrategy("largest", "bfp4", cache_within_hosts=True, timeout=60, self_check=False),
+        CachedVertexCutStrategy("topk", "bfp4", cache_within_hosts=True, timeout=60, self_check=False),
         12,
     )
     exact, _ = fit(world_size, VertexCutStrategy(timeout=60, self_check=False), 12)
@@ -393,11 +393,11 @@ def with_dropout(rank: int, world_size: int, root: Any, folder: Any) -> list[dic
     """Trains on Cora with masks that are drawn in each epoch, in every third, and so where that run goes on from a checkpoint."""
     graph, path = Planetoid(root / "planetoid", "Cora")[0], str(folder / "within.ckpt")
 
-    def run(redraw_every: int, resumes: bool = False) -> dict[str, Any]:
+    def run(every: int, resumes: bool = False) -> dict[str, Any]:
         torch.manual_seed(5 if resumes else 1)  # the seed of what is gone on with holds
         watch = Draws(None if resumes else path)
         strategy = VertexCutStrategy(
-            cache=0.1, cache_within_hosts=True, timeout=60, self_check=False, redraw_every=redraw_every
+            cache=0.1, cache_within_hosts=True, timeout=60, self_check=False, dropout_seed_every_n_epochs=every
         )
         trainer = quiet_trainer(strategy, world_size, max_epochs=10, callbacks=[watch], num_sanity_val_steps=0)
         module = NodeClassifier(GCN(1433, 8, 2, 7, dropout=0.5), lr=0.001)
@@ -534,12 +534,12 @@ def test_nan_stops_the_run_with_the_layers_name(ranks):
         ({"partition": "metis"}, r"partition must be one of 'auto', 'ebv', .* \(got 'metis'\)"),
         ({"cache": "always"}, "cache must be 'adaptive'"),
         ({"cache": -0.5}, "cache must be 'adaptive'"),
-        ({"hosts": 0}, "hosts is a number of machines"),
+        ({"num_machines": 0}, "num_machines must be at least 1"),
         ({"host_weight": 2}, "host_weight lies between 0 and 1"),
         ({"codec": "int7"}, "codec must be one of 'int8'"),
-        ({"cache": "adaptive", "redraw_every": 0}, "redraw_every is a number of epochs, at least 1"),
-        ({"cache": "adaptive", "redraw_every": 1.5}, "redraw_every must be a whole number"),
-        ({"redraw_every": 5}, "redraw_every=5 keeps dropout's masks .* and there is none"),
+        ({"cache": "adaptive", "dropout_seed_every_n_epochs": 0}, "every_n_epochs must be at least 1"),
+        ({"cache": "adaptive", "dropout_seed_every_n_epochs": 1.5}, "dropout_seed_every_n_epochs must be a whole number"),
+        ({"dropout_seed_every_n_epochs": 5}, "dropout_seed_every_n_epochs=5 is not supported without a cache"),
     ],
 )
 def test_refused_at_once(options, message):
@@ -548,8 +548,8 @@ def test_refused_at_once(options, message):
 
 
 def test_hosts_that_do_not_divide_the_ranks():
-    with pytest.raises(ValueError, match=r"hosts=3 .* 4 ranks. Legal here: 1, 2, 4"):
-        VertexCutStrategy(hosts=3).scheme.layout(4)
+    with pytest.raises(ValueError, match=r"num_machines=3 .* 4 ranks. Legal here: 1, 2, 4"):
+        VertexCutStrategy(num_machines=3).scheme.layout(4)
 
 
 def test_from_yaml(tmp_path):

@@ -126,14 +126,14 @@ class OfAUser(DGCLStrategy):
 
     @classmethod
     def variants(cls, ranks: int, links_alike: bool = True) -> list[dict[str, Any]]:
-        return [{"keep_constant": False}, {"plan": "replicate"}]  # the second wants hops
+        return [{"cache_input_aggregation": False}, {"plan": "replicate"}]  # the second wants hops
 
 
 def test_a_registered_strategy_is_advised_on():
     register(OfAUser)
     try:
         [own] = chosen(["of_a_user"], 2)
-        assert str(own) == "of_a_user keep_constant=False" and own.exact and own.full_graph
+        assert str(own) == "of_a_user cache_input_aggregation=False" and own.exact and own.full_graph
         [found] = advise_on(
             Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=[own], overhead=0.0
         )
@@ -307,7 +307,7 @@ model:
       init_args: {in_channels: 32, hidden_channels: 16, num_layers: 2, out_channels: 8}
 data:
   class_path: lightning_gnn.GraphDataModule
-  init_args: {source: lightning_gnn.planted_partition, source_args: {num_nodes: 500}}
+  init_args: {source: lightning_gnn.planted_partition, source_kwargs: {num_nodes: 500}}
 trainer: {devices: 2, accelerator: cpu}
 """
 

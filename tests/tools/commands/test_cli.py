@@ -24,7 +24,7 @@ from lightning_gnn.tools.parser import Parser, unknown_key, unknown_word
 
 CLI = ("-m", "lightning_gnn.tools.cli")
 DGCL = f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}"
-DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_args={json.dumps(GRAPH)}")
+DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_kwargs={json.dumps(GRAPH)}")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_partition_of_a_vertex_cut(store, monkeypatch, capsys):
     [folder] = entries(store)
     report = read_manifest(folder)["report"]
     assert sum(report["edges"]) == len(
-        GraphDataModule("lightning_gnn.planted_partition", source_args=GRAPH).load().edge_index[0]
+        GraphDataModule("lightning_gnn.planted_partition", source_kwargs=GRAPH).load().edge_index[0]
     )
     assert all(f"{count:,}" in output for name in ("masters", "edges", "copies") for count in report[name])
     assert "Vertex cut" in output and "ne; a row of 16 columns, float32, has 64 bytes" in output
@@ -243,8 +243,8 @@ def test_demo(store, tmp_path):
     arguments = ("-m", "lightning_gnn", "demo", "--nodes", 500, "--epochs", 2, "--output", tmp_path / "demo")
     run(*arguments, cwd=tmp_path, variables=in_store(store)).succeeded()
     found = json.loads((tmp_path / "demo" / "comparison.json").read_text())
-    assert [cell["status"] for cell in found["cells"]] == ["finished"] * 4
-    assert [cell["parity"]["ok"] for cell in found["cells"][1:3]] == [True, True]
+    assert [cell["status"] for cell in found["runs"]] == ["finished"] * 4
+    assert [cell["parity"]["ok"] for cell in found["runs"][1:3]] == [True, True]
     assert (tmp_path / "demo" / "comparison.html").stat().st_size > 10_000
 
 
@@ -285,7 +285,7 @@ def test_shell_completion_was_removed(arguments, monkeypatch, capsys):
     ("written", "meant", "nearest"),
     [
         ("max_epochs:", "max_epoch:", "trainer.max_epochs"),
-        ("source_args:", "source_arg:", "source_args"),
+        ("source_kwargs:", "source_arg:", "source_kwargs"),
         ("\ndata:", "\ndta:", "data"),
         ("NodeClassifier", "NodeClasifier", "NodeClassifier"),
         ("strategy: dgcl", "strategy: dgcll", "dgcl"),
@@ -349,7 +349,7 @@ PAPERS = {
 @pytest.mark.parametrize("paper", PAPERS)
 def test_configs_of_papers(paper):
     found = of_file(REPOSITORY / "configs" / "papers" / f"{paper}.yaml")
-    model, trainer, graph = found.model.model, found.trainer, found.datamodule.source_args
+    model, trainer, graph = found.model.model, found.trainer, found.datamodule.source_kwargs
     assert (trainer.strategy.strategy_name, model.num_layers, model.hidden_channels, found.model.lr) == PAPERS[paper]
     assert (model.in_channels, model.out_channels) == (graph["num_features"], graph["num_classes"])
     assert trainer.num_devices == 4

@@ -43,7 +43,7 @@ from lightning_gnn.tools.commands.plan_report import PlanReport
 
 PLANS = ("p2p", "spst", "swap", "replicate", "dgcl_r")
 
-DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_args={json.dumps(GRAPH)}")
+DATA = ("--data.source=lightning_gnn.planted_partition", f"--data.source_kwargs={json.dumps(GRAPH)}")
 
 
 def workload(num_devices: int, num_layers: int = 3, seed: int = 0, **options: Any) -> Workload:
@@ -300,7 +300,7 @@ def strategy_of(name: str, **options: Any) -> str:
     [
         ("spmm_1d", "spmm_1d"),
         ("spmm_2d", "spmm_2d"),
-        (strategy_of("SpMM15DStrategy", replication=2), "spmm_15d c=2"),
+        (strategy_of("SpMM15DStrategy", replication_factor=2), "spmm_15d c=2"),
         (strategy_of("SpMM1DStrategy", sparsity_aware=False), "spmm_1d blocks"),
         ("spmm_15d", None),
         (strategy_of("SpMM15DStrategy", sparsity_aware=False), "spmm_15d c=2 blocks"),
@@ -345,7 +345,7 @@ def test_products_of_the_strategys_cut(store, capsys):
     """A random cut moves more rows than METIS."""
     rows = []
     for permute in ("metis", "random"):
-        plan([*DATA, "--parts=4", strategy_of("SpMM1DStrategy", permute=permute)])
+        plan([*DATA, "--parts=4", strategy_of("SpMM1DStrategy", node_order=permute)])
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ spmm_1d *")]
         rows.append(int(line.split("│")[2].replace(",", "")))
     assert rows[0] < rows[1]
@@ -418,7 +418,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--parts=1", "--topology=dgx1"], "plans are for several parts (got 1)"),
         (["--parts=65", "--trainer.strategy=spmm_1d"], "plans are for at most 64 parts (got 65)"),
         (["--parts=6", "--trainer.strategy=spmm_2d"], "such as 4 or 9 (got 6)"),
-        (["--parts=6", strategy_of("SpMM15DStrategy", replication=4)], "it is one of 1, 2, 3, 6 (got 4)"),
+        (["--parts=6", strategy_of("SpMM15DStrategy", replication_factor=4)], "it is one of 1, 2, 3, 6 (got 4)"),
         (["--parts=9", "--trainer.strategy=spmm_1d", "--topology=dgx1"], "has 8 devices, but there are 9 ranks"),
         (["--parts=2", "--trainer.strategy=spmm_1d", "--output=x"], "--output draws a plan"),
         (["--parts=2", "--topology=dgx1", "--layers=0"], "--layers is a number above 0 (got 0)"),
@@ -452,7 +452,7 @@ def test_a_plan_that_does_not_apply(store, tmp_path):
 
 def test_on_cora(store, shared, tmp_path, capsys):
     source = json.dumps({"root": str(shared / "planetoid"), "name": "Cora"})
-    arguments = [f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}", f"--data.source_args={source}", "--parts=8"]
+    arguments = [f"--config={REPOSITORY / 'configs' / 'dgcl.yaml'}", f"--data.source_kwargs={source}", "--parts=8"]
     plan([*arguments, "--topology=dgx1", f"--json={tmp_path / 'cora.json'}", f"--output={tmp_path}"])
     assert "2,708 nodes and 10,556 edges in 8 parts on dgx1" in capsys.readouterr().out
     check_pictures(tmp_path, 8)

@@ -56,9 +56,9 @@ SETTINGS: dict[str, Any] = {
     },
     "data": {
         "class_path": "lightning_gnn.GraphDataModule",
-        "init_args": {"source": "lightning_gnn.planted_partition", "source_args": GRAPH},
+        "init_args": {"source": "lightning_gnn.planted_partition", "source_kwargs": GRAPH},
     },
-    "cells": [
+    "runs": [
         {"strategy": "auto", "devices": 1},
         "dgcl",
         {"strategy": "dgcl", "codec": "int8"},
@@ -71,7 +71,7 @@ SETTINGS: dict[str, Any] = {
 
 def comparison(**changes: Any) -> Comparison:
     settings = {**SETTINGS, **changes}
-    return Comparison(**{**settings, "cells": make_cells(settings["cells"], 2)})
+    return Comparison(**{**settings, "runs": make_cells(settings["runs"], 2)})
 
 
 # Cells ########################################################################
@@ -87,7 +87,7 @@ def test_cells_of_several_sizes():
 
 
 @pytest.mark.parametrize(
-    ("cells", "message"),
+    ("runs", "message"),
     [
         ([], "cells is a list"),
         ("dgcl", "cells is a list"),
@@ -109,7 +109,7 @@ def test_cells_that_cannot_be(cells, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cells": [{"strategy": "dgcl", "devices": []}]}, "There are no cells"),
+        ({"runs": [{"strategy": "dgcl", "devices": []}]}, "There are no cells"),
         ({"epochs": 0}, "epochs is at least 1"),
         ({"warmup": 3}, "fewer than epochs=3 \\(got 3\\)"),
         ({"timeout": 0}, "timeout is a number above 0"),
@@ -125,7 +125,7 @@ def test_settings_that_cannot_be(changes, message):
 def test_key_is_of_all_that_decides_a_cell(tmp_path, monkeypatch):
     base = comparison()
     auto, dgcl = base.cells[:2]
-    same = [comparison(timeout=5, tolerance=1.0, warmup=0, output=Path("elsewhere"), again="failed")]
+    same = [comparison(timeout=5, tolerance=1.0, warmup=0, output=Path("elsewhere"), rerun="failed")]
     assert {each.key(dgcl) for each in [base, *same]} == {base.key(replace(dgcl, label="other"))}
     other_model = copy.deepcopy(SETTINGS["model"])
     other_model["init_args"]["model"]["init_args"]["hidden_channels"] = 9
@@ -168,12 +168,12 @@ def test_sections_are_checked():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cells": ["dgkl"]}, "did you mean 'dgcl'"),
-        ({"cells": None}, "cells is a list of what to compare"),
+        ({"runs": ["dgkl"]}, "did you mean 'dgcl'"),
+        ({"runs": None}, "runs is a list of what to compare"),
         ({"model": None}, "there is no model"),
-        ({"cells": [{"strategy": "dgcl", "plan": "fastest"}]}, "cell 'dgcl plan=fastest x 2'"),
+        ({"runs": [{"strategy": "dgcl", "plan": "fastest"}]}, "cell 'dgcl plan=fastest x 2'"),
         ({"epoch": 3}, "did you mean 'epochs'"),
-        ({"cells": ["dgcl", {"strategy": "dgcl", "label": "again"}]}, "are the same run"),
+        ({"runs": ["dgcl", {"strategy": "dgcl", "label": "again"}]}, "are the same run"),
         ({"output": "file/folder"}, "cannot be written"),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_table_has_the_columns_for_which_there_is_room():
     of = {"test": {"test_acc": 0.86831}, "final_loss": 0.4311, "epoch_seconds": 0.01651, "row_bytes": 711_000}
     of |= {"messages": 4, "gradient_bytes": 41_500, "memory_cuda_bytes": None, "memory_bytes": [701e6]}
     of |= {"seconds": dict.fromkeys(("compute", "communication", "waiting"), 0.01324), "setup_seconds": 7.36}
-    of |= {"name": "sampling fanouts=[10, 5], batch_size=1024 x 2", "partition": parts, "status": "finished"}
+    of |= {"name": "sampling num_neighbors=[10, 5], batch_size=1024 x 2", "partition": parts, "status": "finished"}
     cell = {"parity": {"kind": "exact", "ok": True, "loss": 9.5e-8}, **of}
 
     def shown(width: int) -> str:
@@ -344,18 +344,18 @@ def test_table_and_report_of_what_has_failed():
         "versions": {},
         "machine": {"cores": 1, "gpu": None},
     }
-    assert "ValueError: &lt;no&gt;" in report_html({**head, "cells": [state]})
+    assert "ValueError: &lt;no&gt;" in report_html({**head, "runs": [state]})
 
 
 def test_timeout(tmp_path, monkeypatch):
-    endless = {**SETTINGS, "cells": [{"strategy": "auto", "devices": 1}], "epochs": 10**9}
+    endless = {**SETTINGS, "runs": [{"strategy": "auto", "devices": 1}], "epochs": 10**9}
     found = lightning_gnn.compare(**endless, output=tmp_path, timeout=0.3)
-    [cell] = found["cells"]
+    [cell] = found["runs"]
     assert cell["status"] == "timed out" and "timeout=0.3 s" in cell["error"][-1]
-    assert json.loads((tmp_path / "comparison.json").read_text())["cells"][0]["status"] == "timed out"
+    assert json.loads((tmp_path / "comparison.json").read_text())["runs"][0]["status"] == "timed out"
     assert "timed out" in (tmp_path / "comparison.html").read_text()
     kept = lightning_gnn.compare(**endless, output=tmp_path, timeout=60)
-    assert kept["cells"][0]["status"] == "timed out"  # again="failed" would run it
+    assert kept["runs"][0]["status"] == "timed out"  # rerun="failed" would run it
     monkeypatch.setenv("LIGHTNING_GNN_CELL", "a key")
     with pytest.raises(RuntimeError, match="Call it under"):
         lightning_gnn.compare(**SETTINGS, output=tmp_path)
@@ -377,8 +377,8 @@ def test_compare(ran):
     assert finished.code == 1 and not finished.left_over, finished.output  # one has failed
     output = folder / "comparison"
     found = json.loads((output / "comparison.json").read_text())
-    auto, dgcl, coded, failed = found["cells"]
-    assert [cell["status"] for cell in found["cells"]] == ["finished", "finished", "finished", "failed"]
+    auto, dgcl, coded, failed = found["runs"]
+    assert [cell["status"] for cell in found["runs"]] == ["finished", "finished", "finished", "failed"]
     assert auto["parity"]["kind"] == "reference"
     assert dgcl["parity"]["kind"] == "exact" and dgcl["parity"]["ok"] is True
     assert dgcl["parity"]["loss"] < 1e-5 and dgcl["parity"]["weights"] < 1e-3
@@ -404,10 +404,10 @@ def test_compare(ran):
     assert len(pictures) == 5 and not re.search(r'(src|href)="(?!data:)', page)
     for picture in pictures:
         ElementTree.fromstring(base64.b64decode(picture))
-    assert all(cell["name"] in page for cell in found["cells"]) and failed["error"][-1] in html.unescape(page)
+    assert all(cell["name"] in page for cell in found["runs"]) and failed["error"][-1] in html.unescape(page)
 
     # Again, by the function: nothing runs, and the numbers are the same.
     kept = {file: file.stat().st_mtime_ns for file in output.glob("cells/*/status.json")}
     again = lightning_gnn.compare(**SETTINGS, output=output)
     assert {file: file.stat().st_mtime_ns for file in output.glob("cells/*/status.json")} == kept and len(kept) == 4
-    assert again["cells"][1]["epoch_seconds"] == dgcl["epoch_seconds"]
+    assert again["runs"][1]["epoch_seconds"] == dgcl["epoch_seconds"]
