@@ -23,7 +23,7 @@ from lightning_gnn import GraphDataModule, NodeClassifier, SamplingStrategy, pla
 # ## The folder
 #
 # One `.npy` file per attribute, named as in PyG's `Data`. Parquet and CSV files, OGB's downloads and DGL's formats are
-# read as well: [what may be in the folder](../large-graphs.md#what-may-be-in-the-folder).
+# read as well: [what may be in the folder](../large-graphs.md#graph-file-formats).
 
 # %%
 folder = Path("my_graph")
