@@ -127,4 +127,4 @@ assert better["comm/bytes_sent"] < slow["comm/bytes_sent"]
 # | short bars with gaps between them | the graph is small: Python and Lightning take the time | fewer ranks; on a graph like Cora, one |
 # | the first epoch is long, the others are not | kernels are compiled, and what does not change is made once | nothing |
 #
-# All of this is described in [Logging](../logging.md#what-happens-when).
+# All of this is described in [Logging](../profiling.md).
