@@ -103,7 +103,7 @@ assert all(cell["status"] == "finished" for cell in found["cells"])
 # ## In short
 #
 # - Start with `dgcl`.
-# - Ask `lightning-gnn advise --config FILE --parts 4`; columns and options are in [Which scheme?](../advise.md)
+# - Ask `lightning-gnn advise --config FILE --parts 4`; columns and options are in [Choosing a strategy](../choosing.md)
 # - Measure the two or three best with `lightning-gnn compare`; keep the machine free of other work meanwhile.
 # - Or leave it to `Trainer(strategy="auto_gnn")`, which takes the fastest exact one.
 # - If a step on the whole graph takes too much memory, train [in batches](large_graph.py).
