@@ -141,5 +141,5 @@ for name in ("comm/halo_rows", "comm/bytes_sent", "throughput/nodes_per_s"):
 # ## Where to go next
 #
 # - [Which scheme for my graph?](which_scheme.py) `dgcl` is one of several.
-# - [Your own module](../models.md#what-a-step-receives): what a step gets, and what it must not do.
+# - [Your own module](../models.md#batch-contents): what a step gets, and what it must not do.
 # - [Starting ranks](../launching.md): scripts, torchrun, SLURM, several machines.
