@@ -106,7 +106,7 @@ def of_the_readme(folder: Path, how: str) -> Finished:
         command: list[object] = ["-m", "lightning_gnn.tools.cli", "fit", "--config", config, "--trainer.max_epochs", 3]
     else:
         [script] = re.findall(
-            r"## Five minutes\n\n```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL
+            r"## Quickstart\n\n```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL
         )
         if how == "auto":
             script = script.replace('strategy="dgcl", devices=2', 'strategy="auto", devices=1')
