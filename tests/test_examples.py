@@ -123,7 +123,7 @@ def test_first_sight(shared, ran, how):
     output = finished.succeeded().output
     assert not foreign(output)
     if how != "auto":  # one device compiles and partitions nothing
-        kernels = "Compiling loops of lightning_gnn.kernels"
+        kernels = "kernels of lightning_gnn.kernels"
         partitions = "Partitioning 2,708 nodes and 10,556 edges into 2 parts (metis): about 1 s", "Partitioned in"
         for first, then in (partitions, (kernels, "Compiled in"))[: 1 + CAMPAIGN]:
             assert output.index(first) < output.index(then) < output.index("Self-check")

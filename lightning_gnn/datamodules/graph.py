@@ -573,7 +573,7 @@ class GraphDataModule(L.LightningDataModule):
             )
             with self.origin.cut(folder, data, layout, partial(self.assigned, data, layout)) as ((part, holders, report), edges):
                 write_store(folder, data, part, layout.stored, report, holders, predicted, digests, edges)
-            rank_zero_info(f"Partitioned in {report['seconds']:.1f} s; kept in {folder}")
+            rank_zero_info(f"Partitioned in {report['seconds']:.1f} s, stored in {folder}")
         return name
 
     def assigned(

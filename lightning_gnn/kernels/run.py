@@ -223,10 +223,7 @@ class _Announcer(event.Listener):
             return
         self._told.add(module)
         count = sum(isinstance(each, Dispatcher) for each in vars(sys.modules[module]).values())
-        rank_zero_info(
-            f"Compiling loops of {module} for this machine, once: up to {count}, about half a second each on an idle core; "
-            f"kept in {loop.stats.cache_path}"
-        )
+        rank_zero_info(f"Compiling up to {count} kernels of {module} once, about 0.5 s each; cached in {loop.stats.cache_path}")
 
     @override
     def on_end(self, event: Any) -> None:
