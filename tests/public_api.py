@@ -150,4 +150,4 @@ def program(folder: Path) -> None:
     links = LinkPredictor(GCN(8, 16, num_layers=2, out_channels=4))
     trainer.fit(links, datamodule=GraphDataModule(split_edges(graph)))
     found = compare(Net, {"source": "a.b"}, ["dgcl", {"strategy": "auto", "devices": 1}], devices=2, epochs=3)
-    print(found["cells"], lightning_gnn.__version__)
+    print(found["runs"], lightning_gnn.__version__)

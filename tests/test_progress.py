@@ -309,7 +309,7 @@ def test_compare_shows_its_cells(each_step_is_shown, tmp_path, monkeypatch, capf
     monkeypatch.setattr(comparing_run, "check", lambda comparison: comparison)
     cells = ["dgcl", "cover", "spmm"]
     lines = at_terminal(lambda: compare(model, {"source": "karate"}, cells, output=tmp_path)).lines()
-    assert any(re.search(r"Comparing 1 of 3 \S+ cells/s .*left", line) for line in lines)
+    assert any(re.search(r"Comparing 1 of 3 \S+ runs/s .*left", line) for line in lines)
     assert any("epoch 1 of 3" in line for line in lines)
     written = capfd.readouterr().out
     assert "[2 of 3] cover x 2: failed" in written and "Comparing" not in written

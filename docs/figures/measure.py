@@ -43,7 +43,7 @@ def compared(folder: Path, cells: list[Any], num_nodes: int, epochs: int) -> lis
         epochs=epochs,
         output=folder,
         trainer={"accelerator": "cpu"},
-    )["cells"]
+    )["runs"]
 
 
 def losses(folder: Path) -> dict[str, list[float]]:

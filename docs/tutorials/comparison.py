@@ -35,7 +35,7 @@ found = compare(
     epochs=10,
     trainer={"accelerator": "cpu"},
 )
-cells = {cell["name"]: cell for cell in found["cells"]}
+cells = {cell["name"]: cell for cell in found["runs"]}
 assert all(cell["status"] == "finished" for cell in cells.values())
 
 # %% [markdown]
@@ -110,6 +110,6 @@ for name, cell in cells.items():
 #   `epochs=50`, and again.
 # - Nothing else should run meanwhile.
 # - *set-up* is paid once per run, or once per graph: leave it out when you think of a long training.
-# - What has finished is not run again; `again="all"` does.
+# - What has finished is not run again; `rerun="all"` does.
 #
 # [Comparing strategies](../compare.md) says of each column how it is measured.

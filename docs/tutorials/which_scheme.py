@@ -95,7 +95,7 @@ found = compare(
     epochs=10,
     trainer={"accelerator": "cpu"},
 )
-assert all(cell["status"] == "finished" for cell in found["cells"])
+assert all(cell["status"] == "finished" for cell in found["runs"])
 
 # %% [markdown]
 # [Reading a comparison](comparison.py) explains this table.

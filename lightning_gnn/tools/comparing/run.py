@@ -106,7 +106,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
     except Timeout as error:
         raise BlockingIOError(f"Another comparison is writing to {output}. Wait for it, or name another output.") from error
     with lock:
-        folders = [output / "cells" / comparison.key(cell) for cell in comparison.runs]
+        folders = [output / "runs" / comparison.key(cell) for cell in comparison.runs]
         states = [_status(folder).get("status", "has to run") for folder in folders]
         if comparison.rerun != "none":
             states = ["has to run" if comparison.rerun == "all" or state != "finished" else state for state in states]
@@ -116,7 +116,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
             return collect(comparison, folders, states)
 
         above: list[ComparisonTable] = []
-        with progress_bar("Comparing", states.count("has to run"), "cells", above=lambda: Group(*above)) as told:
+        with progress_bar("Comparing", states.count("has to run"), "runs", above=lambda: Group(*above)) as told:
             for index, (cell, folder) in enumerate(zip(comparison.runs, folders)):
                 if states[index] != "has to run":
                     continue

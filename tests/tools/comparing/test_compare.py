@@ -407,7 +407,7 @@ def test_compare(ran):
     assert all(cell["name"] in page for cell in found["runs"]) and failed["error"][-1] in html.unescape(page)
 
     # Again, by the function: nothing runs, and the numbers are the same.
-    kept = {file: file.stat().st_mtime_ns for file in output.glob("cells/*/status.json")}
+    kept = {file: file.stat().st_mtime_ns for file in output.glob("runs/*/status.json")}
     again = lightning_gnn.compare(**SETTINGS, output=output)
-    assert {file: file.stat().st_mtime_ns for file in output.glob("cells/*/status.json")} == kept and len(kept) == 4
+    assert {file: file.stat().st_mtime_ns for file in output.glob("runs/*/status.json")} == kept and len(kept) == 4
     assert again["runs"][1]["epoch_seconds"] == dgcl["epoch_seconds"]
