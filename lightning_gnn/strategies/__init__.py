@@ -1,6 +1,6 @@
-"""Strategies; importing this package registers their names with Lightning's Trainer.
+"""Strategies. Importing this package registers their names with Lightning's Trainer.
 
-A strategy's own module is imported when the Trainer, or other code, first takes it.
+The module of a strategy is imported at the first use of the strategy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_gnn.strategy.scheme import Scheme
 
 PLUGINS = "lightning_gnn.strategies"
-"""The group of entry points by which a package brings strategies: ``name = "package.module:Class"``."""
+"""Entry point group for strategies of other packages: ``name = "package.module:Class"``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,11 +44,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Lazy:
-    """Stands for a strategy in Lightning's registry, and imports it when it is called or taken.
+    """Placeholder for a strategy in Lightning's registry; imports the strategy when it is called or loaded.
 
     Args:
-        module, name: where its class is.
-        plugin: the package that brings it; None for our own.
+        module, name: module and name of the class.
+        plugin: package that provides the class; None for strategies of this package.
     """
 
     def __init__(self, module: str, name: str, plugin: str | None = None) -> None:
@@ -69,7 +69,7 @@ class _Lazy:
 
 
 def register(strategy: type[GNNStrategy]) -> None:
-    """Makes the strategy's name, and those of other ways to start ranks, known to the Trainer."""
+    """Register a strategy with the Trainer: its name, and the names with the suffixes ``_spawn`` and ``_notebook``."""
     _register(strategy.strategy_name, strategy.__name__, strategy)
 
 
@@ -82,7 +82,7 @@ def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) ->
 
 
 def _refuse_fabric(name: str) -> NoReturn:
-    """Stands for a strategy in Fabric's registry, which else would not know the name."""
+    """Raises ValueError. Registered with Fabric in place of the strategy, so that the error explains what to use."""
     raise ValueError(
         f"Fabric(strategy={name!r}) runs a loop of your own, and {name!r} needs the Trainer's, whose steps, logs and gradients "
         f"it makes those of all ranks. Use Trainer(strategy={name!r}) with a LightningModule; for a loop of your own there is "
@@ -91,7 +91,7 @@ def _refuse_fabric(name: str) -> NoReturn:
 
 
 def registered() -> dict[str, type[GNNStrategy]]:
-    """Returns this package's strategies, and those of users, by the names that they are registered by."""
+    """Returns the registered :class:`GNNStrategy` classes by name: from this package, plugins and users."""
     from lightning_gnn.strategy.base import GNNStrategy
 
     found: dict[str, type[GNNStrategy]] = {}
@@ -111,7 +111,7 @@ def registered() -> dict[str, type[GNNStrategy]]:
 
 
 def _register_plugins() -> None:
-    """Makes strategies of installed packages known by name, without importing them."""
+    """Register the strategies of installed packages by name, without importing them."""
     for entry in entry_points(group=PLUGINS):
         plugin = entry.dist.name if entry.dist is not None else entry.value
         if entry.name in StrategyRegistry:
@@ -121,7 +121,7 @@ def _register_plugins() -> None:
 
 
 _TOLD: set[str] = set()
-"""What has been said of plugins."""
+"""Import errors of plugins that were already logged."""
 
 for _name, (_module, _class) in STRATEGIES.items():
     _register(_name, _class, _Lazy(_module, _class))

@@ -1,11 +1,13 @@
-"""The least that an edge cut allows to send: minimum vertex covers of the edges between each two parts.
+"""Minimum vertex covers of the edges between each two partitions.
 
-An edge from part p to part q needs either a copy of its source's row at q, or its target's partial result, made at p. What serves
-all edges from p to q at the least cost is a minimum vertex cover of them, in which a source weighs what a copy costs, and a
-target what a partial result costs; each pair of parts is a problem of its own. It weighs as much as a maximum flow from sources
-to targets (max-flow min-cut; Koenig's theorem, where both cost the same). SuperGCN (arXiv 2411.16025) has the latter for GCN.
+For an edge from partition p to q, either q receives the features of the source, or p computes a partial aggregate for the target.
+The cheapest set of these for all edges from p to q is a minimum vertex cover. Its weights are the cost of the features of a
+source, and the cost of a partial aggregate of a target. Each ordered pair of partitions is a separate problem.
 
-N nodes, E edges, P parts.
+The weight of a minimum cover equals a maximum flow from sources to targets (max-flow min-cut; Koenig's theorem for equal
+weights). SuperGCN (arXiv 2411.16025) uses equal weights for GCN.
+
+N nodes, E edges, P partitions.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ ORIGIN, FLOW, AFTER = REACHED, FIRST, BACK = 0, 1, 2
 
 
 def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int, copy_cost: int = 1, result_cost: int = 1) -> Ids:
-    """Returns the part that computes each edge, ``[E]``, so that the least is sent: its target's or its source's.
+    """Returns the partition that computes each edge with minimum communication: its target's or its source's, ``[E]``.
 
-    Of several minimum covers it is the one with the fewest partial results, so that most edges stay with their targets: a node
-    whose partial results travel to a part is in every minimum cover.
+    If several covers are minimal, the result is the cover with the fewest partial aggregates. Most edges then stay with their
+    targets: a node whose partial aggregates are sent to a partition is in every minimum cover.
 
     Args:
-        edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
-        part: of each node, ``[N]``.
+        edge_index: int64 ``[2, E]``, source and target; may include self-loops and duplicates.
+        part: partition of each node, ``[N]``.
         num_parts: P.
-        copy_cost, result_cost: of the copy of a source and of the partial result of a target, at least 1 and below 2^31.
+        copy_cost, result_cost: cost of the features of a source, and of a partial aggregate of a target; at least 1 and below
+            2^31.
     """
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     part = np.ascontiguousarray(part, np.int32)
@@ -40,7 +43,7 @@ def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int, copy
 
 @compiled
 def _cover_pairs(source, target, part, num_parts, computed_by, copy_cost, result_cost):  # type: ignore[no-untyped-def]
-    """Gives the edges of covered targets to their sources' parts, pair of parts after pair."""
+    """Assign the edges of covered targets to the partitions of their sources, one pair of partitions at a time."""
     first, pair_of = np.zeros(num_parts * num_parts + 1, np.int64), np.empty(len(source), np.int32)
     for edge in range(len(source)):
         p, q = part[source[edge]], computed_by[edge]
@@ -48,14 +51,14 @@ def _cover_pairs(source, target, part, num_parts, computed_by, copy_cost, result
         if p != q:
             first[pair_of[edge] + 1] += 1
     first = np.cumsum(first)
-    # Ends lie side by side, pair after pair: reading them from all edges in turn would take most of the time.
+    # The ends of a pair's edges are contiguous: random reads from all edges would take most of the time.
     order, ends, place = np.empty(first[-1], np.int64), np.empty((first[-1], 2), source.dtype), first[:-1].copy()
     for edge in range(len(source)):
         if pair_of[edge] >= 0:
             at = place[pair_of[edge]]
             order[at], ends[at, 0], ends[at, 1] = edge, source[edge], target[edge]
             place[pair_of[edge]] += 1
-    number_of = np.full(len(part), -1, np.int32)  # among the ends in a pair: parts differ, so one array is enough
+    number_of = np.full(len(part), -1, np.int32)  # per pair; its two partitions are distinct, so one array suffices
     for pair in range(num_parts * num_parts):
         low, high = first[pair], first[pair + 1]
         sources = targets = 0
@@ -78,12 +81,13 @@ def _cover_pairs(source, target, part, num_parts, computed_by, copy_cost, result
 
 @compiled
 def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: ignore[no-untyped-def]
-    """Returns which targets are in the minimum cover of edges from `u` to `v`, bool ``[targets]``; its sources are those of the
-    other edges.
+    """Returns which targets are in the minimum cover of edges from `u` to `v`, bool ``[targets]``.
 
-    A maximum flow, to which each source gives at most `copy_cost` and of which each target takes at most `result_cost`, by
-    depth-first searches with lookahead, in phases (for matchings: Pothen and Fan, ACM TOMS 1990). What the last one reaches in
-    vain, from sources that could give more, are the targets of the cover.
+    The cover's sources are the sources of all other edges.
+
+    Computes a maximum flow with at most `copy_cost` from each source and at most `result_cost` into each target. Uses depth-first
+    searches with lookahead, in phases (for matchings: Pothen and Fan, ACM TOMS 1990). The targets of the cover are those that the
+    last phase reaches from sources with remaining supply.
     """
     indptr = np.zeros(sources + 1, np.int32)
     for each in u:
@@ -93,16 +97,16 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
     for edge in range(len(u)):
         adjacent[place[u[edge]]] = v[edge]
         place[u[edge]] += 1
-    # Of an edge: its source, its flow, and the edge after it in the list of its target's edges with flow; -2 if not in the list.
+    # Of an edge: its source, its flow, and the next edge in its target's list of edges with flow; -2 if not in a list.
     edges = np.empty((len(u), 3), np.int32)
     for source in range(sources):
         for edge in range(indptr[source], indptr[source + 1]):
             edges[edge, ORIGIN], edges[edge, FLOW], edges[edge, AFTER] = source, 0, -2
-    # Of a target: the last phase that reached it, the first of its list, and the next of it for a path to go back by.
+    # Of a target: the last phase that reached it, the first edge of its list, and the next edge for backtracking along a path.
     ends = np.empty((targets, 3), np.int32)
     ends[:, REACHED], ends[:, FIRST] = 0, -1
-    gives, takes = np.full(sources, copy_cost, np.int32), np.full(targets, result_cost, np.int32)  # what is left
-    # The next edge of a source to look at: for a target that takes more; for a way on, also the one by which the path goes on.
+    gives, takes = np.full(sources, copy_cost, np.int32), np.full(targets, result_cost, np.int32)  # remaining supply and capacity
+    # The next edge of a source to examine: in `ahead` for a target with capacity, in `place` for an edge that extends the path.
     ahead, place = indptr[:-1].copy(), indptr[:-1].copy()
     path, backs = (
         np.empty(sources, np.int32),
@@ -136,7 +140,7 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
                             back, edge = backs[step], place[path[step - 1]]
                             edges[back, FLOW] -= amount
                             if edges[back, FLOW] == 0:
-                                length = step  # the path is kept as far as it lets more through
+                                length = step  # the path stays up to the first saturated edge
                     continue
                 back = np.int32(-1)
                 while place[at] < last and back < 0:
@@ -166,7 +170,7 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
 
 @compiled
 def _with_flow(edge, edges):  # type: ignore[no-untyped-def]
-    """Takes the edges without flow out of a list; returns its first."""
+    """Remove the edges without flow from a list; returns the first edge of the list."""
     first = last = np.int32(-1)
     while edge >= 0:
         following = edges[edge, AFTER]

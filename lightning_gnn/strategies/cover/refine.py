@@ -1,10 +1,10 @@
-"""Edge cuts for covers: nodes move between parts while that lowers the rows that a cover sends.
+"""Edge cuts for covers: moves nodes between partitions to reduce the rows that a cover sends.
 
-METIS makes few cut edges, of which every one may cost a row. A cover pays for the fewest nodes that touch them all
-(:mod:`lightning_gnn.strategies.cover.covers`), so a node all of whose edges others' rows serve costs nothing, however many are
-cut. Nodes move one at a time, as in Fiduccia and Mattheyses (DAC 1982), but only where that costs no row.
+METIS minimizes cut edges, each of which may cost a row. A cover costs the fewest nodes that include one end of each cut edge
+(:mod:`lightning_gnn.strategies.cover.covers`). A node whose edges are all covered by other nodes costs nothing, regardless of its
+number of cut edges. Nodes are moved one at a time, as in Fiduccia and Mattheyses (DAC 1982), but only if the move costs no row.
 
-N nodes, E edges, P parts.
+N nodes, E edges, P partitions.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.cover.covers import cover_edges
 
 BOUND = 1.05
-"""Over the mean: a part may grow to so many nodes and edges, or to what the heaviest had before."""
+"""Maximum nodes and edges of a partition, relative to the mean; the heaviest partition's initial numbers if these are larger."""
 
 LEAST = 0.001
-"""Rounds go on while one saves this fraction of the rows."""
+"""Minimum reduction of the rows in a round, as a fraction; a smaller reduction ends the refinement."""
 
 
 def refine_for_cover(edge_index: Ids, part: NDArray[np.integer], num_parts: int, seed: int = 0) -> NDArray[np.int32]:
-    """Returns parts by whose minimum covers at most as many rows are sent as by those of `part`, int32 ``[N]``.
+    """Returns a partition whose minimum covers send at most as many rows as the covers of `part`, int32 ``[N]``.
 
-    In each round, nodes move in random order, to the part where the rows of others leave the fewest to be sent for the node; to
-    one where they are as many as now if that evens the parts' edges. Covers are found anew after each round. No part is emptied.
-    Takes 8 N P bytes beside the edges.
+    Each round visits the nodes in random order. A node moves to the partition that requires the fewest rows for it. With equal
+    rows, it moves if this improves the edge balance. Covers are recomputed after each round. No partition becomes empty.
+
+    Needs 8 N P bytes in addition to the edges.
 
     Args:
-        edge_index: int64 ``[2, E]``, source and target; self-loops and duplicates may be among them.
-        part: of each node, ``[N]``.
+        edge_index: int64 ``[2, E]``, source and target; may include self-loops and duplicates.
+        part: partition of each node, ``[N]``.
         num_parts: P.
-        seed: of the order.
+        seed: random seed of the order of nodes.
     """
     num_nodes, moved, draws = len(part), np.array(part, np.int32), np.random.default_rng(seed)
     source, target = edge_index[:, edge_index[0] != edge_index[1]]
@@ -61,8 +62,13 @@ def refine_for_cover(edge_index: Ids, part: NDArray[np.integer], num_parts: int,
 
 @compiled
 def _count_edges(ends, part, served_by, num_parts):  # type: ignore[no-untyped-def]
-    """Returns how many edges each row serves, int32 ``[2, N, P]``: of the copy of a source to a part, and of the partial result
-    of a target from a part. `served_by` says of each edge which of its `ends` has the row, 0 or 1."""
+    """Returns the number of edges that each row covers, int32 ``[2, N, P]``.
+
+    A row is the features of a source sent to a partition, or the partial aggregate of a target from a partition.
+
+    Args:
+        served_by: which of the `ends` of each edge has the row, 0 or 1, ``[E]``.
+    """
     rows = np.zeros((2, len(part), num_parts), np.int32)
     for edge in range(len(ends)):
         side = served_by[edge]
@@ -76,9 +82,14 @@ def _count_edges(ends, part, served_by, num_parts):  # type: ignore[no-untyped-d
 def _move_nodes(  # type: ignore[no-untyped-def]
     order, ends, incident, indptr, part, served_by, rows, nodes, edges, most_nodes, most_edges
 ):
-    """Moves nodes in this order, one round; changes `part` and what is counted. Of a node, `incident` holds 2 edge + side."""
+    """Move nodes in the given order, one round; updates `part` and all counts in place.
+
+    Args:
+        incident: 2 edge + side for each edge of a node.
+    """
     num_parts = len(nodes)
-    # By side, part that the node would move to, and part of its neighbours: whether others' rows leave an edge to them unserved.
+    # Indexed by side, destination of the node, and neighbor's partition: whether an edge to that partition needs a row of the
+    # node.
     needs, near = np.zeros((2, num_parts, num_parts), np.bool_), np.zeros(num_parts, np.bool_)
     for node in order:
         here, mine = part[node], incident[indptr[node] : indptr[node + 1]]
@@ -88,7 +99,7 @@ def _move_nodes(  # type: ignore[no-untyped-def]
         if not cut or nodes[here] == 1:
             continue
         needs[:], near[:] = False, False
-        now = in_edges = 0  # rows of the node, and rows of others that serve its edge alone
+        now = in_edges = 0  # rows of the node, and rows of neighbors that cover only its edge
         for side in range(2):
             for there in range(num_parts):
                 now += rows[side, node, there] > 0

@@ -1,7 +1,7 @@
-"""``cover``: an edge cut whose ranks send the least that it allows: copies of sources, or partial results of targets.
+"""``cover``: an edge cut with minimum communication volume: features of sources or partial aggregates of targets.
 
-Source: SuperGCN (arXiv 2411.16025), which has minimum vertex covers of cut edges for GCN; here for every conv that can be
-computed over a vertex cut.
+Source: SuperGCN (arXiv 2411.16025), which uses minimum vertex covers of cut edges for GCN. Here they are used for every conv that
+supports a vertex cut.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ CoverPlanName = Literal["p2p", "spst"]
 
 
 class CoverScheme(PlannedScheme):
-    """Ranks hold what they hold under `dgcl`; of the edges between two ranks, those of covered targets are computed by the
-    sources' rank. See :class:`CoverStrategy`."""
+    """Scheme with the shards of ``dgcl`` that sends features or partial aggregates. See :class:`CoverStrategy`.
+
+    The rank of the source computes the edges of covered targets.
+    """
 
     plans = get_args(CoverPlanName)
 
@@ -60,13 +62,13 @@ class CoverScheme(PlannedScheme):
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
         owner = owners_of(shard.offsets, shard.node_ids(world.rank))
-        # Rows that go directly need no search for what the ranks are joined by.
+        # Direct messages do not need the topology of the ranks.
         topology = None if self.plan == "p2p" and self.topology in ("auto", "measured") else self.links(world)
         make: MakeExchange = partial(make_exchange, self.plan, topology)  # type: ignore[arg-type]
 
         @cache
         def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
-            # All edges into a rank are its own, so each rank covers those that end at it, and none needs to know the others'.
+            # Each rank has all edges into its own nodes and computes their cover itself.
             holders = cover_edges(plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost)
             return spread_edges(shard, holders, world, meter, make)
 
@@ -75,7 +77,7 @@ class CoverScheme(PlannedScheme):
             return covered(copy_bytes // common, result_bytes // common)
 
         exchange = make(shard.plan, shard.halos, shard.offsets, world, meter)
-        # Of a sum, a copy and a partial result are as wide, forward and backward.
+        # For a sum, features and partial aggregates have equal width, forward and backward.
         return exchange.with_products(Products(covered(1, 1), spread))
 
 
@@ -85,32 +87,35 @@ def _(scheme: CoverScheme) -> CoverScheme:
 
 
 class CoverStrategy(GNNStrategy):
-    """Full-graph training over an edge cut with the fewest rows, exact; ``Trainer(strategy="cover")``.
+    """Full-graph training over an edge cut with the fewest rows sent, exact; ``Trainer(strategy="cover")``.
 
-    Each rank owns the nodes that it owns under ``dgcl``. An edge between two ranks needs the row of its source at the one, or the
-    sum that its target gets from there, made at the other; for each ordered pair of ranks a minimum vertex cover of their edges
-    says which, so that no choice sends fewer rows; of attention and extremes, whose partial results cost more than copies, one of
-    minimum weight, so that none sends fewer bytes in a training step. docs/cover.md has the weights.
+    Local nodes are the same as under ``dgcl``. For an edge between two ranks, either the features of its source are sent, or a
+    partial aggregate for its target. A minimum vertex cover of the edges between each ordered pair of ranks decides. No other
+    choice sends fewer rows.
+
+    For attention and max or min aggregation, a partial aggregate costs more than features. The cover then has minimum weight: no
+    other choice sends fewer bytes in a training step. docs/cover-internals.md lists the weights.
 
     Args:
         topology, partition: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
-        plan: how rows travel: ``"p2p"`` directly; ``"spst"`` copies down the trees of a plan over `topology`, and partial results
-            up such trees, added on the way, each as far as the cost model finds that faster (docs/cover.md).
-        refine: move nodes between METIS's parts while that lowers the rows that are sent
-            (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`). Once, before training; docs/cover.md has what it
-            gains.
+        plan: route of the rows. ``"p2p"``: directly. ``"spst"``: features down the trees of a plan over `topology`, partial
+            aggregates up such trees, added on the way. Either is relayed only if the cost model predicts a gain
+            (docs/cover-internals.md).
+        refine: whether to move nodes between METIS's partitions, once before training, if this reduces the rows sent. See
+            :func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`; docs/cover-internals.md lists the gains.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown plan or partition, a `refine` that is no bool, or a plan without its topology; `refine` with a
-            `partition` of the datamodule; once the number of ranks is known, a topology that is not there or is too small.
+        ValueError: an unknown plan or partition, a `refine` that is not a bool, or a plan without its topology; `refine` with a
+            `partition` of the datamodule. Raised once the number of ranks is known: a topology that does not exist or is too
+            small.
     """
 
     strategy_name = "cover"
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Tells nothing: arguments tell how rows travel."""
+        """Log nothing: the arguments determine the plan."""
 
     @classmethod
     @override

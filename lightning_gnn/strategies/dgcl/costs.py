@@ -1,4 +1,4 @@
-"""What one exchange of ``dgcl`` moves and takes under each of its plans, for ``lightning-gnn plan``."""
+"""Communication volume and time of one exchange of ``dgcl`` under each plan, for ``lightning-gnn plan``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _(scheme: DGCLScheme, work: Workload, topology: Topology | None) -> Sequence
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
     check_devices(work.relation, topology)
-    parts = edge_exchange("", work, None)  # what each rank holds and computes under plans that replicate nothing
+    parts = edge_exchange("", work, None)  # nodes and edges of each rank under plans that do not replicate
     found = []
     try:
         plan = p2p(work.relation, topology)
@@ -43,7 +43,7 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
         cost = swap_cost(work.relation, topology)
         rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
         found.append(replace(parts, scheme="swap", rows=rows, seconds=cost.seconds(work.row_bytes), cost=cost))
-    except ValueError as error:  # several machines, or nothing known of the memory
+    except ValueError as error:  # several machines, or no data about the memory
         found.append(ExchangeCost("swap", reason=str(error)))
     found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
     if len(topology.hosts) > 1:
@@ -59,7 +59,7 @@ def _planned(name: str, found: PricedPlan, work: Workload, parts: ExchangeCost) 
 
 
 def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
-    """Returns the exchange of neighbourhoods that each group of ranks holds together (DGCL-R, Table 5), as they are trained."""
+    """Returns the exchange of a group of ranks that stores neighborhoods jointly (DGCL-R, Table 5), as in training."""
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))

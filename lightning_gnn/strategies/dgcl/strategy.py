@@ -1,7 +1,7 @@
-"""``dgcl``: an edge cut whose ranks fetch halo rows before each layer (graph allgather).
+"""``dgcl``: an edge cut whose ranks receive halo features before each layer (graph allgather).
 
-Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 3 (replication), 4 (what
-is exchanged), 5 (plans), 6 (how ranks follow them) and 7.1 (swap, DGCL-R).
+Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 3 (replication), 4
+(exchanged data), 5 (plans), 6 (execution of plans) and 7.1 (swap, DGCL-R).
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from lightning_gnn.strategy.scheme import twin_of
 PlanName = Literal["auto", "p2p", "spst", "swap", "replicate", "dgcl_r"]
 
 _WHOLE_SMALL_GRAPH = 1000
-"""Hops after which any node of a self-check's graph is reached."""
+"""Number of hops within which all nodes of a self-check's graph are reachable."""
 
 
 class ReplicatedExchange(Exchange):
-    """S and S^T inside a group of ranks, and behind the halo rows one of zeros: the source of edges from beyond.
+    """S and S^T inside a group of ranks, with one halo row of zeros appended.
 
-    Rows that read it are not right, and nothing that is right reads these (:mod:`lightning_gnn.partition.replicas`).
+    The row of zeros is the source of edges from nodes outside the group. Rows that depend on it are incorrect. No correct row
+    depends on them (:mod:`lightning_gnn.partition.replicas`).
 
     Args:
-        inner: between the ranks of the group; idle where each is alone.
+        inner: exchange between the ranks of the group; idle if each group is a single rank.
         own_lengths, most_propagations: see :class:`~lightning_gnn.comm.exchange.Exchange`.
     """
 
@@ -82,7 +83,10 @@ class ReplicatedExchange(Exchange):
 
 
 class DGCLScheme(PlannedScheme):
-    """Each rank holds all in-edges of its nodes; S fetches the halo rows, R is the identity. See :class:`DGCLStrategy`."""
+    """Scheme in which each rank has all in-edges of its local nodes. See :class:`DGCLStrategy`.
+
+    S sends halo features; R is the identity.
+    """
 
     plans = get_args(PlanName)
     over_links = ("spst", "dgcl_r")
@@ -155,30 +159,41 @@ def _(scheme: DGCLScheme) -> MemoryAdvice:
 class DGCLStrategy(GNNStrategy):
     """Full-graph training over an edge cut, exact; ``Trainer(strategy="dgcl")``.
 
-    Rows travel directly from their owner to each rank that reads them, and exactly those rows; or, where links differ, along
-    the trees of a plan, over other ranks too (docs/planning.md).
+    Each owner sends exactly the features that another rank needs, directly to that rank. If links differ, features are relayed
+    along the trees of a plan (docs/planning.md).
 
     Args:
-        plan: how rows travel: ``"p2p"`` directly; ``"spst"`` along shortest path spanning trees over `topology` (DGCL section
-            5.2), in as many stages as the cost model finds the fastest for rows of their width, also directly; ``"auto"``
-            directly between GPUs and if all links are alike, otherwise as ``"spst"``. More than 64 ranks have a plan of two
-            stages in place of trees, between machines and inside them. To compare with: ``"swap"`` through the
-            memory of one machine; ``"replicate"`` not at all, each rank holds and computes the neighbourhood of its nodes;
-            ``"dgcl_r"`` neighbourhoods per machine, SPST inside it.
-        topology: what the ranks are joined by, rank i being device i. ``"auto"``: machines by host name, and what NVML and
-            Linux tell of their GPUs and ports (docs/planning.md); CPU ranks of a machine are alike. ``"measured"``: what
-            messages between each two ranks take when the run begins, each sent alone: what links share is not seen. Or
-            ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, such as
-            ``lightning-gnn topology measure`` writes; of larger ones the first devices are taken. None for links that are alike.
-        partition: where METIS cuts: ``"flat"`` between all ranks alike; ``"hierarchical"`` between the machines of `topology`
-            first, then between their sockets, then inside these (DGCL section 4.1); ``"auto"`` hierarchically if there are
-            several machines of equally many ranks.
-        num_hops: how far ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
+        plan: route of the features.
+
+            - ``"p2p"``: directly.
+            - ``"spst"``: along shortest path spanning trees over `topology` (DGCL section 5.2). The cost model chooses the number
+              of stages for the width of the features; direct messages are one of the choices.
+            - ``"auto"``: directly between GPUs or if all links are equal, otherwise as ``"spst"``. With more than 64 ranks, a
+              plan of two stages replaces the trees: between machines, then inside them.
+            - ``"swap"``, for comparison: through the memory of one machine.
+            - ``"replicate"``, for comparison: nothing is sent; each rank stores and computes the neighborhood of its nodes.
+            - ``"dgcl_r"``, for comparison: neighborhoods are replicated per machine, SPST inside a machine.
+        topology: links between ranks; rank i is device i.
+
+            - ``"auto"``: machines by host name, with the links that NVML and Linux report for GPUs and ports (docs/planning.md).
+              CPU ranks of a machine are equal.
+            - ``"measured"``: measures each pair of ranks at the start of the run, one message at a time. Contention on shared
+              links is not measured.
+            - ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology, as
+              written by ``lightning-gnn topology measure``. The first devices of a larger topology are used.
+            - None: all links are equal.
+        partition: levels of the METIS partition.
+
+            - ``"flat"``: one partition into all ranks.
+            - ``"hierarchical"``: between the machines of `topology`, then between their sockets, then inside them (DGCL section
+              4.1).
+            - ``"auto"``: hierarchical for several machines with equal numbers of ranks.
+        num_hops: number of hops that ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown plan, or one without its topology or hops; and, once the number of ranks is known, a topology
-            that is not there, is too small or is not connected.
+        ValueError: an unknown plan, or a plan without its topology or hops. Raised once the number of ranks is known: a topology
+            that does not exist, is too small or is not connected.
     """
 
     strategy_name = "dgcl"
