@@ -1,4 +1,4 @@
-"""What one exchange of each product on a process grid moves and takes, for ``lightning-gnn plan``."""
+"""Communication volume and time of one exchange of each product on a process grid, for ``lightning-gnn plan``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def grid_name(replication: int, sparsity_aware: bool) -> str:
 
 
 def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
-    """Returns what the 1D and 1.5D products of CAGNET exchange, sparsity-aware and in blocks, by legal replication factor."""
+    """Returns the exchanges of CAGNET's 1D and 1.5D products by legal replication factor, sparsity-aware and in blocks."""
     offsets, ranks = work.relation.offsets, work.relation.num_devices
     halos = [work.relation.halo(rank) for rank in range(ranks)]
     found = []
@@ -85,9 +85,10 @@ def grid_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCo
 
 
 def product_exchanges(work: Workload, topology: Topology | None) -> list[ExchangeCost]:
-    """Returns what each of :func:`~lightning_gnn.strategies.spmm.traffic.products` exchanges; a forward product takes followed.
+    """Returns the exchange of each of :func:`~lightning_gnn.strategies.spmm.traffic.products`.
 
-    Mirrored ones are left out where they exchange as many rows, as in undirected graphs.
+    The exchange that a forward product uses is marked ``followed``. Mirrored products are omitted if they exchange the same
+    number of rows, as in undirected graphs.
     """
     offsets, (source, target) = work.relation.offsets, work.edge_index
     named = {each.scheme: each for each in grid_exchanges(work, topology)}
@@ -110,12 +111,12 @@ def product_exchanges(work: Workload, topology: Topology | None) -> list[Exchang
 
 
 def cube_exchange(work: Workload, topology: Topology | None, cube: ProcessCube, keep_blocks: bool = True) -> ExchangeCost:
-    """Returns what the 2D or 3D product exchanges. With `keep_blocks`, the matrix has travelled before."""
+    """Returns the exchange of the 2D or 3D product. With `keep_blocks`, the matrix is not sent again."""
     offsets, columns = work.relation.offsets, work.columns
     matrix = matrix_traffic(cube, offsets, work.edge_index, work.value_bytes)
     if keep_blocks:
         matrix[:] = 0
-    # Words and the matrix in units of rows: the narrower these are, the more the matrix counts.
+    # Words and the matrix, in units of rows: narrower rows give the matrix a larger share.
     traffic = summa_traffic(cube, offsets, columns) / columns + matrix / work.row_bytes
     return sent_directly(
         f"spmm_{cube.dimensions}d",

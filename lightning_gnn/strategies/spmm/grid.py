@@ -1,9 +1,11 @@
-"""The process grid of 1D and 1.5D SpMM: who multiplies which block of the graph's matrix with which rows.
+"""Process grids of 1D, 1.5D, 2D and 3D SpMM: which rank multiplies which block of the matrix.
 
-Source: CAGNET (Tripathy et al., SC'20; GNNSys'21) sections 4.1 and 4.2. P ranks form P / c process rows of c ranks each; rank
-i c + j stands in row i and column j. A block row of nodes belongs to each process row, cut into c sub-blocks, one owned by
-each of its ranks. The blocks of a process row's matrix are divided over its columns: column j takes those of the block rows in
-its chunk. Where c^2 does not divide P, the paper gives the last column what remains; here chunks are as even as can be.
+Source: CAGNET (Tripathy et al., SC'20; GNNSys'21) sections 4.1 and 4.2. P ranks form P / c process rows of c ranks each; rank i c
++ j is in row i and column j. Each process row has a block row of nodes. The block row has c sub-blocks, one owned by each rank of
+the process row.
+
+The blocks of a process row's matrix are divided between its columns: column j has the blocks of the block rows in its chunk. If
+c^2 does not divide P, the paper assigns the remainder to the last column; here chunks are as even as possible.
 
 n nodes, f columns, P ranks, c the replication factor, R = P / c.
 """
@@ -27,7 +29,7 @@ def legal_replications(num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """R rows of c ranks.
+    """Process grid of R rows of c ranks.
 
     Attributes:
         num_ranks: P.
@@ -52,7 +54,7 @@ class ProcessGrid:
 
     @property
     def all_multiply(self) -> bool:
-        """Whether every process column has a block row to read. Else columns idle, down to one rank that does all for c = P."""
+        """Whether every process column has a block row to read. If not, columns idle; for c = P, one rank does all the work."""
         return self.replication <= self.num_rows
 
     def row(self, rank: int) -> int:
@@ -69,12 +71,12 @@ class ProcessGrid:
         return range(column, self.num_ranks, self.replication)
 
     def chunk(self, column: int) -> range:
-        """Returns the block rows whose nodes a process column reads, every c-th: their ranks lie evenly on the column's ring."""
+        """Returns the block rows that a process column reads: every c-th, so that their ranks are evenly spaced on its ring."""
         return range(column, self.num_rows, self.replication)
 
     @cached_property
     def columns(self) -> Ids:
-        """The process column whose chunk holds each block row, int64 ``[R]``."""
+        """Process column whose chunk includes each block row, int64 ``[R]``."""
         return np.arange(self.num_rows) % self.replication
 
     def source(self, block: int) -> int:
@@ -82,10 +84,11 @@ class ProcessGrid:
         return block * self.replication + int(self.columns[block])
 
     def ring(self, column: int) -> list[list[int | None]]:
-        """Returns by stage the sub-block, by its owner, that each rank of a process column passes to the next one, in a ring.
+        """Returns by stage the sub-block that each rank of a process column sends to the next rank of the ring.
 
-        Sources begin with their own; each rank passes on what comes, in that order, a sub-block a stage, until it is back before
-        its source. So each goes over each link once, and nearly all links are busy in each of the R + c - 2 stages (c divides R).
+        Sub-blocks are identified by their owners; None if nothing is sent. Sources send their own sub-block first. Each rank
+        forwards received sub-blocks in order, one per stage. A sub-block stops at the rank before its source. Each sub-block uses
+        each link once. Nearly all links are busy in each of the R + c - 2 stages (if c divides R).
         """
         rows, stages = self.num_rows, []
         waiting = [deque[int]() for _ in range(rows)]
@@ -101,43 +104,49 @@ class ProcessGrid:
         return stages
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
-        """Returns the rank that multiplies each entry: the process row of `row`, the column whose chunk holds `col`; ``[E]``.
+        """Returns the rank that multiplies each entry, ``[E]``.
 
-        `row` and `col` are relabelled ids ``[E]``; `offsets` the first node of each rank and the end, ``[P + 1]``.
+        The rank is in the process row of `row` and in the column whose chunk includes `col`.
+
+        Args:
+            offsets: first node of each rank and the end, ``[P + 1]``.
+            row, col: relabeled ids, ``[E]``.
         """
         c = self.replication
         return owners_of(offsets, row) // c * c + self.columns[owners_of(offsets, col) // c]
 
     def words(self, offsets: Ids, columns: int) -> int:
-        """Returns the words that all ranks together receive in one layer and direction, if whole blocks travel.
+        """Returns the words that all ranks together receive in one layer and direction if whole blocks are sent.
 
-        Broadcasts n f (R - 1); for these, the c owners of a block bring it together, n f (c - 1) / c if they own equally many;
-        after them, partial sums are reduced and scattered in process rows, n f (c - 1).
+        Broadcasts send n f (R - 1). Before these, the c owners of a block gather it: n f (c - 1) / c if they own equal numbers.
+        After the broadcasts, partial sums are reduced and scattered in process rows: n f (c - 1).
         """
         nodes, c = int(offsets[-1]), self.replication
         there = sum(int(offsets[source + 1] - offsets[source]) for source in map(self.source, range(self.num_rows)))
         return columns * (nodes * (self.num_rows - 1) + (nodes - there) + nodes * (c - 1))
 
     def paper_words(self, num_nodes: int, columns: int) -> int:
-        """Returns the same count of the paper's algorithm, which replicates block rows and keeps that up by an all-reduce.
+        """Returns the same count for the paper's algorithm, which replicates block rows and updates them by an all-reduce.
 
-        n f (R - 1) of the broadcasts and 2 n f (c - 1) of a ring.
+        n f (R - 1) for the broadcasts and 2 n f (c - 1) for a ring.
         """
         return num_nodes * columns * ((self.num_rows - 1) + 2 * (self.replication - 1))
 
 
 @dataclass(frozen=True)
 class ProcessCube:
-    """q x q x L ranks: the square of 2D products (L = 1) and the cube of 3D ones (L = q).
+    """Grid of q x q x L ranks: the square of 2D products (L = 1) and the cube of 3D products (L = q).
 
-    Source: CAGNET (SC'20) sections 4.3 and 4.4 name the algorithms; the derivation is ours. The graph's nodes are cut into q L
-    blocks, and each block into q sub-blocks, one per rank: rank (k q + i) q + j stands in row i and column j of layer k, and owns
-    sub-block j of block k q + i. Block row i of the matrix is the blocks k q + i of all layers k. Entry (row, col) belongs to the
-    block row of `row` and to the block of `col`; block b = k q + s of columns lies on the ranks of column s of layer k. So
+    Source: CAGNET (SC'20) sections 4.3 and 4.4 name the algorithms; the derivation is ours. The nodes are divided into q L
+    blocks, and each block into q sub-blocks, one per rank. Rank (k q + i) q + j is in row i and column j of layer k. It owns
+    sub-block j of block k q + i.
+
+    Block row i of the matrix consists of the blocks k q + i of all layers k. Entry (row, col) belongs to the block row of `row`
+    and to the block of `col`. Block b = k q + s of columns is on the ranks of column s of layer k. Therefore
 
         Z_ij = sum over layers k, sum over s of A_(i, k q + s) H_(k q + s, j)
 
-    where H_(b, j) is the rows of block b, columns j of q: each layer is a SUMMA over s, and layers are added up.
+    where H_(b, j) has the rows of block b and columns j of q. Each layer is a SUMMA over s, and layers are summed.
 
     Attributes:
         side: q.
@@ -149,7 +158,7 @@ class ProcessCube:
 
     @classmethod
     def of(cls, num_ranks: int, dimensions: int) -> ProcessCube:
-        """Returns the square or cube of that many ranks."""
+        """Returns the square or cube of `num_ranks` ranks."""
         root = round(num_ranks ** (1 / dimensions))
         if root**dimensions != num_ranks:
             below, above = (max(1, int(num_ranks ** (1 / dimensions)) + more) ** dimensions for more in (0, 1))
@@ -166,7 +175,7 @@ class ProcessCube:
 
     @property
     def dimensions(self) -> int:
-        """Of the products: 2 or 3."""
+        """Dimensions of the products: 2 or 3."""
         return 2 if self.layers == 1 else 3
 
     @property
@@ -186,33 +195,37 @@ class ProcessCube:
         return range(block * self.side, (block + 1) * self.side)
 
     def blocks_of_row(self, row: int) -> list[int]:
-        """Returns the blocks that block row i is made of."""
+        """Returns the blocks of block row i."""
         return [layer * self.side + row for layer in range(self.layers)]
 
     def stage(self, rank: int, turn: int) -> int:
-        """Returns the s that a rank is at in its turn t: (i + j + t) mod q, another one for each of a row, and of a column."""
+        """Returns the SUMMA stage s of a rank in turn t: (i + j + t) mod q, distinct within a row and within a column."""
         row, column, _ = self.place(rank)
         return (row + column + turn) % self.side
 
     def readers(self, rank: int, turn: int) -> tuple[int, int]:
-        """Returns who reads from a rank in a turn: the column of who reads its block of the matrix, and the row for its rows."""
+        """Returns the destinations of a rank in a turn.
+
+        The first is the column that reads its block of the matrix; the second is the row that reads its rows.
+        """
         row, column, _ = self.place(rank)
         return (column - row - turn) % self.side, (row - column - turn) % self.side
 
     def widths(self, columns: int) -> list[int]:
-        """Returns how many of f columns each column j of ranks has: as even as can be."""
+        """Returns the number of the f columns for each column j of ranks, as even as possible."""
         return [columns * (j + 1) // self.side - columns * j // self.side for j in range(self.side)]
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
-        """Returns the rank that holds each entry; see :meth:`ProcessGrid.holders`."""
+        """Returns the rank that has each entry; see :meth:`ProcessGrid.holders`."""
         row_block, col_block = owners_of(offsets, row) // self.side, owners_of(offsets, col) // self.side
         layer, column = col_block // self.side, col_block % self.side
         return (layer * self.side + row_block % self.side) * self.side + column
 
     def words(self, offsets: Ids, columns: int) -> int:
-        """Returns the words of rows that all ranks together receive in one product; entries of the matrix come on top.
+        """Returns the words of rows that all ranks together receive in one product, without entries of the matrix.
 
-        SUMMA n f (q - 1), the sum over layers n f (L - 1), and the way from rows to columns of blocks and back.
+        SUMMA: n f (q - 1). The sum over layers: n f (L - 1). In addition, the conversion between rows and columns of blocks, in
+        both directions.
         """
         nodes, q = int(offsets[-1]), self.side
         widths = self.widths(columns)
@@ -221,5 +234,5 @@ class ProcessCube:
 
 
 def on_grid(grid: ProcessGrid | ProcessCube, offsets: Ids) -> Holders:
-    """Returns who multiplies an entry on a process grid, of nodes that start at `offsets`, ``[P + 1]``, on each rank."""
+    """Returns a function that maps entries to the ranks that multiply them, for nodes that start at `offsets`, ``[P + 1]``."""
     return partial(grid.holders, offsets)

@@ -1,18 +1,20 @@
-"""Matrices that lie on a process grid in blocks, and their products: CAGNET's 1D, 1.5D, 2D and 3D algorithms.
+"""Matrices in blocks on a process grid, and their products: CAGNET's 1D, 1.5D, 2D and 3D algorithms.
 
-Source of :class:`BlockMatrix`: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. Ours differs in that each row of a block
-row is owned by one of the c ranks of its process row, and does not lie on all of them. A block is brought together at the rank
-that broadcasts it; partial sums are reduced to the owners, the first half of the paper's all-reduce. All blocks of a process
-column are broadcast at once, around a ring of its ranks, so that no rank waits for another one's turn: see
+Source of :class:`BlockMatrix`: CAGNET (GNNSys'21) Algorithm 1 (c = 1) and Algorithm 2. In the paper, each block row is on all c
+ranks of its process row; here, each of its rows has one owner among them. A block is gathered at the rank that broadcasts it.
+Partial sums are reduced to the owners, the first half of the paper's all-reduce. All blocks of a process column are broadcast at
+once, around a ring of its ranks, so that no rank waits for another rank's turn. See
 :meth:`~lightning_gnn.strategies.spmm.grid.ProcessGrid.ring`.
 
-Source of :class:`SummaMatrix`: CAGNET (SC'20) sections 4.3 and 4.4, SUMMA on a square of ranks, and on each layer of a cube; see
-:class:`~lightning_gnn.strategies.spmm.grid.ProcessCube` for who holds what. Rows come in and go out whole, as each rank owns
-them, so that dense layers see all columns of a node: they are turned into columns of blocks inside a block's owners, and back.
-SUMMA's stages begin at another block on each rank of a row and of a column, as Cannon's algorithm does: so in each stage a rank
-sends its block of the matrix to one rank and its rows to one, and gets one of each. In one order for all, q - 1 of q would wait.
+Source of :class:`SummaMatrix`: CAGNET (SC'20) sections 4.3 and 4.4, SUMMA on a square of ranks, and on each layer of a cube. See
+:class:`~lightning_gnn.strategies.spmm.grid.ProcessCube` for the distribution. Inputs and outputs are whole rows on their owners,
+so that dense layers have all columns of a node. The owners of a block convert rows to columns of blocks, and back.
 
-n nodes, N of them owned by a rank, P ranks, c the replication factor, R = P / c block rows.
+SUMMA's stages start at a different block on each rank of a row and of a column, as in Cannon's algorithm. In each stage, a rank
+sends its block of the matrix to one rank and its rows to one rank, and receives one of each. If all ranks used the same order, q
+- 1 of q would wait.
+
+n nodes, N local nodes of a rank, P ranks, c the replication factor, R = P / c block rows.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ from lightning_gnn.strategies.spmm.grid import ProcessCube, ProcessGrid, on_grid
 
 
 class BlockMatrix(Matrix):
-    """Whole blocks travel, a sub-block at a time, around each process column; one is multiplied while the next one comes.
+    """Matrix whose products send whole blocks, one sub-block at a time, around each process column.
 
-    All ranks go through the stages alike, so that a transport that does one thing after the other (NCCL) comes to no standstill.
+    A rank multiplies one sub-block while it receives the next. All ranks run the same stages in the same order, so that a
+    transport that runs operations in sequence (NCCL) does not deadlock.
 
-    Memory beside the operands: the block that this rank broadcasts, two or three sub-blocks on their way, and its process row's
-    partial sums.
+    Memory in addition to the operands: the block that this rank broadcasts, two or three sub-blocks in transit, and the partial
+    sums of its process row.
 
     Args:
-        entries: the matrix's entries whose row this rank owns, in relabelled ids.
-        grid: of the products.
+        entries: entries of the matrix whose row this rank owns, in relabeled ids.
+        grid: process grid of the products.
         offsets: first node of each rank and the end, ``[P + 1]``.
-        world, meter: the ranks, and where traffic is counted.
+        world, meter: the ranks, and the traffic counter.
     """
 
     def __init__(self, entries: Triples, grid: ProcessGrid, offsets: Ids, world: World, meter: Meter) -> None:
@@ -62,7 +65,7 @@ class BlockMatrix(Matrix):
         self._buffers = world.buffers(world.device)
 
     def _distribute(self, entries: Triples) -> dict[int, tuple[CSR, Tensor | None]]:
-        """Returns by the owner of a sub-block what it is multiplied with here, and the values of that in slot order."""
+        """Returns by owner of a sub-block the matrix that multiplies it here, and the matrix's values in slot order."""
         mine = distribute(entries, on_grid(self.grid, self.offsets), self.world)
         rows = self.grid.in_row(self.row)
         first, stop = int(self.offsets[rows.start]), int(self.offsets[rows.stop])
@@ -81,8 +84,8 @@ class BlockMatrix(Matrix):
         sums = int(np.diff(self.offsets[:: self.grid.replication])[self.row])
         total = x.new_zeros((sums, x.size(1)), dtype=torch.promote_types(x.dtype, torch.float32))
         here: dict[int, Tensor] = {}  # by owner
-        uses: dict[int, int] = {}  # that are left of each
-        waiting: list[int] = []  # for their product
+        uses: dict[int, int] = {}  # remaining, by owner
+        waiting: list[int] = []  # for multiplication
 
         def room(owner: int) -> Tensor:
             size = int(self.offsets[owner + 1] - self.offsets[owner])
@@ -106,7 +109,7 @@ class BlockMatrix(Matrix):
                 spmm(csr, here[owner], values, out=total, accumulate=True)
             used(owner)
 
-        # The rows of this process row come together at the rank that broadcasts them.
+        # Gather the rows of this process row at the rank that broadcasts them.
         source, others = self.grid.source(self.row), dict[int, Tensor]()
         if source == rank:
             others = {owner: room(owner) for owner in self.grid.in_row(self.row) if owner != rank}
@@ -140,7 +143,7 @@ class BlockMatrix(Matrix):
         return out
 
     def _reduced(self, total: Tensor, messages: ProductMessages) -> Tensor:
-        """Sums a process row's partial sums at the owners, in the order of ranks."""
+        """Reduce the partial sums of a process row to the owners, in the order of ranks."""
         ranks = self.grid.in_row(self.row)
         if len(ranks) == 1:
             return total
@@ -149,14 +152,17 @@ class BlockMatrix(Matrix):
 
 
 class ProductMessages:
-    """Messages of one product: counted, and named in errors."""
+    """Messages of one product: adds them to the traffic and labels them for errors."""
 
     def __init__(self, world: World, meter: Meter, call: Call) -> None:
         self._world, self._meter, self._call = world, meter, call
         self._open: list[Callable[[], None]] = []
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Starts messages, empty ones left out; returns the function that waits. Call :meth:`end` if it is not called."""
+        """Starts messages, without empty ones; returns a function that waits for them.
+
+        Call :meth:`end` if the returned function is not called.
+        """
         began = Moment.now(self._world.device, "send", self._call.layer, self._call.direction)
         sends = [(peer, rows) for peer, rows in sends if rows.numel()]
         receives = [(peer, into) for peer, into in receives if into.numel()]
@@ -171,12 +177,16 @@ class ProductMessages:
         return finish
 
     def swap(self, ranks: Sequence[int], out: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Sends ``out[i]`` to ``ranks[i]`` and receives ``into[i]`` from it, except for this rank itself; waits."""
+        """Send ``out[i]`` to ``ranks[i]``, receive ``into[i]`` from it, and wait; entries for this rank are skipped."""
         others = [index for index, rank in enumerate(ranks) if rank != self._world.rank]
         self.start([(ranks[i], out[i]) for i in others], [(ranks[i], into[i]) for i in others])()
 
     def sum(self, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of what two or more `ranks` have for this one, in their order, as each has ``parts[i]`` for rank i."""
+        """Returns the sum of the parts that two or more `ranks` have for this rank, in the order of `ranks`.
+
+        Args:
+            parts: ``parts[i]`` is this rank's part for ``ranks[i]``.
+        """
         own = parts[ranks.index(self._world.rank)]
         addends = [own if rank == self._world.rank else torch.empty_like(own) for rank in ranks]
         self.swap(ranks, parts, addends)
@@ -186,22 +196,23 @@ class ProductMessages:
         return out
 
     def end(self) -> None:
-        """Waits until all that has been started is done."""
+        """Wait for all messages that were started."""
         for finish in list(self._open):
             finish()
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a block of the matrix is packed, as it travels and is kept: without its empty rows, which on many ranks most rows are.
+    """Layout of a packed block of the matrix: as sent and stored, without empty rows.
 
-    Packed are, as bytes: which rows have entries and how many, int32 ``[R]`` each; columns, int32, and values, ``[E]`` each.
-    Source: doubly compressed sparse rows, Buluc and Gilbert (IPDPS'08).
+    With many ranks, most rows of a block are empty. The packed bytes are: ids of rows with entries and their numbers of entries,
+    int32 ``[R]`` each; columns, int32, and values, ``[E]`` each. Source: doubly compressed sparse rows, Buluc and Gilbert
+    (IPDPS'08).
 
     Attributes:
         shape: rows and columns of the block.
         filled, entries: R, E.
-        dtype: of values; None for ones.
+        dtype: dtype of the values; None if all are 1.
     """
 
     shape: tuple[int, int]
@@ -211,18 +222,18 @@ class _Form:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each part."""
+        """Bytes of each field."""
         item = 0 if self.dtype is None else self.dtype.itemsize
         return [4 * self.filled, 4 * self.filled, 4 * self.entries, item * self.entries]
 
     def expanded(self, packed: Tensor) -> tuple[CSR, Tensor | None]:
-        """Returns a block's entries, and their values in slot order."""
+        """Returns the entries of a block, and their values in slot order."""
         *parts, values = packed.split(self.sizes)
         rows, counts, indices = (part.view(torch.int32) for part in parts)
         indptr = torch.zeros(self.shape[0] + 1, dtype=torch.int64, device=packed.device)
         indptr[rows.long() + 1] = counts.long()
         csr = CSR(indptr.cumsum(0), indices, None, self.shape[1])
-        return csr, None if self.dtype is None else values.clone().view(self.dtype)  # a copy, since it must be aligned
+        return csr, None if self.dtype is None else values.clone().view(self.dtype)  # a copy, for alignment
 
 
 def _packed(csr: CSR, values: Tensor | None) -> tuple[_Form, Tensor]:
@@ -234,17 +245,18 @@ def _packed(csr: CSR, values: Tensor | None) -> tuple[_Form, Tensor]:
 
 
 class SummaMatrix(Matrix):
-    """One rank's block of a matrix over all nodes and of its transpose.
+    """Blocks of a matrix over all nodes and of its transpose, for 2D and 3D products.
 
-    Memory beside the operands: the blocks of the matrix of this rank's row and layer, or three stages' of them; three stages'
-    blocks of rows, and the partial sums of a block row's columns.
+    Memory in addition to the operands: the matrix blocks of this rank's row and layer, or of three stages; the blocks of rows of
+    three stages; and the partial sums of a block row's columns.
 
     Args:
-        entries: the matrix's entries whose row this rank owns, in relabelled ids.
-        cube: who stands where.
+        entries: entries of the matrix whose row this rank owns, in relabeled ids.
+        cube: process grid.
         offsets: first node of each rank and the end, ``[P + 1]``.
-        world, meter: the ranks, and where traffic is counted.
-        keep_blocks: the matrix does not change, so its blocks travel once, when it is distributed; otherwise in each product.
+        world, meter: the ranks, and the traffic counter.
+        keep_blocks: whether blocks of the matrix are sent once, at distribution, since the matrix is constant. If False, they are
+            sent in each product.
     """
 
     def __init__(
@@ -258,11 +270,11 @@ class SummaMatrix(Matrix):
         self._blocks = [self._distribute(entries), self._distribute(entries.transpose())]
 
     def _distribute(self, entries: Triples) -> list[tuple[_Form, Tensor | None]]:
-        """Returns by stage the blocks of this rank's row and layer, packed; None for others' that are not kept."""
+        """Returns by stage the packed blocks of this rank's row and layer; None for blocks of other ranks that are not kept."""
         cube, world = self.cube, self.world
         starts = torch.from_numpy(np.ascontiguousarray(self.offsets[:: cube.side]))
         mine = distribute(entries, on_grid(cube, self.offsets), world)
-        # From ids to rows of the block row, which is blocks of several layers, and to columns of the block.
+        # Offset from ids to rows of the block row, which has blocks of several layers.
         shift = torch.zeros(cube.num_blocks, dtype=torch.int64)
         total = 0
         for block in cube.blocks_of_row(self.row):
@@ -314,7 +326,7 @@ class SummaMatrix(Matrix):
                 receives.append((in_column[stage], into))
             return messages.start([(peer, each) for peer, each in sends if peer != rank], receives), form, block, into
 
-        # Two ahead: where a rank has a turn's blocks itself, it sends and receives those of the next one at once.
+        # Two turns ahead: if a rank already has the blocks of a turn, it transfers the next turn's at once.
         coming = [fetch(turn) for turn in range(min(2, cube.side))]
         for turn in range(cube.side):
             wait, form, block, into = coming.pop(0)
@@ -328,7 +340,7 @@ class SummaMatrix(Matrix):
         return out
 
     def _turned(self, x: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
-        """Returns this rank's columns of all rows of its block, of whole rows ``[N, f]``."""
+        """Returns this rank's columns of all rows of its block, from whole rows ``[N, f]``."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
         parts = [part.contiguous() for part in x.split(columns, 1)]
@@ -339,7 +351,7 @@ class SummaMatrix(Matrix):
         return block
 
     def _turned_back(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
-        """Returns this rank's whole rows, ``[N, f]``, of its columns of all rows of its block."""
+        """Returns this rank's whole rows, ``[N, f]``, from its columns of all rows of its block."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
         pieces = block.split(counts)

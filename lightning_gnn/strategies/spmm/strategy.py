@@ -1,4 +1,4 @@
-"""``spmm``, ``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the graph's matrix on a process grid.
+"""``spmm``, ``spmm_1d``, ``spmm_15d``, ``spmm_2d`` and ``spmm_3d``: the adjacency matrix on a process grid.
 
 Source: CAGNET, "Reducing Communication in Graph Neural Network Training" (SC'20) and its GNNSys'21 version: sections 4.1 (1D,
 Algorithm 1), 4.2 (1.5D, Algorithm 2), 4.3 (2D) and 4.4 (3D).
@@ -40,8 +40,10 @@ Permute = Literal["metis", "random"]
 
 
 class ProductScheme(Scheme):
-    """Each rank owns a range of nodes and their in-edges; sums over neighbours are products with a matrix that all hold. See
-    :class:`SpMM15DStrategy`."""
+    """Scheme in which each rank owns a range of nodes and their in-edges. See :class:`SpMM15DStrategy`.
+
+    Sum aggregations are products with a distributed matrix.
+    """
 
     def __init__(self, node_order: Permute | None) -> None:
         if not is_one_of(node_order, ("metis", "random", None)):
@@ -49,7 +51,7 @@ class ProductScheme(Scheme):
         self.node_order = node_order
 
     def check_ranks(self, world_size: int) -> None:
-        """Raises ValueError unless the products can be made by so many ranks; names numbers that can. In 1D, any can."""
+        """Raises ValueError with valid numbers of ranks if `world_size` is not one of them; in 1D, all are valid."""
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -58,10 +60,10 @@ class ProductScheme(Scheme):
 
 
 class GridExchange(HaloExchange):
-    """Moves rows directly where layers do not multiply.
+    """Halo exchange of direct messages for layers that do not use products.
 
     Attributes:
-        grid: the process grid on which they do.
+        grid: process grid of the products.
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter, grid: ProcessGrid) -> None:
@@ -83,7 +85,7 @@ class SpMMScheme(ProductScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        # Of one dimension, what a nonzero reads comes from its owner, and nothing else: rows of each type by themselves.
+        # In 1D, the features for a nonzero come only from their owner, so node types are exchanged separately.
         types = self.replication_factor == 1 and self.sparsity_aware
         return replace(super().layout(world_size, num_hosts), takes_types=types)
 
@@ -104,7 +106,7 @@ class SpMMScheme(ProductScheme):
         return exchange.with_products(Products(sparse if self.sparsity_aware else blocks, spread))
 
     def _grid(self, shard: Shard, offsets: Ids, node_ids: Ids, world: World) -> ProcessGrid:
-        """Returns the grid that is asked for, or that with the replication factor that moves least."""
+        """Returns the grid with the given replication factor, or with the factor that sends the fewest rows."""
         if self.replication_factor is not None or world.size == 1:
             return ProcessGrid(world.size, self.replication_factor or 1)
         grids = [ProcessGrid(world.size, c) for c in legal_replications(world.size)]
@@ -117,7 +119,7 @@ class SpMMScheme(ProductScheme):
             costs = [sparse_cost(grid, offsets, shard.halos, sums, row_bytes) for grid, sums in sums_of]
         else:
             costs = [block_cost(grid, offsets, row_bytes) for grid in grids]
-        # Of the rank that has least, so that all choose alike.
+        # Memory of the rank with the least, so that all ranks choose the same grid.
         available = available_bytes() if world.device.type == "cpu" else None
         least = min((each for each in world.all_gather_object(available) if each is not None), default=None)
         chosen = choose(costs, None if least is None else least // world.size)
@@ -132,7 +134,10 @@ class SpMMScheme(ProductScheme):
 
 
 def _partial_sums(source: Ids, target: Ids, grid: ProcessGrid, offsets: Ids, rank: int) -> int:
-    """Returns how often a node of this rank has in-edges from the chunk of another column than its own."""
+    """Returns the number of partial aggregates of this rank's nodes.
+
+    These are pairs of a node and another column whose chunk has sources of the node's in-edges.
+    """
     column = grid.holders(offsets, target, source) % grid.replication
     elsewhere = column != grid.column(rank)
     return len(np.unique(target[elsewhere] * grid.replication + column[elsewhere]))
@@ -157,13 +162,13 @@ class CubeScheme(ProductScheme):
         cube = self._cube(world.size)
         of_ranks: dict[str, Any] = {"offsets": shard.offsets, "world": world, "meter": meter}
         products = partial(SummaMatrix, cube=cube, keep_blocks=self.keep_blocks, **of_ranks)
-        # Attention and extremes: over the edges that each rank holds of the cube.
+        # Attention and max or min aggregation use the edges that each rank has of the cube.
         dealt = partial(SparseMatrix, holders=on_grid(cube, shard.offsets), **of_ranks)
         return HaloExchange(shard.plan, world, meter).with_products(Products(products, lambda copy_bytes, result_bytes: dealt))
 
 
 class AnyProductScheme(ProductScheme):
-    """Products in the way that sends least; see :class:`SpMMStrategy`."""
+    """Products on the grid that sends the least; see :class:`SpMMStrategy`."""
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
@@ -178,7 +183,7 @@ def _(scheme: SpMMScheme) -> SpMMScheme:
 
 @twin_of.register
 def _(scheme: CubeScheme) -> CubeScheme:
-    # There is no square of two ranks: 1 x 1 x 2, by the same products.
+    # Two ranks are not a square: the same products on 1 x 1 x 2.
     return CubeScheme(scheme.dimensions, scheme.node_order, scheme.keep_blocks, column=True)
 
 
@@ -186,7 +191,7 @@ def _(scheme: CubeScheme) -> CubeScheme:
 def _(scheme: SpMMScheme) -> MemoryAdvice:
     def working_bytes(counts: Sequence[int], row_bytes: int) -> int:
         if scheme.sparsity_aware or scheme.replication_factor is None:
-            return 0  # what is read is known when nonzeros are distributed; a factor that is left open is chosen to fit
+            return 0  # The rows read are known when nonzeros are distributed; an open factor is chosen to fit into memory.
         offsets = np.cumsum([0, *counts])
         return block_cost(ProcessGrid(len(counts), scheme.replication_factor), offsets, row_bytes).bytes_held
 
@@ -203,20 +208,22 @@ def _(scheme: CubeScheme) -> MemoryAdvice:
 
 
 class SpMMStrategy(GNNStrategy):
-    """Full-graph training with each product in the way that sends least, exact; ``Trainer(strategy="spmm")``.
+    """Full-graph training with the cheapest algorithm for each product, exact; ``Trainer(strategy="spmm")``.
 
-    The ways are those of the other ``spmm_`` strategies that let all ranks multiply: 1D, and 1.5D with c up to sqrt(P),
-    sparsity-aware, each also mirrored, so that partial sums travel where rows would, and rows where sums would; 2D where P is a
-    square, and 3D where it is a cube. For each width and dtype of rows, forward and backward, a product takes the way in which
-    the busiest rank sends or receives the fewest bytes; a matrix is distributed only in the ways that are taken. Layers that are
-    no products read halo rows, as under ``spmm_1d``.
+    The algorithms come from the other ``spmm_`` strategies, if all ranks multiply: 1D, and 1.5D with c up to sqrt(P), both
+    sparsity-aware; 2D if P is a square, and 3D if P is a cube. 1D and 1.5D are also available mirrored: partial sums are sent in
+    place of features, and features in place of partial sums.
+
+    For each width, dtype and direction, a product uses the algorithm with the fewest bytes sent or received by the busiest rank.
+    A matrix is distributed only for the algorithms that are used. Layers that are not products exchange halo features, as under
+    ``spmm_1d``.
 
     Args:
         node_order: see :class:`SpMM15DStrategy`.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown permutation.
+        ValueError: an unknown node order.
     """
 
     strategy_name = "spmm"
@@ -229,16 +236,17 @@ class SpMM15DStrategy(GNNStrategy):
     """Full-graph training with products on a process grid, exact; ``Trainer(strategy="spmm_15d")``.
 
     Args:
-        replication_factor: c, a divisor of the number of ranks: partial sums of a node lie on so many of them, and each rank
-            reads 1 / c of the nodes. By default the one that moves the fewest rows among those up to sqrt(P): beyond, ranks idle.
-        sparsity_aware: send only the rows that a nonzero reads, and the partial sums that one has added to; otherwise whole
-            blocks, as published.
-        node_order: who owns which node, unless the datamodule says so: ``"metis"`` for few rows to send, ``"random"`` for blocks
-            of equal weight, None for ranges of the graph's own order. By default METIS if `sparsity_aware`, else random.
+        replication_factor: c, a divisor of the number of ranks. Partial sums of a node are on c ranks, and each rank reads 1 / c
+            of the nodes. By default, the factor up to sqrt(P) that sends the fewest rows; with larger factors, ranks idle.
+        sparsity_aware: whether to send only features that a nonzero reads, and partial sums to which a nonzero contributes. If
+            False, whole blocks are sent, as published.
+        node_order: assignment of nodes to ranks, unless the datamodule has a partition. ``"metis"`` for few rows sent,
+            ``"random"`` for blocks of equal weight, None for ranges of the graph's order. By default METIS if `sparsity_aware`,
+            else random.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown permutation; once the number of ranks is known, a replication factor that does not divide it.
+        ValueError: an unknown node order. Raised once the number of ranks is known: a replication factor that does not divide it.
     """
 
     strategy_name = "spmm_15d"
@@ -281,7 +289,7 @@ class SpMM1DStrategy(SpMM15DStrategy):
     @classmethod
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
-        yield {"sparsity_aware": False}  # with it, rows are those of dgcl
+        yield {"sparsity_aware": False}  # sparsity-aware 1D sends the same rows as dgcl
 
     def __init__(
         self,
@@ -295,13 +303,17 @@ class SpMM1DStrategy(SpMM15DStrategy):
 class SpMM2DStrategy(GNNStrategy):
     """Full-graph training with 2D products (SUMMA), exact; ``Trainer(strategy="spmm_2d")``; P is a square.
 
+    ``cache_input_aggregation=True``, the default, also keeps the blocks of the matrix that a rank multiplies with. With P = q^2
+    ranks in 2D, this is 1/q of the matrix; with P = q^3 ranks in 3D, 1/q^2. If False, each rank stores 1/P of the matrix, and
+    blocks are sent in each product.
+
     Args:
-        node_order: who owns which node, unless the datamodule says so: ``"random"`` for blocks of equal weight, ``"metis"``, or
-            None for ranges of the graph's own order.
+        node_order: assignment of nodes to ranks, unless the datamodule has a partition. ``"random"`` for blocks of equal weight,
+            ``"metis"``, or None for ranges of the graph's order.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown permutation; once the number of ranks is known, one that is no square.
+        ValueError: an unknown node order. Raised once the number of ranks is known: a number that is not a square.
     """
 
     strategy_name = "spmm_2d"
@@ -312,7 +324,7 @@ class SpMM2DStrategy(GNNStrategy):
 
 
 class SpMM3DStrategy(SpMM2DStrategy):
-    """:class:`SpMM2DStrategy` on a cube of ranks, whose layers are added up; ``Trainer(strategy="spmm_3d")``; P is a cube."""
+    """:class:`SpMM2DStrategy` on a cube of ranks with summed layers; ``Trainer(strategy="spmm_3d")``; P is a cube."""
 
     strategy_name = "spmm_3d"
     dimensions = 3

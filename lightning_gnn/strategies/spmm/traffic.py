@@ -1,12 +1,13 @@
-"""What products on a process grid move (CAGNET): who sends whom how much, the replication factor, and the grid of each product.
+"""Traffic of products on a process grid (CAGNET), and the choice of the replication factor and of the grid.
 
-Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, in the forms of
-``strategies/spmm/matrices.py``, whose messages are counted here without ranks. All are of a forward product. A backward one
-multiplies with the transpose: its rows go the other way round in the sparse form, and the same way in the others.
+Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, as implemented in
+``strategies/spmm/matrices.py``. Messages are counted without running ranks. All counts are for a forward product. A backward
+product multiplies with the transpose: in the sparse form, its rows go in the opposite direction; in the other forms, in the same
+direction.
 
 n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
-L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` are the first node of each rank and the end,
-``[P + 1]``; `edge_index` has relabelled ids, source and target, ``[2, E]``.
+L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` is the first node of each rank and the end, ``[P +
+1]``. `edge_index` has relabeled ids, source and target, ``[2, E]``.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from lightning_gnn.strategies.spmm.matrices import SummaMatrix
 
 @dataclass(frozen=True)
 class GridCost:
-    """One legal replication factor.
+    """Cost of one legal replication factor.
 
     Attributes:
-        grid: with that factor.
-        rows: that all ranks together receive in one product.
-        bytes_held: of the rank that holds most: blocks and partial sums, beside the operands.
+        grid: grid with that factor.
+        rows: rows that all ranks together receive in one product.
+        bytes_held: bytes of the rank that needs the most: blocks and partial sums, without the operands.
     """
 
     grid: ProcessGrid
@@ -48,23 +49,27 @@ class GridCost:
 
 
 def block_cost(grid: ProcessGrid, offsets: Ids, row_bytes: int) -> GridCost:
-    """Returns the cost if whole blocks travel: what a rank broadcasts, two sub-blocks on their way, its row's partial sums."""
+    """Returns the cost of sending whole blocks.
+
+    A rank stores the block that it broadcasts, two sub-blocks in transit, and the partial sums of its row.
+    """
     sub_block, block = int(np.diff(offsets).max()), int(np.diff(offsets[:: grid.replication]).max())
     held = 2 * block + 2 * sub_block if grid.num_ranks > 1 else 0
     return GridCost(grid, grid.words(offsets, 1), held * row_bytes)
 
 
 def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_sums: int, row_bytes: int) -> GridCost:
-    """Returns the cost if only rows travel that a nonzero multiplies or adds to.
+    """Returns the cost of sending only rows that a nonzero multiplies or adds to.
 
     Args:
-        halos: of each rank, the nodes that the in-edges of its own nodes read from others.
-        partial_sums: how often a node has in-edges from the chunk of another column than its owner's, over all nodes.
+        halos: halo nodes of each rank.
+        partial_sums: number of (node, column) pairs in which the node has in-edges from the chunk of another column than its
+            owner's, over all nodes.
     """
     c = grid.replication
     expanded, most = 0, 0
     for row in range(grid.num_rows):
-        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # which a block row needs, nearly all of them
+        own = np.arange(offsets[row * c], offsets[(row + 1) * c])  # almost all of a block row's own nodes are needed
         nodes = np.unique(np.concatenate([own if c > 1 else own[:0], *(halos[rank] for rank in grid.in_row(row))]))
         owner = np.searchsorted(offsets, nodes, side="right") - 1
         reader = row * c + grid.columns[owner // c]
@@ -74,7 +79,7 @@ def sparse_cost(grid: ProcessGrid, offsets: Ids, halos: Sequence[Ids], partial_s
 
 
 def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
-    """Returns the cost with the fewest rows of those that fit into memory and let all ranks multiply; of equals the largest c."""
+    """Returns the cost with the fewest rows that fits into memory and lets all ranks multiply; ties go to the largest c."""
     costs = [cost for cost in costs if cost.grid.all_multiply]
     fitting = [cost for cost in costs if available is None or cost.bytes_held <= available]
     if not fitting:
@@ -88,18 +93,19 @@ def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
 
 @dataclass(frozen=True)
 class Product:
-    """One way to multiply: where each entry of the matrix lies.
+    """Distribution of the entries of a matrix for a product.
 
     Attributes:
-        grid: the process grid, sparsity-aware; or the square or cube, whose blocks do not travel.
-        mirrored: an entry lies where its mirror image would: partial sums travel where rows would, and rows where sums would.
+        grid: the process grid, sparsity-aware; or the square or cube, whose blocks are kept.
+        mirrored: whether an entry is on the rank of its mirror image: partial sums are sent in place of rows, and rows in place
+            of sums.
     """
 
     grid: ProcessGrid | ProcessCube
     mirrored: bool = False
 
     def holders(self, offsets: Ids, row: Ids, col: Ids) -> Ids:
-        """Returns the rank that holds each entry; see :meth:`~lightning_gnn.strategies.spmm.grid.ProcessGrid.holders`."""
+        """Returns the rank that has each entry; see :meth:`~lightning_gnn.strategies.spmm.grid.ProcessGrid.holders`."""
         return self.grid.holders(offsets, *((col, row) if self.mirrored else (row, col)))
 
     def __str__(self) -> str:
@@ -110,7 +116,7 @@ class Product:
 
 
 def products(ranks: int) -> list[Product]:
-    """Returns the ways in which so many ranks can all multiply: 1D, 1.5D, and 2D and 3D where P is a square or a cube."""
+    """Returns the products in which all of `ranks` ranks multiply: 1D, 1.5D, and 2D and 3D if P is a square or a cube."""
     grids = [ProcessGrid(ranks, c) for c in legal_replications(ranks)]
     found = [Product(grid, mirrored) for grid in grids if grid.all_multiply for mirrored in (False, True)]
     for dimensions in (2, 3) if ranks > 1 else ():
@@ -120,34 +126,33 @@ def products(ranks: int) -> list[Product]:
 
 
 def product_words(product: Product, offsets: Ids, rows: Ids, columns: int, backward: bool) -> Ids:
-    """Returns the words that each rank sends to each other one: of rows as they are, and of partial sums; int64 ``[2, P, P]``.
+    """Returns the words of rows and of partial sums that each rank sends to each other rank, int64 ``[2, P, P]``.
 
     Args:
-        rows: of a sparse product as :func:`edge_traffic` counts them, ``[2, P, P]``; not read of a square or a cube.
+        rows: rows of a sparse product as counted by :func:`edge_traffic`, ``[2, P, P]``; not used for a square or a cube.
     """
     if isinstance(product.grid, ProcessCube):
         traffic, summed = summa_traffic(product.grid, offsets, columns), product.grid.side + 1
-        return np.stack([traffic[:summed].sum(0), traffic[summed:].sum(0)])  # of any matrix, and so of the transpose
+        return np.stack([traffic[:summed].sum(0), traffic[summed:].sum(0)])  # the same for any matrix, so for the transpose too
     return columns * (rows[::-1].transpose(0, 2, 1) if backward else rows)
 
 
 def busiest(words: Ids, row_word: float, sum_word: float) -> tuple[float, float]:
-    """Returns the bytes that the rank that sends or receives most does, and those of all ranks.
+    """Returns the bytes that the busiest rank sends or receives, and the bytes of all ranks.
 
     Args:
         words: see :func:`product_words`.
-        row_word, sum_word: bytes of a word of a row, and of a partial sum.
+        row_word, sum_word: bytes of a word of a row, and of a word of a partial sum.
     """
     sent: NDArray[np.float64] = words[0] * row_word + words[1] * sum_word
     return float(max(sent.sum(0).max(), sent.sum(1).max())), float(sent.sum())
 
 
 def own_edge_traffic(product: Product, reach: NDArray[np.bool_], rank: int) -> Ids:
-    """Returns the part of :func:`edge_traffic` that concerns a rank's own nodes, int64 ``[2, P]``: of rows that it sends to each
-    rank, and of partial sums that it gets from each.
+    """Returns a rank's share of :func:`edge_traffic`: rows sent to, and partial sums received from, each rank; int64 ``[2, P]``.
 
     Args:
-        reach: whether each own node has an edge to, then from, a node of each rank, ``[2, N, P]``.
+        reach: whether each local node has an edge to, then from, a node of each rank, ``[2, N, P]``.
     """
     num_ranks = reach.shape[2]
     others = np.arange(num_ranks)
@@ -163,8 +168,8 @@ def own_edge_traffic(product: Product, reach: NDArray[np.bool_], rank: int) -> I
 def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
     """Returns the rows of :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`, int64 ``[S, P, P]``.
 
-    The first stage brings each block together at the rank that broadcasts it, the last one reduces partial sums to owners; both
-    are empty for c = 1. Between them, sub-blocks go around each process column.
+    In the first stage, each block is gathered at the rank that broadcasts it. In the last stage, partial sums are reduced to
+    owners. Both are empty for c = 1. Between them, sub-blocks go around each process column.
     """
     own = np.diff(offsets)
     rings = [grid.ring(column) for column in range(grid.replication)]
@@ -184,7 +189,8 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
 def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
     """Returns the words of rows of :class:`~lightning_gnn.strategies.spmm.matrices.SummaMatrix`, int64 ``[q + 3, P, P]``.
 
-    Stages: rows are turned into columns of blocks; q of SUMMA; the sum over layers (empty in 2D); columns are turned back.
+    Stages: the conversion of rows to columns of blocks; q stages of SUMMA; the sum over layers (empty in 2D); the conversion
+    back.
     """
     q, ranks = cube.side, range(cube.num_ranks)
     own, sizes = np.diff(offsets), np.diff(offsets[::q])
@@ -204,14 +210,14 @@ def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
 
 
 def summa_entries(cube: ProcessCube, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns how many entries of the matrix each rank's block has, int64 ``[P]``."""
+    """Returns the number of entries of each rank's block of the matrix, int64 ``[P]``."""
     return np.bincount(cube.holders(offsets, edge_index[1], edge_index[0]), minlength=cube.num_ranks)
 
 
 def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes: int) -> Ids:
-    """Returns the bytes of the matrix that travel in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
+    """Returns the bytes of the matrix that are sent in the same stages as :func:`summa_traffic`'s words, ``[q + 3, P, P]``.
 
-    Of a block these are, per entry, a column (4 bytes) and a value (0 bytes if all are one), and 8 bytes for each row with one.
+    For a block: per entry, a column (4 bytes) and a value (0 bytes if all values are 1), and 8 bytes for each nonempty row.
     """
     q = cube.side
     holder = cube.holders(offsets, edge_index[1], edge_index[0])
@@ -227,7 +233,7 @@ def matrix_traffic(cube: ProcessCube, offsets: Ids, edge_index: Ids, value_bytes
 
 
 def summa_work(cube: ProcessCube, offsets: Ids, edge_index: Ids, columns: int) -> Ids:
-    """Returns edges x columns that each rank sums over: all of its block row in its layer, in its columns; int64 ``[P]``."""
+    """Returns edges x columns that each rank sums over, int64 ``[P]``: its block row in its layer, times its columns."""
     q = cube.side
     widths = np.array(cube.widths(columns))
     in_row = summa_entries(cube, offsets, edge_index).reshape(-1, q).sum(1)
@@ -239,18 +245,19 @@ def _without_own(traffic: Ids) -> Ids:
 
 
 class MatrixByCall(Matrix):
-    """Multiplies in the way in which the busiest rank sends or receives the fewest bytes, of equals all ranks.
+    """Matrix that chooses for each product the algorithm with the fewest bytes of the busiest rank.
 
-    Rows travel as they are, and partial sums in at least float32. So float32 rows take one way whatever their width, and bfloat16
-    ones may take another one backward than forward: the one in which rows travel rather than sums.
+    Ties are broken by the bytes of all ranks. Rows are sent in their dtype, and partial sums in at least float32. Therefore
+    float32 rows use one algorithm regardless of width. bfloat16 rows may use different algorithms forward and backward: the
+    algorithms in which rows are sent rather than sums.
 
-    A matrix is distributed in a way when a product first takes it. All ranks know what each way sends, so they choose alike.
+    A matrix is distributed for an algorithm at its first use. All ranks compute the same costs, so they make the same choice.
 
-    Memory beside the matrices: the entries of this rank's rows.
+    Memory in addition to the matrices: the entries of this rank's rows.
 
     Args:
         entries, offsets, world, meter: see :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`.
-        plan: the rows that others read of this rank's.
+        plan: rows that this rank sends to each other rank in a halo exchange.
     """
 
     def __init__(self, entries: Triples, plan: HaloPlan, offsets: Ids, world: World, meter: Meter) -> None:
@@ -259,14 +266,14 @@ class MatrixByCall(Matrix):
         reach = _reach(entries, plan, offsets, world)
         own = np.stack([own_edge_traffic(product, reach, world.rank) for product in self._products])
         of_all = world.all_gather(torch.from_numpy(own).to(world.device), "Counting what products send").cpu().numpy()
-        # By product, what, sender and receiver: own rows go to others, and others' partial sums come to their owner.
+        # Indexed by product, kind, sender and receiver. Local rows are sent to other ranks; their partial sums come to the owner.
         sent, summed = of_all[:, :, 0].transpose(1, 0, 2), of_all[:, :, 1].transpose(1, 2, 0)
         self._rows = np.stack([sent, summed], 1)
         self._taken: dict[tuple[int, torch.dtype, bool], Product] = {}
         self._made: dict[Product, Matrix] = {}
 
     def product(self, columns: int, dtype: torch.dtype, backward: bool) -> Product:
-        """Returns the way that rows of so many columns take."""
+        """Returns the product for rows of this width and dtype."""
         key = columns, dtype, backward
         if key not in self._taken:
             row_bytes = self._world.transport.row_bytes
@@ -288,7 +295,7 @@ class MatrixByCall(Matrix):
     def multiply(self, x: Tensor, call: Call) -> Tensor:
         product = self.product(x.size(1), x.dtype, call.direction == "backward")
         if product not in self._made:
-            # Evaluation may come first, and an inference tensor could not take part in training later.
+            # Evaluation may run first, and inference tensors cannot be used in training later.
             with torch.inference_mode(False), torch.no_grad():
                 self._made[product] = self._make(product)
         return self._made[product].multiply(x, call)
@@ -301,7 +308,7 @@ class MatrixByCall(Matrix):
 
 
 def _reach(entries: Triples, plan: HaloPlan, offsets: Ids, world: World) -> np.ndarray:
-    """Returns whether each own node has an entry in its column, then in its row, with a node of each rank, ``[2, N, P]``."""
+    """Returns whether each local node has an entry in its column, then in its row, with a node of each rank, ``[2, N, P]``."""
     first, stop = offsets[world.rank : world.rank + 2]
     row, col = entries.row.cpu().numpy(), entries.col.cpu().numpy()
     reach = np.zeros((2, int(stop - first), world.size), np.bool_)
