@@ -1,12 +1,12 @@
-"""Messages that carry only the rows that have changed enough since they were last sent.
+"""Cached messages: only rows that changed enough since they were last sent.
 
-Source: CDFGNN section 4.1, Algorithm 2. Each end of a message keeps the rows as the receiver knows them. A row is *active*, and
-is sent, when it differs from that by more than a share of its size, or (ours) is among
-those that differ most. Both ends then move by the same numbers, the decoded ones
-where a codec shortens them (section 5), so that they agree about what was sent, whatever it was.
+Source: CDFGNN section 4.1, Algorithm 2. Both ends of a message store the rows that the receiver has. A row is *active*, and is
+sent, if it differs from the stored row by more than a share of its size. In the top-k cache (not in the paper), the rows with the
+largest differences are active. Both ends then apply the same update: with a codec (section 5), the decoded difference. Therefore
+they always agree on the stored rows.
 
-The paper caches one partial aggregate Z per replica. Here both messages of a layer are cached: rows that masters copy to
-mirrors (S), and partial sums that mirrors send home (R); likewise their gradients.
+The paper caches one partial aggregate Z per replica. Here both messages of a layer are cached: features that masters send to
+mirrors (S), and partial aggregates that mirrors send to masters (R). The same applies to their gradients.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from lightning_gnn.extensions.codecs.transport import EncodingTransport
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 _FLAGS = 64
-"""Flags come in so many, so that what follows them is aligned."""
+"""Number of flags is padded to a multiple of this, so that the data after them is aligned."""
 
 
 class NotFiniteError(ValueError):
-    """Rows that are to be sent hold nan or infinity, from which caches would not recover: names the layer."""
+    """Error for rows to be sent that include nan or infinity, from which caches would not recover."""
 
 
 @dataclass
 class Sent:
-    """How many rows of a message were sent, of how many."""
+    """Number of rows of a message that were sent, and of all its rows."""
 
     rows: int = 0
     of: int = 0
 
 
 class MessageCache:
-    """What all cached messages of a rank have in common.
+    """State and settings that all cached messages of a rank share.
 
     Args:
-        epsilon: a row is sent if an entry differs by more than this share of the largest entry that was sent before.
-        factors: by ``LAYER``, ``DIRECTION`` or ``LAYER/DIRECTION``: the threshold of a message is epsilon times all that name it.
-        near: ranks on this one's machine to and from which all rows go as they are: what is saved there is less than what
-            looking for it takes.
+        epsilon: a row is sent if an entry differs by more than this share of the largest entry of the row as last sent.
+        factors: by ``LAYER``, ``DIRECTION`` or ``LAYER/DIRECTION``; the threshold of a message is epsilon times all matching
+            factors.
+        near: ranks of this machine, with which all rows are exchanged unchanged: finding rows to omit takes longer than it saves.
 
     Attributes:
-        sent: by (layer, direction), since :meth:`take`.
-        loss: this rank's part of the loss since :meth:`take_loss`, a scalar; None before the first backward.
-        guesses: both ends move the rows that they know by what a message says of all of them.
+        sent: rows sent since :meth:`take`, by (layer, direction).
+        loss: this rank's part of the loss since :meth:`take_loss`, a scalar; None before the first backward pass.
+        guesses: whether both ends transform all stored rows by a scale and an offset that are part of the message.
     """
 
     guesses = False
@@ -68,53 +68,53 @@ class MessageCache:
         self.loss: Tensor | None = None
 
     def threshold(self, layer: str, direction: str) -> float:
-        """Returns epsilon of a layer's messages in a direction."""
+        """Returns the threshold of a layer's messages in a direction."""
         names = layer, direction, f"{layer}/{direction}"
         return self.epsilon * math.prod(self.factors.get(name, 1.0) for name in names)
 
     def active(self, change: Tensor, size: Tensor, call: Call) -> Tensor:
-        """Returns which rows of a message to send, booleans ``[n]``; only their sender asks.
+        """Returns which rows of a message to send, bool ``[n]``; called by the sender only.
 
         Args:
-            change: the largest change of an entry of each row since it was last sent, ``[n]``.
-            size: the largest entry of each as it was sent, ``[n]``.
-            call: which exchange of the step the message is part of.
+            change: largest absolute change of an entry of each row since it was last sent, ``[n]``.
+            size: largest absolute entry of each row as last sent, ``[n]``.
+            call: exchange of the step that the message belongs to.
         """
         return change > self.threshold(call.layer, call.direction) * size
 
     def record(self, layer: str, direction: str, rows: int, of: int) -> None:
-        """Adds to what is known of a layer's messages."""
+        """Add to the counts of a layer's messages."""
         kept = self.sent.setdefault((layer, direction), Sent())
         kept.rows, kept.of = kept.rows + rows, kept.of + of
 
     def take(self) -> dict[tuple[str, str], Sent]:
-        """Returns what was sent since the last call and starts again."""
+        """Returns the counts since the last call and resets them."""
         taken, self.sent = self.sent, {}
         return taken
 
     def add_loss(self, part: Tensor) -> None:
-        """Takes this rank's part of a loss, a scalar; those of all ranks sum to one device's loss."""
+        """Add this rank's part of a loss, a scalar; the parts of all ranks sum to the single-device loss."""
         self.loss = part if self.loss is None else self.loss + part
 
     def take_loss(self) -> float:
-        """Returns this rank's part of the loss since the last call, nan without one, and starts again."""
+        """Returns this rank's part of the loss since the last call, nan if there is none, and resets it."""
         taken, self.loss = self.loss, None
         return math.nan if taken is None else float(taken)
 
     def make_exchange(self, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter) -> CachedExchange:
-        """Returns an exchange whose messages are cached; see :data:`~lightning_gnn.comm.matrix.MakeExchange`."""
+        """Returns an exchange with cached messages; see :data:`~lightning_gnn.comm.matrix.MakeExchange`."""
         return CachedExchange(rows, world, meter, self)
 
 
 class LargestChangesCache(MessageCache):
-    """Sends a given share of each message: the rows that are furthest from what their receivers would guess.
+    """Cache that sends a given share of each message: the rows that differ most from the receiver's estimate.
 
-    The guess, which both ends make: each column of the rows as they were last sent, times a factor and plus a shift that go with
-    the message. It takes up what all rows have in common from one epoch to the next, as weights move; without it, rows that wait
-    for their turn can make training unstable.
+    The estimate, which both ends compute, is each column of the stored rows times a scale plus an offset. Scales and offsets are
+    part of the message. They capture the common change of all rows between epochs, as weights change. Without them, delayed rows
+    can make training unstable.
 
     Args:
-        share: of a message's rows, at most; may change from step to step.
+        share: maximum share of a message's rows; may change from step to step.
         near: see :class:`MessageCache`.
     """
 
@@ -133,9 +133,9 @@ class LargestChangesCache(MessageCache):
 
 
 class CachedExchange(HaloExchange):
-    """A :class:`HaloExchange` that sends active rows only, while its transport may be approximate.
+    """:class:`HaloExchange` that sends active rows only, if its transport may be approximate.
 
-    By the transport's codec, if it has one. The first time that a message is sent, it goes whole and exact.
+    Rows are encoded by the transport's codec, if it has one. The first message of an exchange is complete and exact.
     """
 
     def __init__(self, plan: HaloPlan, world: World, meter: Meter, cache: MessageCache) -> None:
@@ -153,7 +153,7 @@ class CachedExchange(HaloExchange):
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
         whole = [(peer, part) for peer, part in sends if peer in near]
         far_out, far_into = ([0 if peer in near else n for peer, n in enumerate(each)] for each in (out_counts, into_counts))
-        # Of a call, that of the last step.
+        # Overwritten in each step.
         key = (call, into.shape[1:], into.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
@@ -189,12 +189,13 @@ class CachedExchange(HaloExchange):
 
 
 class _Channel:
-    """Both ends of one message of a rank: rows as they were last sent to peers, and rows as peers last sent them.
+    """Both ends of one message of a rank: rows as last sent to peers, and rows as last received from peers.
 
     Attributes:
-        sent: ``[rows out, F]``. held_of: ``[rows in, F]`` by peer.
-        fresh: nothing was sent yet.
-        num_active: rows of the last :meth:`messages`.
+        sent: rows as last sent, ``[rows out, F]``.
+        held_of: rows as last received, ``[rows in, F]``, by peer.
+        fresh: whether nothing was sent yet.
+        num_active: number of rows of the last :meth:`messages`.
     """
 
     def __init__(self, like: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
@@ -204,13 +205,13 @@ class _Channel:
         self.fresh, self.num_active = True, 0
 
     def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None, call: Call) -> list[tuple[int, Tensor]]:
-        """Returns what to send to each peer, uint8: the guess, if any, which of its rows are active, a bit each, and these.
+        """Returns the message to each peer, uint8: scales and offsets, if any, one bit per row for active rows, and these rows.
 
         Args:
-            rows: as they are now, ``[rows out, F]``.
-            cache: says which are active.
-            codec: shortens what is sent; None for rows as they are.
-            call: which exchange they are of.
+            rows: current rows, ``[rows out, F]``.
+            cache: determines the active rows.
+            codec: encodes the rows; None sends them unchanged.
+            call: exchange that the rows belong to.
 
         Raises:
             NotFiniteError: a row is not finite.
@@ -223,7 +224,7 @@ class _Channel:
         change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
         active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size, call)
         which = active.split(self._out_counts)
-        # What decides how much is sent comes to the host at once.
+        # One transfer to the host for all sizes.
         finite, *counts = torch.stack([change.isfinite().all(), *(each.sum() for each in which)]).tolist()
         if not finite:
             raise NotFiniteError
@@ -249,7 +250,7 @@ class _Channel:
         ]
 
     def receive(self, peer: int, data: Tensor, cache: MessageCache, codec: Codec | None) -> None:
-        """Brings the rows that `peer` sends up to date with its message."""
+        """Update the stored rows of `peer` by its message."""
         held = self.held_of[peer]
         if cache.guesses and not self.fresh:
             num_bytes = 2 * held.size(1) * held.element_size()
@@ -272,7 +273,7 @@ class _Channel:
 
 
 def _fit(old: Tensor, new: Tensor) -> Tensor:
-    """Returns by column the factor and the shift that bring `old` closest to `new`, ``[2 F]``."""
+    """Returns per column the scale and the offset that bring `old` closest to `new`, ``[2 F]``."""
     before, now = old.double(), new.double()
     mean, off = before.mean(0), before - before.mean(0)
     spread = off.square().sum(0)
@@ -283,13 +284,16 @@ def _fit(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _move(rows: Tensor, guess: Tensor) -> None:
-    """Moves rows as :func:`_fit` says, in two roundings, which are alike on all machines, as those of a product are not."""
+    """Apply the result of :func:`_fit` in place.
+
+    Scale and offset are applied in two roundings, which are equal on all machines; the roundings of a fused operation are not.
+    """
     factor, shift = guess.view(2, -1)
     rows.mul_(factor).add_(shift)
 
 
 def _used(codec: Codec | None, rows: Tensor, fresh: bool) -> Codec | None:
-    """Returns the codec for such rows; None where they are not shorter with it, and for the first message."""
+    """Returns the codec for these rows; None if it does not shorten them, and for the first message."""
     if codec is None or fresh or codec.row_bytes(rows.size(1), rows.dtype) >= rows.size(1) * rows.element_size():
         return None
     return codec

@@ -1,4 +1,4 @@
-"""What one exchange of ``vertex_cut`` moves and takes, for ``lightning-gnn plan``."""
+"""Communication volume and time of one exchange of ``vertex_cut``, for ``lightning-gnn plan``."""
 
 from __future__ import annotations
 

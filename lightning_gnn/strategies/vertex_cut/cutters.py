@@ -1,20 +1,23 @@
-"""Vertex cuts: who holds which edge, and who of those that hold a node's edges is its master.
+"""Vertex cuts: the rank of each edge, and the master of each node.
 
-Edges are divided among ranks, and nodes are not, so that graphs with hubs balance too: a node has a replica wherever it has an
-edge.
-Every method is deterministic, and so are masters. Methods:
+Edges are divided between ranks, and nodes are not, so that graphs with hubs are balanced too. A node has a replica on each rank
+that has an edge of it. All methods and the choice of masters are deterministic. Methods:
 
-``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV):
-    edges in ascending order of the sum of their ends' degrees, each to the rank of the least sum of new replicas and loads; with
-    hosts, CDFGNN section 6, equation 24, which counts replicas on new hosts too.
-``"random"``: every edge on its own.
-``"streaming"``: 2PS-L, Mayer, Orujzade and Jacobsen, ICDE'22 (arXiv:2203.12721): clusters of bounded volume by reading the edges
-    twice, parts of clusters, then edges in two readings, each to a part of one of its ends' clusters. Linear in the edges,
-    whatever P, and beside them in memory of nodes only; edges may lie in files.
-``"ne"``: neighbourhood expansion, Zhang et al., KDD'17, with hubs as in HEP (Mayer and Jacobsen, SIGMOD'21), whose edges are
-    streamed afterwards as by EBV. Parts grow in turns, the one of the least load next. The fewest replicas by far where a graph
-    has any structure, for more time and memory.
-``"hdrf"``, ``"dbh"``, ``"grid"`` and ``"dne"``, to compare with, are described in the modules of ``baselines/``.
+``"ebv"``: Zhang et al., *An efficient and balanced graph partition algorithm for the subgraph-centric programming model* (EBV).
+Edges in ascending order of the sum of their ends' degrees, each to the rank with the lowest sum of new replicas and loads. With
+hosts: CDFGNN section 6, equation 24, which also counts replicas on new hosts.
+
+``"random"``: each edge to a random rank.
+
+``"streaming"``: 2PS-L, Mayer, Orujzade and Jacobsen, ICDE'22 (arXiv:2203.12721). Two readings of the edges form clusters of
+bounded volume, which are assigned to partitions. Two more readings assign each edge to a partition of one of its ends' clusters.
+The time is linear in the edges, independent of P. Memory depends on the nodes only, plus the result; edges may be in files.
+
+``"ne"``: neighborhood expansion, Zhang et al., KDD'17, with hubs as in HEP (Mayer and Jacobsen, SIGMOD'21). Edges between hubs
+are streamed afterwards as in EBV. Partitions grow in turns; the one with the lowest load is next. By far the fewest replicas on
+graphs with any structure, for more time and memory.
+
+``"hdrf"``, ``"dbh"``, ``"grid"`` and ``"dne"``, for comparison: see the modules of ``baselines/``.
 
 N nodes, E edges, P ranks, B blocks of eight lanes.
 """
@@ -50,52 +53,66 @@ Sets = NDArray[np.uint8]
 METHODS = ("auto", "ebv", "hdrf", "dbh", "grid", "random", "ne", "dne", "streaming")
 
 MOST_PARTS = 1 << loops.LANE_BITS
-"""A score's last bits name one of so many."""
+"""Maximum number of partitions: the values of a score's last bits."""
 
 EDGE_BOUND = 1.045
-"""The most edges of a part over the average, in expansion; with 1 all parts get as many, whatever their rows. Those between hubs,
-which are streamed, come on top (cnr-2000: 1.046). It is the aim for what masters bring, too: their in-edges, and their number."""
+"""Maximum edges of a partition in expansion, relative to the mean.
+
+With 1, all partitions have equal numbers of edges, regardless of their rows. Edges between hubs, which are streamed, are not
+included (cnr-2000: 1.046). It is also the target for the number of masters and for their in-edges.
+"""
 
 TURNS = 32
-"""Of a part in neighbourhood expansion: more balance rows better, at more replicas (ego-Twitter: RF 1.21 for 1, 1.44 for 32)."""
+"""Turns of a partition in neighborhood expansion. More turns balance rows better, with more replicas.
+
+ego-Twitter: replication factor 1.21 for 1 turn, 1.44 for 32.
+"""
 
 STREAM_BOUND, CLUSTER_READINGS, CLUSTER_SHARE = 1.05, 2, 0.125
-"""Of ``"streaming"`` and ``"hdrf"``: the most edges of a part over the average. Of ``"streaming"``: how often edges are read for
-clusters; and how much of a part's volume is in one at most. With all of it, hubs of R-MAT fill parts, whose other edges go
-anywhere: RF 4.0, not 2.7."""
+"""Constants of ``"streaming"``; the first is used by ``"hdrf"`` too.
+
+- Maximum edges of a partition, relative to the mean.
+- Number of readings that form clusters.
+- Maximum share of a partition's volume in one cluster. With a share of 1, hubs of R-MAT fill partitions, and the other edges go
+  to arbitrary partitions: replication factor 4.0, not 2.7.
+"""
 
 VERTEX_CUTS = {
     "ne": Cost(node=34, entry=17.7, node_s=1e-6, entry_s=0.25e-6),
     "ebv": Cost(node=8, entry=13, node_s=0.3e-6, entry_s=0.05e-6),
     "streaming": Cost(node=57, entry=0.8, node_s=0.1e-6, entry_s=0.29e-6),
 }
-"""Of partitioners of edges, in the order of ``"auto"``. What ``"streaming"`` takes, masters take after all."""
+"""Costs of the partitioners of edges, in the order of ``"auto"``. Choosing masters needs as much memory as ``"streaming"``."""
 
 SETS = 3
-"""Sets of parts that vertex cuts keep of each node, of one bit a part: those that hold it, read it and add to it."""
+"""Number of bit sets of partitions per node: partitions that have it, read it and add to it."""
 
 READINGS = {"ne": 1, "streaming": CLUSTER_READINGS + 2}
-"""How often each edge is told of to a progress bar; of other methods, which are one call, never."""
+"""Number of times that each edge is reported to a progress bar. Other methods are a single call and report nothing."""
 
 HUB = 100
-"""Over the mean degree: expansion does not read the rows of such nodes. Reading all, cnr-2000 has RF 1.18, not 1.06."""
+"""Minimum degree of a hub, relative to the mean. Expansion does not read the adjacency lists of hubs.
+
+If it reads them all, cnr-2000 has a replication factor of 1.18, not 1.06.
+"""
 
 
 @dataclass(frozen=True)
 class VertexCutReport:
-    """Counts per rank, ``[P]`` each; rows are those of one layer and direction.
+    """Counts per rank, ``[P]`` each; rows are counted for one layer and direction.
 
-    A rank reads a node if it holds an edge from it, and adds to it if it holds an edge to it. The node's master sends a copy to
-    every other rank that reads it; every other rank that adds to it sends the master a partial sum.
+    A rank reads a node if it has an edge from it, and adds to it if it has an edge to it. The node's master sends its features to
+    every other rank that reads it. Every other rank that adds to it sends a partial sum to the master.
 
     Attributes:
-        masters: nodes whose master the rank is.
-        replicas: rows that it holds: of nodes with an edge here, and those it is the master of.
-        edges: edges that it holds: what it computes.
-        in_edges: of the nodes whose master it is: what it loads, and computes where a conv reads them at the master.
-        copies: rows that it receives, as it reads them.
-        partials: rows that it sends, as it adds to them.
-        inner, outer: rows that it sends to ranks of its host and of others, copies and partial sums (CDFGNN Table 3: the most).
+        masters: nodes whose master is the rank.
+        replicas: rows that it stores: nodes with an edge here, and its masters.
+        edges: edges that it computes.
+        in_edges: in-edges of its masters, which it loads; it computes them for convs that need all edges at the master.
+        copies: features that it receives for nodes that it reads.
+        partials: partial sums that it sends.
+        inner, outer: rows that it sends to ranks of its host and of other hosts: features and partial sums (CDFGNN Table 3: the
+            maximum).
     """
 
     masters: Counts
@@ -109,32 +126,32 @@ class VertexCutReport:
 
     @property
     def replication_factor(self) -> float:
-        """Rows that all ranks hold over the nodes (CDFGNN section 6)."""
+        """Rows of all ranks divided by the number of nodes (CDFGNN section 6)."""
         return int(self.replicas.sum()) / max(1, int(self.masters.sum()))
 
     @property
     def edge_balance(self) -> float:
-        """Largest rank's edges over the average (CDFGNN section 6: edge imbalance factor)."""
+        """Computed edges of the heaviest rank divided by the mean (CDFGNN section 6: edge imbalance factor)."""
         return balance(self.edges)
 
     @property
     def loaded_balance(self) -> float:
-        """Largest rank's in-edges over the average: of what ranks load."""
+        """Loaded edges of the heaviest rank divided by the mean."""
         return balance(self.in_edges)
 
     @property
     def replica_balance(self) -> float:
-        """Largest rank's rows over the average (CDFGNN section 6: vertex imbalance factor)."""
+        """Rows of the heaviest rank divided by the mean (CDFGNN section 6: vertex imbalance factor)."""
         return balance(self.replicas)
 
     @property
     def master_balance(self) -> float:
-        """Largest rank's masters over the average: of the dense work."""
+        """Masters of the heaviest rank divided by the mean: the balance of dense layers."""
         return balance(self.masters)
 
     @property
     def sent_balance(self) -> float:
-        """Largest rank's sent rows over the average."""
+        """Sent rows of the heaviest rank divided by the mean."""
         return balance(self.inner + self.outer)
 
     @classmethod
@@ -173,14 +190,14 @@ report_of = VertexCutReport.from_dict
 
 @dataclass(frozen=True)
 class Ends:
-    """Which ranks hold an edge from each node, and which one to it: bits, uint8 ``[N, P / 8]`` each, rounded up."""
+    """Ranks with an edge from each node, and ranks with an edge to it: bits, uint8 ``[N, ceil(P / 8)]`` each."""
 
     reads: Sets
     adds: Sets
 
     @classmethod
     def of(cls, edge_index: NDArray[np.integer], part: NDArray[np.integer], num_nodes: int, num_parts: int) -> Ends:
-        """Returns the ends of edges ``[2, E]`` that the ranks `part` ``[E]`` hold."""
+        """Returns the ends of edges ``[2, E]`` that are assigned to the ranks `part` ``[E]``."""
         found = cls(*(np.zeros((num_nodes, -(-num_parts // 8)), np.uint8) for _ in range(2)))
         for begin, source, target in edge_pieces(edge_index):
             loops.ends(source, target, part[begin : begin + len(source)], found.reads, found.adds)
@@ -201,8 +218,9 @@ def vertex_cut_report(
         edge_index: int64 ``[2, E]``, source and target.
         part: rank of each edge, ``[E]``.
         master: rank of each node, ``[N]``.
-        host: of each rank, ``[P]``; None if all ranks share one.
-        ends: those of this assignment, where they are known.
+        num_parts: P.
+        host: host of each rank, ``[P]``; None if all ranks share one.
+        ends: ends of this assignment, if they are available.
     """
     if ends is None:
         ends = Ends.of(edge_index, part, len(master), num_parts)
@@ -215,13 +233,14 @@ def vertex_cut_report(
 
 @dataclass(frozen=True)
 class EdgeAssignment:
-    """Who holds which edge.
+    """Assignment of edges and masters to ranks.
 
     Attributes:
-        part: rank of every edge, uint8 ``[E]``, or uint16 for more than 256 ranks.
-        master: rank of every node, int32 ``[N]``: one that holds an edge of it if it has any and no mask needed it elsewhere.
-        method: one of `METHODS`, for ``"auto"`` the one that was taken; or ``"given"``.
-        report: its quality.
+        part: rank of each edge, uint8 ``[E]``, or uint16 for more than 256 ranks.
+        master: rank of each node, int32 ``[N]``. It has an edge of the node, unless the node has none or a mask needed it
+            elsewhere.
+        method: one of `METHODS`, for ``"auto"`` the chosen one; or ``"given"``.
+        report: counts of the assignment.
     """
 
     part: Parts
@@ -242,27 +261,27 @@ def assign_edges(
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
     part: Parts | None = None,
 ) -> EdgeAssignment:
-    """Returns a rank for every edge and a master for every node.
+    """Returns a rank for each edge and a master for each node.
 
-    Each directed edge is assigned on its own. Masters are chosen so that few rows are sent, and each rank sends and owns about as
-    many as the others, and as many in-edges: those are what it loads. Nodes without edges even out what is owned.
+    Each directed edge is assigned separately. Masters are chosen so that few rows are sent, and that sent rows, masters and their
+    in-edges, which are loaded, are balanced. Nodes without edges balance the number of masters.
 
     Args:
-        edge_index: int64 or int32 ``[2, E]``, source and target; self-loops and duplicates may be among them. It may
-            be memory-mapped.
-        method: one of `METHODS`, see the head of this module; ``"auto"`` is the first of ``"ne"``, ``"ebv"`` and ``"streaming"``
-            whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); or the rank of every edge, ``[E]``, taken as
-            it is.
+        edge_index: int64 or int32 ``[2, E]``, source and target; may include self-loops and duplicates. It may be memory-mapped.
+        num_nodes: N.
+        num_parts: P.
+        method: one of `METHODS`, see the module's docstring; or the rank of each edge, ``[E]``. ``"auto"`` is the first of
+            ``"ne"``, ``"ebv"`` and ``"streaming"`` whose predicted memory is available (:mod:`~lightning_gnn.partition.budget`).
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
-        host_weight: what a replica on a new host counts beside one on a new rank, the paper's gamma; from 0, which ignores hosts,
-            to 1. Looked at by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
-        seed: of ``"random"``, ``"dbh"``, ``"grid"``, ``"streaming"`` and ``"dne"``.
-        masks: bool ``[N]`` each; every rank gets to be the master of a node of each mask that has at least P.
-        part: where ranks of edges are written, ``[E]`` as :func:`part_dtype` says, such as a file's memory map.
+        host_weight: cost of a replica on a new host, relative to a replica on a new rank, the paper's gamma; from 0, which
+            ignores hosts, to 1. Used by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
+        seed: random seed of ``"random"``, ``"dbh"``, ``"grid"``, ``"streaming"`` and ``"dne"``.
+        masks: bool ``[N]`` each; every rank becomes the master of a node of each mask that has at least P nodes.
+        part: output for the ranks of edges, ``[E]`` of :func:`part_dtype`, such as a memory-mapped file.
 
     Raises:
         ValueError: an unknown method, fewer edges than ranks, nodes beyond N, groups that do not fit, a weight out of range.
-        MemoryError: under ``"auto"``, none fits.
+        MemoryError: under ``"auto"``, no method fits.
     """
     _check(edge_index, num_nodes, num_parts, method, host_weight)
     hosts = _hosts(groups, num_parts)
@@ -292,9 +311,9 @@ def assign_edges(
 
 
 def edge_predictions(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> list[Prediction]:
-    """Returns what each of `VERTEX_CUTS` takes for edges ``[2, E]``, in the order of ``"auto"``.
+    """Returns the predicted cost of each of `VERTEX_CUTS` for edges ``[2, E]``, in the order of ``"auto"``.
 
-    Edges that are not int64, as in files, are copied for all but ``"streaming"``.
+    Edges that are not int64, as in files, are copied for all methods except ``"streaming"``.
     """
     num_edges, sets = edge_index.shape[1], SETS * -(-num_parts // 8) * num_nodes
     copied = 0 if edge_index.dtype == np.int64 else 16 * num_edges
@@ -307,7 +326,7 @@ def edge_predictions(edge_index: NDArray[np.integer], num_nodes: int, num_parts:
 
 
 def part_dtype(num_parts: int) -> np.dtype[np.unsignedinteger]:
-    """Returns the type of ranks of edges: uint8, or uint16 for more than 256 parts."""
+    """Returns the dtype of ranks of edges: uint8, or uint16 for more than 256 partitions."""
     return np.min_scalar_type(num_parts - 1)
 
 
@@ -321,8 +340,13 @@ def cut_edges(
     part: Parts | None = None,
     told: Callable[[int], None] = lambda _: None,
 ) -> Parts:
-    """Returns a rank for every edge, written to `part` if given, from the ranks of each host; :func:`assign_edges` checks
-    arguments and elects masters. `told` is told of edges, for a progress bar, see `READINGS`."""
+    """Returns a rank for each edge; see :func:`assign_edges`, which checks arguments and chooses masters.
+
+    Args:
+        hosts: ranks of each host.
+        part: output; None allocates it.
+        told: function called with numbers of edges, for a progress bar; see `READINGS`.
+    """
     num_parts = sum(map(len, hosts))
     if part is None:
         part = np.empty(edge_index.shape[1], part_dtype(num_parts))
@@ -399,16 +423,17 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How ranks lie in blocks of eight lanes, and what equation 24 charges there, in fixed point.
+    """Arrangement of ranks in blocks of eight lanes, and the costs of equation 24, in fixed point.
 
-    Hosts of up to eight ranks share blocks, and a table for the sets of eight lanes knows them; larger ones fill several.
+    Hosts of up to eight ranks share blocks, and the table of sets of eight lanes includes their costs. Larger hosts fill several
+    blocks.
 
     Attributes:
-        rank: of each lane, -1 for none, ``[8 B]``.
+        rank: rank of each lane, -1 for none, ``[8 B]``.
         blocks_per_host: 1, or more for hosts of more than eight ranks.
         penalty: int64 ``[256, 8]``, see :func:`~lightning_gnn.strategies.vertex_cut.loops.ebv`.
-        host_penalty: that of a host of several blocks.
-        edge_step, replica_step: what an edge and a replica add to the load of their rank.
+        host_penalty: cost of a new host of several blocks.
+        edge_step, replica_step: increase of a rank's load by an edge and by a replica.
     """
 
     rank: NDArray[np.int64]
@@ -421,13 +446,13 @@ class Lanes:
     @classmethod
     def of(cls, hosts: list[list[int]], num_nodes: int, num_edges: int, host_weight: float) -> Lanes:
         size, num_parts = len(hosts[0]), len(hosts) * len(hosts[0])
-        share = max(1, 8 // size)  # hosts of a block
+        share = max(1, 8 // size)  # hosts per block
         blocks_per_host = -(-size // 8)
         rows = [list(chain(*hosts[first : first + share])) for first in range(0, len(hosts), share)]
         rank = np.full((len(rows), 8 * blocks_per_host), -1)
         for row, ranks in zip(rank, rows):
             row[: len(ranks)] = ranks
-        if rank.size > MOST_PARTS:  # with gaps
+        if rank.size > MOST_PARTS:  # including gaps
             raise ValueError(
                 f"{len(hosts)} hosts of {size} parts are too many: those of up to 8 share eights, others take a multiple of 8, "
                 f"and there are {MOST_PARTS} in all. Use host_weight=0."
@@ -459,7 +484,7 @@ class Lanes:
 def _stream(
     source: Ids, target: Ids, degree: Degrees, chosen: NDArray[np.bool_], lanes: Lanes, load: Ids, held: Sets, part: Parts
 ) -> None:
-    """Writes the ranks of the chosen edges, to parts that have these loads and hold these nodes already."""
+    """Write the ranks of the chosen edges, given the current loads and nodes of the partitions."""
     number = int(chosen.sum()) if len(chosen) else len(source)
     pairs = np.empty((number, 2), _smallest_integers(len(degree)))
     order = np.empty(number, _smallest_integers(len(source)))
@@ -522,7 +547,7 @@ def _two_phases(
 
 
 def incidence(source: Ids, target: Ids, degree: Degrees) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
-    """Returns where each node's entries begin, ``[N + 1]``, and the other end and the edge of each; a self-loop has one."""
+    """Returns the first entry of each node, ``[N + 1]``, and each entry's other end and edge; a self-loop has one entry."""
     entries = degree - np.bincount(source[source == target], minlength=len(degree))
     indptr = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
     neighbour, edge_of = (np.empty(indptr[-1], _smallest_integers(max(len(source), len(degree)))) for _ in range(2))
@@ -531,10 +556,10 @@ def incidence(source: Ids, target: Ids, degree: Degrees) -> tuple[Ids, NDArray[A
 
 
 def _smallest_integers(number: int) -> type[np.signedinteger]:
-    """Returns the type of ids below `number`: half the memory where 32 bits do."""
+    """Returns the dtype of ids below `number`: int32 if possible, for half the memory."""
     return np.int32 if number <= np.iinfo(np.int32).max else np.int64
 
 
 def degrees(source: ShortIds, target: ShortIds, num_nodes: int) -> Degrees:
-    """Returns how many edges begin or end at each node, int32 ``[N]``; a self-loop does both."""
+    """Returns the number of edges that begin or end at each node, int32 ``[N]``; a self-loop counts twice."""
     return (counts_of(source, num_nodes) + counts_of(target, num_nodes)).astype(np.int32)

@@ -1,10 +1,11 @@
-"""The loops of vertex cuts, compiled by numba at first use and kept on disk: see :mod:`.cutters`.
+"""Loops of vertex cuts, compiled by numba at first use and cached on disk: see :mod:`.cutters`.
 
-Sets of ranks are bits: ``held[u, b]`` has bit l if lane 8 b + l holds an edge of u. Where hosts matter, lanes are ranks in the
-order of hosts, with gaps so that eight lanes are whole hosts or a host whole eights; otherwise a lane is a rank. Scores of
-edges are integers in fixed point, with the lane in their last bits: sums in any order agree, the minimum says where it is, and of
-equal scores the lowest lane wins; those of masters are float64, each summed in one order. So the same graph has the same cut on
-every machine.
+Sets of ranks are bits: ``held[u, b]`` has bit l if lane 8 b + l has an edge of u. If hosts matter, lanes are ranks in the order
+of hosts. Gaps make eight lanes a whole number of hosts, or a host a whole number of eights. Otherwise a lane is a rank.
+
+Scores of edges are fixed-point integers with the lane in their last bits. Sums in any order are equal, the minimum includes its
+lane, and ties go to the lowest lane. Scores of masters are float64, each summed in a fixed order. Therefore the same graph has
+the same partition on every machine.
 
 N nodes, E edges, P ranks, B blocks of eight lanes; M entries of expansion: two for each edge, one for a self-loop.
 """
@@ -21,30 +22,34 @@ from lightning_gnn.kernels.loops import prefetch
 from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compiled, mix
 
 LANE_BITS = 12
-"""Of a score: no more than 4,096 lanes."""
+"""Bits of a score for the lane: at most 4,096 lanes."""
 
 ONE = 1 << 36
 """The number 1 in fixed point, above the lane. Balance terms are at most about the replication factor, so 14 bits suffice."""
 
 NEVER = 1 << 62
-"""The load of a lane that is no rank's."""
+"""Load of a lane that has no rank."""
 
 ELECTIONS = 16
-"""How often masters are chosen at most. Once does on most graphs; in 8 parts of cnr-2000, grown, the heaviest has 1.24 times the
-average of in-edges after that, and 1.07 after all."""
+"""Maximum number of rounds in which masters are chosen.
+
+One round suffices on most graphs. On cnr-2000 in 8 partitions with expansion, the heaviest partition has 1.24 times the mean of
+in-edges after one round, and 1.07 after all.
+"""
 
 STEEP = 1e4
-"""What the average of a rank costs beyond the bound, in rows: a hundredth of a percent is worth one."""
+"""Cost of a load of one mean above the bound, in rows: a hundredth of a percent costs one row."""
 
 LANES = (1 << LANE_BITS) - 1
-"""The last bits of a score."""
+"""Mask of a score's last bits."""
 
 
 @compiled
 def by_degree_sum(source, target, degree, chosen, pairs, order):
-    """Sorts edges by the sum of their ends' degrees, stable: their ends to `pairs` ``[C, 2]``, which they are to `order` ``[C]``.
+    """Sort edges by the sum of their ends' degrees, stably.
 
-    chosen bool ``[E]``, or empty for all.
+    Writes the ends to `pairs` ``[C, 2]`` and the edges' indices to `order` ``[C]``. `chosen` is bool ``[E]``, or empty for all
+    edges.
     """
     most = 0
     for each in degree:
@@ -68,10 +73,14 @@ def by_degree_sum(source, target, degree, chosen, pairs, order):
 
 @compiled
 def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, replica_step, rank_of, held, part):
-    """Gives each edge in turn to the lane of the least score: ``part[order[k]] = rank_of[lane]``.
+    """Assign each edge in turn to the lane of the lowest score: ``part[order[k]] = rank_of[lane]``.
 
-    penalty int64 ``[256, 8]``: of the lanes of a block, by the set of them that holds an end; host_penalty: of all lanes of a
-    host of several blocks, none of which does; load int64 ``[8 B]``: balance terms and lanes. load and held are kept up to date.
+    `load` and `held` are updated in place.
+
+    Args:
+        penalty: cost of each lane of a block, by the set of the block's lanes that have an end, int64 ``[256, 8]``.
+        host_penalty: cost of all lanes of a host of several blocks if none of its lanes has the end.
+        load: balance terms and lanes, int64 ``[8 B]``.
     """
     blocks = held.shape[1]
     for k in range(len(order)):
@@ -96,7 +105,7 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
         gained += np.int64(held[v, block] & bit == 0)  # after u: a self-loop has one end
         held[v, block] |= bit
         step = edge_step + gained * replica_step
-        # All eight are written, as they are read: the next edge waits longer for a store of another width.
+        # All eight are written, as they are read: a store of another width would delay the next edge's load.
         loads = load[8 * block : 8 * block + 8]
         for lane in range(8):
             loads[lane] += step if lane == chosen & 7 else 0
@@ -105,15 +114,16 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
 
 @compiled
 def cluster(source, target, degree, most, of, volume):
-    """Reads edges, and moves one end of each to the cluster of the other where that has room; returns how many moved.
+    """Move one end of each edge to the other end's cluster if it has room; returns the number of moves.
 
-    of int32 ``[N]``: clusters of nodes; volume int64 ``[N]``: the degrees in each cluster, at most `most` where there are several
-    nodes.
+    Args:
+        of: cluster of each node, int32 ``[N]``.
+        volume: sum of degrees of each cluster, int64 ``[N]``; at most `most` for clusters of several nodes.
     """
     moved = 0
     for edge in range(len(source)):
         ask_for_clusters(volume, volume, of, source, target, edge)
-        later = min(edge + AHEAD, len(source) - 1)  # not by ask_for_ends: see ask_for_clusters
+        later = min(edge + AHEAD, len(source) - 1)  # not ask_for_ends: see ask_for_clusters
         prefetch(degree, source[later])
         prefetch(degree, target[later])
         u, v = source[edge], target[edge]
@@ -132,7 +142,7 @@ def cluster(source, target, degree, most, of, volume):
 
 @compiled
 def schedule(clusters, volume, num_parts, home):
-    """Gives clusters, the largest first, each to the part of the least volume: ``home[cluster]``."""
+    """Assign clusters, the largest first, to the partition of the lowest volume: ``home[cluster]``."""
     loads = [(np.int64(0), rank) for rank in range(num_parts)]
     for each in clusters:
         load, rank = loads[0]
@@ -142,10 +152,15 @@ def schedule(clusters, volume, num_parts, home):
 
 @compiled
 def two_phases(source, target, between, degree, of, volume, home, most, seed, load, held, part):
-    """Gives edges inside a part's clusters to it, or those between two such parts to one of these.
+    """Assign edges inside a partition's clusters to it, or edges between two partitions to one of these.
 
-    between: which of the two; home: part of each cluster, ``[N]``; most: edges of a part. An edge whose parts are full goes
-    where its end of higher degree is hashed to, and if that is full, to the least part. load int64 ``[P]`` and held are kept.
+    An edge whose partitions are full goes to a partition chosen by a hash of its end of higher degree. If this partition is full
+    too, the edge goes to the one with the fewest edges. `load`, int64 ``[P]``, and `held` are updated in place.
+
+    Args:
+        between: whether to assign the edges between partitions, not the edges inside.
+        home: partition of each cluster, ``[N]``.
+        most: maximum edges of a partition.
     """
     salt = np.int64(seed) << 40
     for edge in range(len(source)):
@@ -184,7 +199,7 @@ def two_phases(source, target, between, degree, of, volume, home, most, seed, lo
 
 @compiled
 def ends(source, target, part, reads, adds):
-    """Marks the ranks that hold an edge from each node, and those that hold one to it; uint8 ``[N, B]``, lanes are ranks."""
+    """Mark the ranks with an edge from each node, and the ranks with an edge to it; uint8 ``[N, B]``, lanes are ranks."""
     for edge in range(len(source)):
         block, bit = part[edge] >> 3, np.uint8(1 << (part[edge] & 7))
         reads[source[edge], block] |= bit
@@ -193,20 +208,25 @@ def ends(source, target, part, reads, adds):
 
 @compiled
 def elect(reads, adds, in_degree, largest_first, host, far, most, master):
-    """Gives each node a master among the ranks that hold an edge of it, and nodes without edges to those with fewest.
+    """Choose a master for each node among the ranks that have an edge of it.
 
-    A master costs the rows that are then sent; beside them count, as shares of the average, what its rank owns and sends already,
-    and its in-edges, by how many the node has. What goes beyond `most` times the average costs far more, and nodes are given
-    away anew until no rank has so much, or nothing changes: who comes late cannot mend what those before have chosen.
+    Nodes without edges fill ranks that own less than an equal share. The cost of a master is the number of rows then sent, plus
+    the load of its rank relative to the mean: owned nodes, sent rows and in-edges. The share of in-edges is weighted by the
+    node's number of in-edges. A load above `most` times the mean costs far more. Masters are chosen again until no rank exceeds
+    it, or nothing changes: late nodes cannot correct the choices of earlier nodes.
 
-    in_degree, largest_first int64 ``[N]``: number of in-edges, and nodes in the order of it; host int64 ``[P]``; far: what a row
-    between hosts costs above one inside; master int32 ``[N]``.
+    Args:
+        in_degree: number of in-edges of each node, int64 ``[N]``.
+        largest_first: nodes in descending order of `in_degree`, int64 ``[N]``.
+        host: host of each rank, int64 ``[P]``.
+        far: additional cost of a row between hosts.
+        master: output, int32 ``[N]``.
     """
     num_nodes, num_parts = len(master), len(host)
     master[:] = -1
     holders = np.zeros(num_nodes, np.int64)
     owned, sent, loaded = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts)
-    rows = 1.0  # about as many as are sent: if every master both reads and adds
+    rows = 1.0  # approximate number of rows sent: as if every master both reads and adds
     for node in range(num_nodes):
         for rank in range(num_parts):
             block, lane = rank >> 3, rank & 7
@@ -217,8 +237,8 @@ def elect(reads, adds, in_degree, largest_first, host, far, most, master):
         rows -= 2 * (holders[node] > 0)
     num_edges = in_degree.sum()
     per_row, per_node, per_edge = num_parts / max(rows, 1), num_parts / num_nodes, num_parts / num_edges
-    ends_in = np.zeros(num_parts, np.int64)  # of a host: ranks that read the node and ranks that add to it
-    # Nodes that leave no choice come first. Then those with most in-edges: the others even out what these do.
+    ends_in = np.zeros(num_parts, np.int64)  # by host: ranks that read the node plus ranks that add to it
+    # Nodes with a single choice come first, then nodes with the most in-edges: later nodes balance their loads.
     for turn in range(1 + ELECTIONS):
         changes = 0
         for node in largest_first:
@@ -268,7 +288,7 @@ def elect(reads, adds, in_degree, largest_first, host, far, most, master):
 
 @compiled
 def traffic(reads, adds, master, host):
-    """Returns per rank: rows it holds, copies it receives, partial sums it sends, rows it sends inside and outside its host.
+    """Returns per rank: stored rows, features received, partial sums sent, rows sent inside and outside its host.
 
     int64 ``[5, P]``.
     """
@@ -289,19 +309,19 @@ def traffic(reads, adds, master, host):
     return counts
 
 
-# Neighbourhood expansion ######################################################
+# Neighborhood expansion #######################################################
 
-# A part is a set of nodes that grows, and every edge between two of them that is still free. The node of the set that has fewest
-# free edges is taken next (the *core*): its neighbours join, with their edges into the set. Nodes wait for that in lists by
-# their number of free edges, linked in both directions.
+# A partition is a growing set of nodes, with every free edge between two of them. The node of the set with the fewest free edges
+# is next (the *core*): its neighbors join, with their edges into the set. Waiting nodes are in doubly linked lists by their
+# number of free edges.
 #
-# Hubs count as part of every set: an edge to one goes to the part that its other end joins. So their rows, which are long, and
-# whose nodes would be in most parts anyway, are never read; edges between hubs stay free.
+# Hubs count as members of every set: an edge to a hub goes to the partition that its other end joins. The long adjacency lists of
+# hubs, which would be in most partitions anyway, are then never read. Edges between hubs stay free.
 
 
 @compiled
 def incidence(source, target, indptr, neighbour, edge_of):
-    """Writes for each node the other ends of its edges, and which edges they are, ``[M]``, as `indptr` ``[N + 1]`` says."""
+    """Write the other ends of each node's edges, and the edges' indices, ``[M]``, at the positions in `indptr` ``[N + 1]``."""
     place = indptr[:-1].copy()
     for edge in range(len(source)):
         u, v = source[edge], target[edge]
@@ -314,7 +334,7 @@ def incidence(source, target, indptr, neighbour, edge_of):
 
 @compiled
 def _wait(node, key, first, after, before):
-    """Puts a node at the head of the list `key`."""
+    """Insert a node at the head of the list `key`."""
     after[node], before[node] = first[key], -1
     if first[key] >= 0:
         before[first[key]] = node
@@ -323,7 +343,7 @@ def _wait(node, key, first, after, before):
 
 @compiled
 def _leave(node, key, first, after, before):
-    """Takes a node out of the list `key`."""
+    """Remove a node from the list `key`."""
     if before[node] >= 0:
         after[before[node]] = after[node]
     else:
@@ -334,10 +354,14 @@ def _leave(node, key, first, after, before):
 
 @compiled
 def expand(indptr, end, neighbour, edge_of, hub, num_free, budget, lane, rank, free, part, held):
-    """Lets a part grow by `budget` edges, or until only edges between hubs are free; returns the edges and nodes it gained.
+    """Grow a partition by `budget` edges, or until only edges between hubs are free; returns the edges and nodes added.
 
-    Kept up to date: end int64 ``[N]``: a node's entries from there on are of edges that are given away, as some before may be;
-    num_free int32 ``[N]``: edges of a node that are not; free bool ``[E]``; part ``[E]``; held uint8 ``[N, B]``.
+    Updated in place:
+        end: a node's entries from this index on are assigned edges (earlier entries may be too), int64 ``[N]``.
+        num_free: free edges of each node, int32 ``[N]``.
+        free: whether an edge is free, bool ``[E]``.
+        part: rank of each edge, ``[E]``.
+        held: sets of lanes, uint8 ``[N, B]``.
     """
     num_nodes = len(hub)
     block, bit = lane >> 3, np.uint8(1 << (lane & 7))
@@ -369,13 +393,13 @@ def expand(indptr, end, neighbour, edge_of, hub, num_free, budget, lane, rank, f
                 if free[edge_of[slot]] and not inside[neighbour[slot]]:
                     joining[number] = neighbour[slot]
                     number += 1
-        # The core is last: a seed joins so, and edges into the set are left to it if the budget ended when its ends joined.
+        # The core is last. A seed joins this way, and the core gets the remaining edges into the set if the budget ends early.
         joining[number] = core
         for k in range(number + 1):
             node = joining[k]
             if edges == budget:
                 break
-            if num_free[node] == 0 or (inside[node] and node != core):  # a duplicate edge's end joins once
+            if num_free[node] == 0 or (inside[node] and node != core):  # the end of a duplicate edge joins once
                 continue
             if inside[node]:
                 _leave(node, num_free[node], first, after, before)

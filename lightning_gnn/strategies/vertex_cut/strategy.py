@@ -1,6 +1,6 @@
-"""``vertex_cut``: every edge on one rank; nodes that several ranks hold have one master and mirrors.
+"""``vertex_cut``: each edge is on one rank; a node on several ranks has one master and mirrors.
 
-Source: CDFGNN, "Cache-based Distributed Full-batch GNN training": sections 3 (vertex cut), 4 (adaptive cache), 5 (quantised
+Source: CDFGNN, "Cache-based Distributed Full-batch GNN training": sections 3 (vertex cut), 4 (adaptive cache), 5 (quantized
 messages) and 6 (hierarchical partition).
 """
 
@@ -41,8 +41,10 @@ EdgeMethod = Literal["auto", "ebv", "hdrf", "dbh", "random", "grid", "ne", "dne"
 
 @dataclass(eq=False)
 class VertexCutScheme(Scheme):
-    """S copies rows from masters to the mirrors that read them, R sums partial results at masters. See
-    :class:`VertexCutStrategy`."""
+    """Scheme of a vertex cut. See :class:`VertexCutStrategy`.
+
+    S sends features from masters to the mirrors that need them. R adds partial aggregates at masters.
+    """
 
     partition: EdgeMethod | None
     num_machines: int | None
@@ -53,7 +55,7 @@ class VertexCutScheme(Scheme):
 
     def __post_init__(self) -> None:
         self.approximation = "" if self.cache is None else "cached messages"
-        self.messages: MessageCache | None = None  # that are cached, in a run
+        self.messages: MessageCache | None = None  # cached messages of a run
         self._rule: AdaptiveThreshold | TopKChanges | None = None
         self._world: World | None = None
 
@@ -76,7 +78,7 @@ class VertexCutScheme(Scheme):
         assert shard.holders is not None
         make_exchange: MakeExchange = send_directly
         if self.cache is not None:
-            if self.messages is None or self._world is not world:  # one for both directions of edges
+            if self.messages is None or self._world is not world:  # one cache for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
                 self.messages, self._world = self._make_cache(self._near(world)), world
             make_exchange = self.messages.make_exchange
@@ -85,7 +87,7 @@ class VertexCutScheme(Scheme):
         return exchange.with_products(Products(make, lambda copy_bytes, result_bytes: make))
 
     def _near(self, world: World) -> Sequence[int]:
-        """Returns the ranks to and from which rows go as they are: those of this machine, unless told otherwise."""
+        """Returns the ranks with which all rows are exchanged unchanged: by default, the ranks of this machine."""
         if self.cache_within_hosts or world.stand_ins:
             return ()
         hosts = hosts_of(world) if self.num_machines is None else np.arange(world.size).reshape(self.num_machines, -1).tolist()
@@ -105,11 +107,11 @@ class VertexCutScheme(Scheme):
         return MessageCache(cache.epsilon, near, cache.factors)
 
     def release(self) -> None:
-        """Forgets what is cached; the run is over."""
+        """Delete the caches at the end of a run."""
         self.messages = self._world = None
 
     def schedule(self, world: World) -> list[pl.Callback]:
-        """Returns the callback that lets the threshold follow training, if rows are cached."""
+        """Returns the callback that updates the threshold during training; empty without a cache."""
         return [] if self.messages is None else [CacheSchedule(self.messages, self._rule, self.monitor, world)]
 
     @override
@@ -118,7 +120,7 @@ class VertexCutScheme(Scheme):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the threshold up where it was; what is in caches is not kept, so the first epoch sends everything."""
+        """Restore the threshold. Cached rows are not restored, so the first epoch sends all rows."""
         if isinstance(self._rule, AdaptiveThreshold) and "threshold" in state:
             saved = state["threshold"]
             self._rule.epsilon, self._rule.mean, self._rule.first = saved["epsilon"], saved["mean"], saved.get("first")
@@ -130,39 +132,48 @@ def _(scheme: VertexCutScheme) -> VertexCutScheme:
 
 
 class VertexCutStrategy(GNNStrategy):
-    """Full-graph training over a vertex cut, exact unless told otherwise; ``Trainer(strategy="vertex_cut")``.
+    """Full-graph training over a vertex cut, exact by default; ``Trainer(strategy="vertex_cut")``.
 
-    Every edge lies on one rank, so that edges balance whatever their degrees: for graphs with hubs. A node has one master, which
-    owns its row, and mirrors where its edges lie. Masters copy rows to the mirrors that read them, mirrors send partial sums to
-    masters, and nothing else travels. What ranks load, the in-edges of their masters, is about as even as what they compute.
+    Each edge is on one rank, so that edges are balanced regardless of node degrees: use it for graphs with hubs. A node has one
+    master, its owner, and mirrors on the other ranks with edges of the node. Masters send features to the mirrors that need them,
+    and mirrors send partial aggregates to masters. Nothing else is sent. The loaded edges, which are the in-edges of a rank's
+    masters, are about as balanced as the computed edges (docs/vertex-cut-internals.md).
 
     Args:
-        partition: who computes which edge: ``"ne"`` has the fewest replicas, rows balanced within 15 %; ``"ebv"``, CDFGNN's,
-            balances them best and cuts fastest; ``"streaming"`` (2PS-L) takes memory of nodes and not of edges; ``"auto"`` is the
-            first of these three for which there is memory; ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"`` to compare
-            with. None: ``"auto"`` for a folder of files, else ``"ne"``.
-        num_machines: machines, of equally many ranks each, between which ``"ebv"`` avoids replicas, and masters are chosen; by
-            default the Trainer's ``num_nodes``.
-        host_weight: gamma of equation 24: what a replica on another machine costs against one in the same, 0 to 1.
-        cache: None sends all rows, exactly. Otherwise a row is sent only when an entry has changed by more than a share of the
-            row's size: a number is that share; ``"adaptive"`` one that follows the training loss, or `monitor` (CDFGNN 4.1);
-            an :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` the same with other numbers.
-            ``"topk"``, or a :class:`~lightning_gnn.strategies.vertex_cut.thresholds.TopKChanges`, sends a given share:
-            the rows that have changed most. The last epoch, validation, test and predict are exact.
-        monitor: an accuracy that the module logs in training, ``"train_acc"`` say, for ``"adaptive"`` to follow in place of the
-            loss, as CDFGNN has it: something that rises from 0 to 1. None: the loss that ``training_step`` returns, or hands to
-            ``manual_backward``, for which nothing need be logged; see
+        partition: partitioner of the edges. None: ``"auto"`` for a folder of files, else ``"ne"``.
+
+            - ``"ne"``: fewest replicas; rows balanced within 15 %.
+            - ``"ebv"``, from CDFGNN: best balance of rows, and fastest.
+            - ``"streaming"`` (2PS-L): needs memory per node, not per edge.
+            - ``"auto"``: the first of these three that fits into memory.
+            - ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"``: for comparison.
+        num_machines: number of machines, with equal numbers of ranks, between which ``"ebv"`` and the choice of masters avoid
+            traffic. By default the Trainer's ``num_nodes``.
+        host_weight: gamma of equation 24: cost of a replica on another machine, relative to a replica on the same machine; 0 to
+            1.
+        cache: rows that are sent. None sends all rows: exact. The last epoch, validation, test and predict are exact for all
+            values.
+
+            - a number: rows with an entry that changed by more than this share of the row's size.
+            - ``"adaptive"``: the same with a threshold that follows the training loss, or `monitor` (CDFGNN 4.1). An
+              :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` sets its parameters.
+            - ``"topk"``, or a :class:`~lightning_gnn.strategies.vertex_cut.thresholds.TopKChanges`: a given share of each
+              message, the rows that changed most.
+        monitor: name of an accuracy that the module logs in training, such as ``"train_acc"``. ``"adaptive"`` follows it instead
+            of the loss, as in CDFGNN; it must rise from 0 to 1. None: the loss that ``training_step`` returns or passes to
+            ``manual_backward``, which need not be logged. See
             :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold`.
-        cache_within_hosts: with a `cache`, cache and encode what ranks of one machine send each other, too. By default that goes
-            as it is, exactly: through shared memory, to look for what to leave out takes longer than to send it.
-        dropout_seed_every_n_epochs: with a `cache`, epochs whose training steps draw the same random numbers, so that dropout's
-            masks stay and rows change as weights do; else dropout changes nearly all rows in each epoch, and a cache sends them.
-            An approximation of its own: training averages over fewer masks (docs/vertex-cut.md). 1 draws anew in each epoch.
+        cache_within_hosts: with a `cache`, whether to cache and encode messages between ranks of one machine too. By default
+            these are sent unchanged and exactly: finding rows to omit takes longer than sending all rows through shared memory.
+        dropout_seed_every_n_epochs: with a `cache`, number of epochs whose training steps draw the same random numbers. Dropout
+            masks then stay constant, and rows change only as weights change. Otherwise dropout changes nearly all rows in each
+            epoch, and a cache sends them. This is an additional approximation: training averages over fewer masks
+            (docs/vertex-cut-internals.md). 1 draws new numbers in each epoch.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: an unknown partitioner, a threshold, weight or number of epochs out of range; once the number of ranks is
-            known, hosts that do not divide it; once the model is, factors of an
+        ValueError: an unknown partitioner; a threshold, weight or number of epochs out of range. Raised once the number of ranks
+            is known: a number of machines that does not divide it. Raised once the model is known: factors of an
             :class:`~lightning_gnn.strategies.vertex_cut.thresholds.AdaptiveThreshold` for layers that it does not have.
     """
 
@@ -173,7 +184,7 @@ class VertexCutStrategy(GNNStrategy):
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
         yield {}
-        # What vertex_cut_cached sends at most: how many rows have not changed is known only in training.
+        # Upper bound for vertex_cut_cached: the number of unchanged rows is known only in training.
         yield {"codec": "int8"}
 
     def __init__(
@@ -235,7 +246,11 @@ class VertexCutStrategy(GNNStrategy):
         return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
 
     def _tell_of_loaded_edges(self, counts: Sequence[int]) -> None:
-        """Names once, after the first training step, the layers that compute the edges that ranks load, so many on each."""
+        """Log, once after the first training step, the layers that compute loaded edges.
+
+        Args:
+            counts: number of loaded edges of each rank.
+        """
         layers = [] if self._told or len(counts) == 1 else sorted(self.steps.binding.context.all_on_loaded_edges)
         self._told = True
         if layers:
@@ -267,9 +282,10 @@ class VertexCutStrategy(GNNStrategy):
 
 
 class CachedVertexCutStrategy(VertexCutStrategy):
-    """:class:`VertexCutStrategy` as CDFGNN has it: adaptive cache, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
+    """:class:`VertexCutStrategy` with CDFGNN's cache: adaptive, 8 bits; ``Trainer(strategy="vertex_cut_cached")``.
 
-    ``cache="topk", codec="bfp4"`` sends far less, but harmed two of four graphs (docs/vertex-cut.md).
+    ``cache="topk", codec="bfp4"`` sends far fewer bytes, but reduced the accuracy on two of four graphs
+    (docs/vertex-cut-internals.md).
 
     Args:
         cache: see :class:`VertexCutStrategy`.

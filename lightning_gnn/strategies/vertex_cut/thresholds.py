@@ -1,4 +1,4 @@
-"""Caches in the course of a run: how a threshold follows what the model learns, how a share grows, and what is logged."""
+"""Schedules of caches: thresholds that follow training, shares that grow, and their metrics."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, Messa
 
 @dataclass(frozen=True)
 class TopKChanges:
-    """A cache that sends a given share of each message, ours: see :class:`~.cache.LargestChangesCache`.
+    """Cache that sends a given share of each message (not in the paper); see :class:`~.cache.LargestChangesCache`.
 
-    The share grows over the epochs: rows that wait cost accuracy towards the end of training, and little at its start. What a
-    layer sends is known beforehand, and no accuracy is needed.
+    The share grows over the epochs: delayed rows reduce accuracy late in training, but little early. The number of rows of each
+    message is known in advance, and no accuracy is needed.
 
     Args:
-        share: of a message's rows, in the mean over a run; above 0, at most 1.
-        growth: the share begins this much below its mean and ends as much above, in shares of it, from 0 to 1; 0 keeps it the
-            same. So it is without ``max_epochs``, since the end is not known then.
+        share: share of a message's rows, mean over a run; above 0, at most 1.
+        growth: difference between the first, or last, share and the mean, relative to the mean; 0 to 1. The share rises from
+            `share` times 1 - growth to `share` times 1 + growth. 0 keeps it constant, which is also the behavior without
+            ``max_epochs``.
 
     Raises:
         ValueError: a share or a growth out of range.
@@ -44,41 +45,46 @@ class TopKChanges:
             raise ValueError(f"growth of the share is between 0 and 1 (got {self.growth}).")
 
     def share_in(self, epoch: int, epochs: int) -> float:
-        """Returns the share in an epoch of so many, the first being 0; `epochs` below 1 if that is not known."""
+        """Returns the share of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            epochs: number of epochs; below 1 if unknown.
+        """
         progress = epoch / (epochs - 1) if epochs > 1 else 0.5
         return min(1.0, self.share * (1 + self.growth * (2 * progress - 1)))
 
 
 @dataclass
 class AdaptiveThreshold:
-    """The threshold epsilon of the adaptive cache, changed once an epoch (CDFGNN section 4.1, equations 6 and 7).
+    """Threshold epsilon of the adaptive cache, updated once per epoch (CDFGNN section 4.1, equations 6 and 7).
 
-    Equation 6 relaxes epsilon while the accuracy falls and tightens it while it rises; the text beside it wants the opposite,
-    and so does Figure 7. ``rule="text"`` is the default, ``rule="printed"`` is the equation.
+    Equation 6 raises epsilon while the accuracy falls, and lowers it while the accuracy rises. The text next to it and Figure 7
+    require the opposite. ``rule="text"`` is the default, ``rule="printed"`` is the equation.
 
-    The paper's rule is on accuracy, which rises from 0 towards 1. A loss falls, from a value that depends on the task, so what
-    stands for the accuracy is the share of its first value that it has lost, (l_0 - l) / abs(l_0): 0 in the first epoch, 1 where
-    nothing is left of it. So mu1 and mu2 are parts of the first loss: epsilon is relaxed in an epoch whose loss is lower than its
-    moving average by more than 2 % of the first loss, and tightened where it is higher by more than 0.1 % of it.
+    The paper's rule uses the accuracy, which rises from 0 towards 1. A loss falls, and its scale depends on the task. Therefore
+    its progress replaces the accuracy: (l_0 - l) / abs(l_0), 0 in the first epoch, 1 for a loss of 0. mu1 and mu2 are then shares
+    of the first loss. With the default rule, epsilon rises in an epoch whose loss is below its moving average by more than 2 % of
+    the first loss. It falls if the loss is above the average by more than 0.1 %.
 
     Args:
-        epsilon: at the start, not given in the paper; Figure 7 has it small there. From 0.1 fewer rows are sent, but two of six
-            graphs lost one and four points (docs/numbers.md).
+        epsilon: initial threshold. The paper does not give it; in Figure 7 it is small at first. From 0.1 on, fewer rows are
+            sent, but two of six graphs lost one and four points (docs/numbers.md).
         rule: ``"text"`` or ``"printed"``.
-        mu1, mu2: how far the accuracy must fall below, or rise above, its moving average before epsilon changes.
-        nu1, nu2: the largest and the smallest epsilon.
-        xi: how far epsilon changes at most.
-        lambda1, lambda2: its factors up and down.
-        factors: for messages whose threshold is not epsilon but so many times it (ours): by the name of a layer in the module,
-            ``"model.convs.1"``, by direction, ``"backward"``, or by both, ``"model.convs.1/backward"``; of several that name a
-            message, the product. 0 sends whatever has changed. With nu1 and nu2 at epsilon, all stay as they are.
+        mu1, mu2: decrease below, or increase above, the moving average of the accuracy that changes epsilon.
+        nu1, nu2: largest and smallest epsilon.
+        xi: largest change of epsilon per epoch.
+        lambda1, lambda2: factors of epsilon for an increase and for a decrease.
+        factors: factors of epsilon per message (not in the paper). Keys are the name of a layer in the module,
+            ``"model.convs.1"``; a direction, ``"backward"``; or both, ``"model.convs.1/backward"``. If several match a message,
+            they are multiplied. 0 sends all rows that changed. If nu1 and nu2 equal epsilon, all thresholds stay constant.
 
     Attributes:
-        mean: moving average of the accuracy, or of what stands for it; None before the first epoch.
-        first: the first epoch's loss, where one is followed.
+        mean: moving average of the accuracy, or of the progress; None before the first epoch.
+        first: loss of the first epoch, if the threshold follows a loss.
 
     Raises:
-        ValueError: an unknown rule, or numbers out of their range.
+        ValueError: an unknown rule, or numbers out of range.
     """
 
     epsilon: float = 0.01
@@ -122,7 +128,7 @@ class AdaptiveThreshold:
                 )
 
     def update(self, accuracy: float) -> None:
-        """Takes the accuracy of an epoch over the training nodes of all ranks."""
+        """Update epsilon by the accuracy of an epoch over the training nodes of all ranks."""
         mean = accuracy if self.mean is None else self.mean
         rises, falls = accuracy > mean + self.mu2, accuracy < mean - self.mu1
         relax, tighten = (rises, falls) if self.rule == "text" else (falls, rises)
@@ -133,7 +139,7 @@ class AdaptiveThreshold:
         self.mean = 0.8 * mean + 0.2 * accuracy
 
     def update_by_loss(self, loss: float) -> None:
-        """Takes the loss of an epoch over the training nodes of all ranks; one that is not finite changes nothing."""
+        """Update epsilon by the loss of an epoch over the training nodes of all ranks; does nothing if it is not finite."""
         if not math.isfinite(loss):
             return
         self.first = loss if self.first is None else self.first
@@ -141,25 +147,27 @@ class AdaptiveThreshold:
 
 
 class CacheSchedule(pl.Callback):
-    """Moves the threshold of a cache, or its share, and logs what it lets through.
+    """Callback that updates the threshold, or the share, of a cache and logs the share of rows sent.
 
-    Logged after each epoch: ``cache/epsilon``, the threshold, if there is one, and if it has factors,
-    ``cache/epsilon/LAYER/DIRECTION``, those that were in use; ``comm/sent_fraction/LAYER/DIRECTION``, rows that
-    were sent of those that an exact run sends, over all ranks.
+    Logged after each epoch:
+
+    - ``cache/epsilon``: the threshold, if there is one.
+    - ``cache/epsilon/LAYER/DIRECTION``: the threshold of each message, if there are factors.
+    - ``comm/sent_fraction/LAYER/DIRECTION``: rows sent by all ranks, relative to an exact run.
 
     Args:
-        rule: how it moves; None keeps the cache's own threshold.
-        monitor: the logged value that the threshold follows, an accuracy; None for the training loss.
+        rule: schedule; None keeps the cache's threshold.
+        monitor: logged accuracy that the threshold follows; None for the training loss.
 
     Raises:
-        ValueError: from the second epoch, if nothing was logged under `monitor`.
+        ValueError: nothing was logged under `monitor`; raised from the second epoch on.
     """
 
     def __init__(
         self, cache: MessageCache, rule: AdaptiveThreshold | TopKChanges | None, monitor: str | None, world: World
     ) -> None:
         self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
-        self._trained = False  # a run that goes on from a checkpoint may begin with the end of an epoch
+        self._trained = False  # a resumed run may start with the end of an epoch
         self._loss = math.nan
         self._known: list[tuple[str, str]] = []
 
@@ -186,7 +194,7 @@ class CacheSchedule(pl.Callback):
                 f"cache='adaptive' is to follow monitor='{self._monitor}', which was not logged (logged: {logged}). Log it in "
                 "training_step, name another, or leave monitor out: the cache then follows the loss."
             )
-        # Of rank 0, so that no two ranks have different thresholds.
+        # The value of rank 0, so that all ranks have the same threshold.
         return float(self._world.broadcast_object(float(value)))
 
     @override

@@ -1,1 +1,1 @@
-"""Cutters of edges to compare with, each imported when it is named: see :mod:`~lightning_gnn.strategies.vertex_cut.cutters`."""
+"""Partitioners of edges for comparison, imported when used: see :mod:`~lightning_gnn.strategies.vertex_cut.cutters`."""

@@ -11,11 +11,14 @@ from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.vertex_cut.cutters import Parts, degrees, incidence
 
 EXPANDED = 0.1, 1.1
-"""The paper's lambda, the share of a boundary that is expanded in a round, and alpha, a part's most edges over the average."""
+"""Parameters of the paper: lambda and alpha.
+
+lambda is the share of a boundary that is expanded in a round. alpha is the maximum edges of a partition, relative to the mean.
+"""
 
 
 def dne(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
-    """Lets all parts grow at once from random nodes, by neighbourhood expansion."""
+    """Grow all partitions at once from random nodes, by neighborhood expansion."""
     indptr, neighbour, edge_of = incidence(source, target, degrees(source, target, num_nodes))
     starts = np.random.default_rng(seed).permutation(num_nodes)
     share, bound = EXPANDED
@@ -24,11 +27,12 @@ def dne(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, par
 
 @compiled
 def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part):
-    """Lets all parts grow in rounds, as DNE's workers do; those that have more than `limit` edges have ended.
+    """Grow all partitions in rounds, like DNE's workers, until all edges are assigned or partitions exceed `limit` edges.
 
-    In a round, a part takes the `share` of its boundary with fewest free edges: these edges become its own, and their other ends
-    join its boundary, with their free edges into the part: no other part has both ends, or the edge would be its own. A part
-    without a boundary goes on from the next of `starts` ``[N]`` that has free edges.
+    In a round, a partition expands the `share` of its boundary with the fewest free edges. These edges are assigned to it. Their
+    other ends join its boundary, with their free edges into the partition. No other partition has both ends of such an edge,
+    since the edge would then be assigned to it. A partition without a boundary continues from the next of `starts` ``[N]`` that
+    has free edges.
     """
     num_nodes = len(starts)
     free, rest = np.ones(len(part), np.bool_), indptr[1:] - indptr[:-1]

@@ -1,6 +1,6 @@
 """HDRF: Petroni et al., *HDRF: Stream-based partitioning for power-law graphs*, CIKM'15.
 
-Their problem's bound (section 2) is kept, without which edges that come sorted may all be one rank's. Degrees are known.
+The bound of their problem (section 2) is enforced: without it, all edges of a sorted list may go to one rank. Degrees are exact.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -18,14 +18,17 @@ from lightning_gnn.strategies.vertex_cut.loops import LANE_BITS, LANES, NEVER, O
 
 
 def hdrf(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
-    """Gives edges to parts as they come, the end of higher degree replicated first."""
+    """Assign edges to partitions in their order, replicating the end of higher degree first."""
     most = ceil(STREAM_BOUND * len(source) / num_parts)
     _hdrf(source, target, degrees(source, target, num_nodes), num_parts, most, part)
 
 
 @compiled
 def _hdrf(source, target, degree, num_parts, limit, part):
-    """Gives each edge in turn to the rank of the highest score, here the least of its negative, of those below `limit` edges."""
+    """Assign each edge to the rank of the highest score among the ranks with fewer than `limit` edges.
+
+    The code minimizes the negative score.
+    """
     blocks = (num_parts + 7) // 8
     held = np.zeros((len(degree), blocks), np.uint8)
     count = np.zeros(8 * blocks, np.int64)
@@ -36,7 +39,7 @@ def _hdrf(source, target, degree, num_parts, limit, part):
         for lane in range(8):
             holds[holders, lane] = holders >> lane & 1
     least, most = 0, 0
-    num_least = num_parts  # ranks that have the least edges: the minimum rises when the last one does
+    num_least = num_parts  # ranks with the fewest edges; the minimum rises when this reaches 0
     per_edge = ONE
     for edge in range(len(source)):
         u, v = source[edge], target[edge]
