@@ -1,6 +1,6 @@
-"""Neighbour sampling for training in mini-batches: one hop, numbering, and what is composed of them. No ranks.
+"""Neighbor sampling for mini-batches: single hops, local numbering, and samplers that combine them. Independent of ranks.
 
-Loops are compiled by numba at first use and kept on disk.
+Loops are compiled by numba at first use and cached on disk.
 """
 
 from lightning_gnn.strategies.sampling.hops import Numbering, induced_subgraph, sample_hops

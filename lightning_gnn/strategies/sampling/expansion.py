@@ -1,16 +1,20 @@
-"""Neighbourhoods that lie on several machines, of a batch of every rank, in as many exchanges as they have hops, and one.
+"""Neighborhoods over several machines, for a batch of every rank at once, in one exchange more than the number of hops.
 
-Source: DistDGL (2020) sections III-C and III-D, where a hop is a question and an answer, and features are another. Here a draw
-depends on nothing but the node and the batch's random seed, so who holds a node draws its in-edges before it is asked: one rank
-of every machine works for a batch. It draws as far as nodes lie on its machine, passes those on that lie on another to the rank
-that works for this batch there, and sends edges, and each node's rows once, to the rank whose batch it is.
+Source: DistDGL (2020) sections III-C and III-D, in which each hop is a request and an answer, and features are another. Here a
+draw depends only on the node and the batch's random seed. The machine of a node can therefore draw its in-edges before they are
+requested.
 
-A node is reached at some depth, seeds at 0, and drawn with that hop's fan-out. A machine may reach it late, by a detour, while a
-shorter way leads over another machine: then it is drawn again, and what was drawn first is left aside. A node that is reached
-a second time, no earlier, needs nothing. This rests on its first depth being no less than its depth in the sample, which can only
-fail for what was reached by way of a node that was drawn too late. Seeds never are: each machine has them first. So what is drawn
-at depth 1 is drawn right, what is reached at up to depth 2 is in the sample, no deeper than that, and the first that can be wrong
-is a depth of 3: of a node whose own is 4, at which nothing is drawn in :data:`MOST_HOPS`.
+One rank of every machine works for a batch. It draws as far as nodes are on its machine. It passes nodes on other machines to the
+ranks that work for this batch there. It sends edges, and each node's rows once, to the rank of the batch.
+
+A node is reached at some depth, seeds at 0, and drawn with that hop's number of neighbors. A machine may first reach it at a
+larger depth, if a shorter path goes through another machine. It is then drawn again, and the first draw is discarded. If a node
+is reached again at the same or a larger depth, nothing is done.
+
+This requires that the first depth is no less than the depth in the sample. It can only fail for nodes that were reached through a
+node drawn too late. Seeds are never late: each machine has them first. Draws at depth 1 are therefore correct. Nodes reached at
+up to depth 2 are in the sample, at no larger depth. The first depth that can be wrong is 3, for a node of depth 4, at which
+nothing is drawn with :data:`MOST_HOPS`.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joine
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
 MOST_HOPS = 4
-"""Deeper neighbourhoods are asked for hop by hop."""
+"""Maximum number of hops; deeper neighborhoods are sampled hop by hop."""
 
 
 class _Work:
-    """What a rank does for one rank's batch, on its machine.
+    """Work of a rank for one rank's batch, on its machine.
 
     Attributes:
         drawn: by edge type and depth, targets and their in-edges.
@@ -54,12 +58,12 @@ class _Work:
         self.passed = defaultdict[tuple[int, NodeType, int], list[Tensor]](list)
 
     def reach(self, name: NodeType, ids: Tensor, depth: int) -> tuple[Tensor, int]:
-        """Returns those of nodes that were not reached at this depth or a smaller one, distinct; first the new ones, so many."""
+        """Returns the distinct nodes not yet reached at this depth or below, new nodes first, and the number of new nodes."""
         numbering, first = self._numberings[name], len(self._numberings[name])
         numbers = numbering.add(ids)
         depths = self._depths[name]
         if len(numbering) > len(depths):
-            with torch.inference_mode(False):  # it stays for the next batch
+            with torch.inference_mode(False):  # reused by the next batch
                 depths = self._depths[name] = torch.cat([depths, depths.new_empty(2 * len(numbering))])
         depths[first : len(numbering)] = depth
         again = numbers[depths[numbers] > depth].unique()
@@ -69,13 +73,13 @@ class _Work:
 
 
 class Expander:
-    """Samples the neighbourhoods of a batch of each rank; all ranks call it in step.
+    """Sampler of the neighborhoods of a batch of each rank; all ranks call it in the same order.
 
     Args:
         store: the graph, on several machines.
-        num_neighbors: by edge type, per hop, up to :data:`MOST_HOPS`.
-        replace: draw with replacement.
-        names: of what nodes and edges of each type have that the batch will, too.
+        num_neighbors: by edge type and hop, up to :data:`MOST_HOPS` hops.
+        replace: whether to draw with replacement.
+        names: attributes of nodes and edges of each type that batches have.
     """
 
     def __init__(self, store: GraphStore, num_neighbors: Mapping[EdgeType, Sequence[int]], replace: bool, names: Names) -> None:
@@ -88,10 +92,10 @@ class Expander:
         ranks = (store.rank, *store.askers)
         dense = max(sizes.values()) * len(ranks) <= LARGEST_ARRAY
         self._work = {rank: _Work(sizes, dense) for rank in ranks}
-        # By rank that is spoken to, whose batches both work for.
+        # By peer rank: the ranks whose batches both work for.
         peers = {peer for rank in ranks for peer in store.teams[rank]} - {store.rank}
         self._shared = {peer: [rank for rank in sorted(ranks) if peer in store.teams[rank]] for peer in sorted(peers)}
-        # Empty tensors of the dtypes of a message from each.
+        # Empty tensors with the dtypes of a message from each peer.
         nothing = self._results(store.rank, _Work({}, dense))
         self._like = {
             peer: [NO_IDS] * len(of) * len(self._tasks) + nothing * (peer in store.servers.values())
@@ -101,12 +105,12 @@ class Expander:
     def run(
         self, seeds: Mapping[NodeType, Tensor], random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None
     ) -> Neighbourhood:
-        """Returns this rank's neighbourhood.
+        """Returns this rank's neighborhood.
 
         Args:
             seeds: ids by type.
-            random_seeds: of the batch of each rank.
-            asked: the seeds, of the input type, of the ranks that this one answers; None if it does not know: an exchange more.
+            random_seeds: random seed of the batch of each rank.
+            asked: seeds, of the input type, of the ranks whose requests this rank answers; None requires an additional exchange.
         """
         store, seeded = self._store, self._store.types.input_type
         for work in self._work.values():
@@ -115,7 +119,7 @@ class Expander:
         of_others = {rank: {seeded: ids} for rank, ids in (asked or {}).items()}
         for rank, first in {store.rank: seeds, **of_others}.items():
             self._expand(rank, {(name, 0): [ids] for name, ids in first.items()}, random_seeds[rank])
-            if asked is not None:  # who works for the batch elsewhere knows them
+            if asked is not None:  # the ranks that work for the batch elsewhere have them
                 for there in store.servers:
                     self._work[rank].passed.pop((there, seeded, 0), None)
         for _ in range(self._hops + (1 if asked is not None else 2)):
@@ -133,7 +137,7 @@ class Expander:
         return found
 
     def _expand(self, rank: int, tasks: dict[tuple[NodeType, int], list[Tensor]], random_seed: int) -> None:
-        """Draws the in-edges of nodes that were reached, and of those that are reached by them, as far as they lie here."""
+        """Draw the in-edges of nodes that were reached, and of nodes reached by these, as far as they are on this machine."""
         store, work = self._store, self._work[rank]
         for depth in range(self._hops + 1):
             for name in store.types.nodes:
@@ -157,7 +161,7 @@ class Expander:
                         tasks.setdefault((kind[0], depth + 1), []).append(drawn.sources)
 
     def _message(self, peer: int) -> list[Tensor]:
-        """Returns what a rank is to be told: nodes that were reached on its machine, and what was found for its own batch."""
+        """Returns the message to a rank: nodes reached on its machine, and the results for its own batch."""
         store, fields = self._store, list[Tensor]()
         there = int(store.machine[peer])
         for rank in self._shared[peer]:
@@ -165,8 +169,10 @@ class Expander:
         return fields + self._results(peer, self._work[peer]) if peer in store.askers else fields
 
     def _results(self, rank: int, work: _Work) -> list[Tensor]:
-        """Returns what was found for a rank's batch since its last message: by type and depth draws, and by type new nodes; each
-        with rows."""
+        """Returns the results for a rank's batch since its last message.
+
+        These are draws by type and depth, and new nodes by type; each with rows.
+        """
         store, fields = self._store, list[Tensor]()
         for draw in self._draws:
             found = work.drawn.pop(draw, [])
@@ -194,7 +200,7 @@ class Expander:
 
 
 class Neighbourhood:
-    """What was sampled for a batch: answers hops in the order in which they are asked, and has the rows of its nodes and edges.
+    """Sample of a batch: returns hops in the order of the calls, and rows of its nodes and edges.
 
     Attributes:
         drawn: by edge type and depth, targets and their in-edges.
@@ -206,7 +212,7 @@ class Neighbourhood:
         self._far = defaultdict[Any, list[tuple[Tensor, dict[str, Tensor]]]](list)
 
     def add(self, kind: Any, ids: Tensor, rows: dict[str, Tensor]) -> None:
-        """Takes rows of nodes, or edges, of another machine; features of nodes by ``(type, "x")``, since some are cached."""
+        """Add rows of nodes, or edges, of another machine; node features have the key ``(type, "x")``, since some are cached."""
         if rows and len(ids):
             self._far[kind].append((ids, rows))
 
@@ -219,7 +225,7 @@ class Neighbourhood:
         return Neighbors.all_of([of for _, of in drawn]).at(places)
 
     def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
-        """See :meth:`GraphStore.rows`; of nodes and edges that were sampled."""
+        """See :meth:`GraphStore.rows`; for nodes and edges in the sample."""
         store, out = self._store, dict[Any, dict[str, Tensor]]()
         for kind, (ids, names) in wanted.items():
             near = store.machines_of(kind, ids) == store.here
@@ -235,7 +241,7 @@ class Neighbourhood:
         return out
 
     def _fill(self, out: Mapping[str, Tensor], kind: Any, ids: Tensor, far: Tensor, num_ids: int) -> None:
-        """Puts what has come from other machines where it belongs, `far` among `ids`."""
+        """Copy the rows received from other machines to the positions `far` of `ids`."""
         came = self._far.pop(kind, [])
         if not out or not len(far):
             return
@@ -245,7 +251,7 @@ class Neighbourhood:
 
 
 def _places(known: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Returns where each id is first among those that are known, which it is."""
+    """Returns the first position of each id in `known`, which must contain it."""
     numbering = Numbering(num_ids, dense=False)
     numbering.start(known)
     places = numbering.find(ids)

@@ -1,12 +1,12 @@
-"""The graph as a sampler sees it: neighbours and rows of any node, wherever they lie.
+"""Graph store of a sampler: neighbors, features and other rows of any node, regardless of its machine.
 
-Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote ones in bulk) and III-D (samplers: the
-owner of a node draws its neighbours); GNNLab (Yang et al., EuroSys 2022), whose cache has what samples drew most often. Parts of
-this machine are read through the memory-mapped store, which all of its ranks share; the owners of others are asked, once for all
-nodes of a hop.
+Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote rows in bulk) and III-D (samplers: the
+owner of a node draws its neighbors); GNNLab (Yang et al., EuroSys 2022), whose cache has the nodes that samples drew most often.
+Partitions of this machine are read from the memory-mapped store, which all of its ranks share. Other partitions are requested
+from their owners, once for all nodes of a hop.
 
-N nodes, P ranks; ids are those of the partitioned graph, in which a rank's nodes of a type, and their in-edges of a type, are one
-range. A graph without types has one of each.
+N nodes, P ranks. Ids are in the order of the partitioned graph. In it, a rank's nodes of a type, and their in-edges of a type,
+are one range. A graph without types has one node type and one edge type.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from lightning_gnn.strategies.sampling.sampler import seed_of_type
 T = TypeVar("T")
 
 Names = Mapping[Any, Sequence[str]]
-"""By node type, and edge type, what there is a row of for each."""
+"""Attribute names with one row per node or edge, by node type and edge type."""
 
 _FEW = 1 << 20
-"""Ids that are kept as they come, before they are counted."""
+"""Number of ids that are buffered before they are counted."""
 
 
 class _Uses:
-    """How often each of some nodes was asked for.
+    """Counts of requests per node.
 
     Attributes:
-        ids, counts: nodes, ascending, and how often, int64 ``[n]``.
+        ids, counts: nodes in ascending order, and their numbers of requests, int64 ``[n]``.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class _Uses:
     def add(self, ids: Tensor) -> None:
         self._later.append(ids)
         self._size += len(ids)
-        # As many again as are counted: so an id is sorted a few times only, whatever an epoch asks for.
+        # The buffer grows with the number of counted ids, so each id is sorted only a few times per epoch.
         if self._size > max(_FEW, len(self.ids)):
             self.sum_up()
 
     def sum_up(self, *others: _Uses) -> None:
-        """Counts what was added, and what others have."""
+        """Add the buffered ids, and the counts of `others`, to the counts."""
         added, self._later, self._size = torch.cat([NO_IDS, *self._later]), [], 0
         pairs = [(self.ids, self.counts), (added, torch.ones_like(added))]
         for other in others:
@@ -86,11 +86,11 @@ class _Uses:
 
 @dataclass
 class _FarCache:
-    """Features of nodes on other machines that are kept here, and what those who ask this rank keep.
+    """Cached features of nodes on other machines, and the nodes that other ranks cache.
 
     Attributes:
-        rows: by node type, ids, ascending, and their features.
-        kept: by rank that asks, nodes here whose features it keeps, by type.
+        rows: by node type, ids in ascending order and their features.
+        kept: by rank that sends requests to this rank, the nodes here whose features it caches, by type.
     """
 
     rows: dict[NodeType, tuple[Tensor, Tensor]]
@@ -99,7 +99,7 @@ class _FarCache:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which edges are drawn, beside how many: see :class:`~lightning_gnn.SamplingStrategy`, whose arguments these are."""
+    """Options that select edges; see the arguments of :class:`~lightning_gnn.SamplingStrategy`."""
 
     weight_attr: str | None = None
     time_attr: str | None = None
@@ -109,10 +109,11 @@ class Choice:
 
 
 class _Part:
-    """In-edges of one type of a rank's nodes, memory-mapped; `halo` has each halo row's id within its type.
+    """In-edges of one type of a rank's nodes, memory-mapped.
 
     Args:
-        made: what the store does not have as it is needed, see :func:`_made_of`.
+        halo: id of each halo node within its type.
+        made: derived tensors, see :func:`_made_of`.
     """
 
     def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]) -> None:
@@ -120,7 +121,7 @@ class _Part:
         self._first, self._first_source, self._first_edge = (
             int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
         )
-        # Sources are rows of the rank, of all types, and then of its halo.
+        # Sources are local rows of the rank, of all types, followed by its halo rows.
         self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
         self._first_row, self._num_targets = int(types.begins(source_type)[rank]), types.total(target_type)
         stored = _stored_of(cut, rank, kind, choice)
@@ -129,14 +130,14 @@ class _Part:
         self._choice: dict[str, Any] = {name: given[name] for name in ("weight", "time") if name in given}
         self._kind, self._score = kind, choice.score
         self._attributes = [cut.attributes[types.key(each)] for each in (source_type, kind, target_type)]
-        if choice.labor:  # which node of the graph a column is, for those that edges of this type read
+        if choice.labor:  # id in the graph of each column, for columns that edges of this type read
             own = torch.arange(self._first_source - self._first_row, self._first_source - self._first_row + self._owned)
             self._choice["source_keys"] = torch.cat([own, halo])
         if "time" in self._choice:
             self._choice |= {"strategy": choice.temporal_strategy, "of_sources": "time" not in stored}
 
     def neighbors(self, fanout: int, seed: int, replace: bool, targets: Tensor, until: Tensor | None = None) -> Neighbors:
-        """Returns sampled in-edges of targets, nodes or copies of them, in ids of the whole graph."""
+        """Returns sampled in-edges of targets, nodes or copies of nodes, in ids of the whole graph."""
         rows = targets % self._num_targets - self._first
         choice = self._choice | ({"until": until} if "time" in self._choice else {})
         scored = self._score is not None and fanout >= 0
@@ -155,8 +156,7 @@ class _Part:
         return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
     def reads(self) -> Tensor:
-        """Returns how many edges read each row, the rank's own and then its halo's; of another type than their sources' they
-        read none."""
+        """Returns the number of edges that read each row, local rows first, then halo rows; 0 for rows of other types."""
         return torch.from_numpy(counts_of(self._csr.indices.numpy(), self._csr.num_cols))
 
 
@@ -167,7 +167,7 @@ def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tens
 
 
 def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str, Tensor]:
-    """Returns what a rank's edges of a type have in the store: ends, and weight and time where these are of edges, ``[E]``."""
+    """Returns the stored tensors of a rank's edges of a type: ends, and edge weights and times if any, ``[E]``."""
     types = cut.types
     begin, first, count = (int(each[rank]) for each in (types.begins(kind), types.offsets(kind), types.edges[kind]))
     source, target = torch.from_numpy(cut.edge_index_of(rank)[:, begin : begin + count])
@@ -177,8 +177,11 @@ def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str,
 
 
 def _made_of(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> dict[str, Tensor]:
-    """Returns what is made of that: where each target's edges begin; of edges in a mask, which these are and what they have;
-    of times of nodes, those of all rows."""
+    """Returns tensors derived from the stored ones.
+
+    These are the first edge of each target; for edges in a mask, their indices and attributes; for times of nodes, the times of
+    all rows.
+    """
     types, (source_type, _, target_type) = cut.types, kind
     stored, made = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
     target = stored.pop("target")
@@ -195,7 +198,7 @@ def _made_of(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | 
     if "time" not in stored and choice.time_attr and choice.time_attr in of_nodes:
         values, owned = of_nodes[choice.time_attr], int(np.diff(cut.offsets)[rank])
         first, last = types.offsets(source_type)[rank : rank + 2].tolist()
-        # Columns of other types' nodes stay 0: no edge reads them.
+        # Columns of nodes of other types remain 0: no edge reads them.
         times = made["time"] = values.new_zeros(owned + len(halo))
         begin = int(types.begins(source_type)[rank])
         times[begin : begin + last - first] = values[first:last]
@@ -205,8 +208,14 @@ def _made_of(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | 
 
 
 class Counts(NamedTuple):
-    """Rows of features on other machines that were requested, and found in the far cache; bytes received from other machines;
-    rows of features of this machine from the near cache, and from the store."""
+    """Counts of feature rows and bytes.
+
+    Attributes:
+        requested: rows on other machines that were requested.
+        hits: the ones of these in the remote cache.
+        received: bytes received from other machines.
+        near_hits, near_misses: rows of this machine read from the local cache, and from the store.
+    """
 
     requested: int
     hits: int
@@ -216,35 +225,35 @@ class Counts(NamedTuple):
 
 
 class GraphStore:
-    """Neighbours and rows of all nodes. Where ranks lie on several machines, all of them make its calls in step.
+    """Neighbors and rows of all nodes. With several machines, all ranks call its methods in the same order.
 
-    Each rank asks one rank of every other machine, which reads the parts of all ranks there.
+    Each rank sends requests to one rank of every other machine, which reads the partitions of all ranks there.
 
     Args:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
         near: ranks of this machine.
-        cache_bytes: of features of nodes on other machines that are kept here, the far cache: those that most edges of this
-            rank read, until :meth:`begin_epoch`.
-        messages: a mask of edges; of types that have it, other edges join no neighbours.
-        choice: which edges are drawn.
-        near_bytes: of features of nodes on this machine that its ranks keep in memory, the near cache: those that most edges of
-            the machine read, until :meth:`begin_epoch`; 0 reads all from the store.
+        cache_bytes: bytes for the remote cache: features of nodes on other machines. Until :meth:`begin_epoch`, it has the nodes
+            that most edges of this rank read.
+        messages: an edge mask; for types that have it, only edges in the mask are sampled.
+        choice: options that select edges.
+        near_bytes: bytes for the local cache: features of nodes on this machine, shared by its ranks. Until :meth:`begin_epoch`,
+            it has the nodes that most edges of the machine read. With 0, all are read from the store.
 
     Raises:
         ValueError: see :class:`~lightning_gnn.strategies.sampling.near_cache.NearCache`.
 
     Attributes:
         cut, types, rank: the graph, its types, and this rank.
-        near_cache: None without one.
-        machine, here: of each rank, the number of its machine, int64 ``[P]``; this one's.
-        teams: by rank, who answers it on each machine; itself on its own.
-        servers: by other machine, who answers this rank there.
-        askers: the ranks that this one answers.
-        requested, hits: rows of features that lie on other machines, and those of them found in the cache.
-        near_hits, near_misses: rows of features of this machine, for its batches and others', from the near cache and from the
-            store; without one, none are counted.
-        uses: by node type, of which nodes rows were among those that a cache may have; None: nobody needs to know.
+        near_cache: the local cache; None without one.
+        machine, here: number of the machine of each rank, int64 ``[P]``; number of this machine.
+        teams: by rank, the rank that answers its requests on each machine; the rank itself on its own machine.
+        servers: by other machine, the rank that answers this rank's requests there.
+        askers: ranks whose requests this rank answers.
+        requested, hits: feature rows on other machines, and the ones of these in the remote cache.
+        near_hits, near_misses: feature rows of this machine, for its batches and for other machines, from the local cache and
+            from the store; not counted without a local cache.
+        uses: by node type, requests of nodes that a cache may have; None if requests are not counted.
     """
 
     def __init__(
@@ -282,12 +291,12 @@ class GraphStore:
         self.uses: dict[NodeType, _Uses] | None = None
         self._features = {name: cut.attributes[self.types.key(name)]["x"] for name in self.types.nodes if "x" in self.names(name)}
         self._cache = _FarCache({name: (NO_IDS, x[:0]) for name, x in self._features.items()})
-        self._newest = [self._cache]  # of all clones
+        self._newest = [self._cache]  # shared by all clones
         self.near_cache = NearCache(self._features, self.types, world, near, near_bytes) if near_bytes else None
         self._fill_caches({})
 
     def _meet(self, machines: Sequence[Sequence[int]]) -> None:
-        """Decides who answers whom: the ranks of a machine share the questions of others evenly."""
+        """Assign the ranks that answer requests; the ranks of a machine share the requests of others evenly."""
         for number, ranks in enumerate(machines):
             self.machine[list(ranks)] = number
         self.here = int(self.machine[self.rank])
@@ -298,7 +307,7 @@ class GraphStore:
         self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
     def clone(self) -> GraphStore:
-        """Returns a store of the same parts for another thread, with counts and a channel of its own; all ranks call it."""
+        """Returns a store of the same partitions for another thread, with separate counts and channel; all ranks call it."""
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
         other.requested = other.hits = other.near_hits = other.near_misses = 0
@@ -306,14 +315,18 @@ class GraphStore:
         return other
 
     def names(self, kind: NodeType | EdgeType) -> list[str]:
-        """Returns the names of what has a row per node, or per edge, of a type."""
+        """Returns the names of attributes with one row per node, or per edge, of a type."""
         return sorted(self.cut.attributes[self.types.key(kind)])
 
     def begin_epoch(self, clones: Sequence[GraphStore], counts: bool) -> None:
-        """Fills the caches with what this store and its clones requested most often, if that was counted; on all ranks, in step,
-        while none of these stores makes a batch. They go over to the far cache that was filled last, of all clones.
+        """Fill the caches with the nodes that this store and its clones requested most often, if requests were counted.
 
-        `counts`: rows that are requested from now on are counted; without a cache there is nothing to count them for.
+        All ranks call it in the same order, while none of these stores makes a batch. All clones then use the remote cache that
+        was filled last.
+
+        Args:
+            clones: clones of this store.
+            counts: whether to count requests from now on; without a cache, they are not counted.
         """
         if self.uses is not None:
             for name, uses in self.uses.items():
@@ -334,7 +347,7 @@ class GraphStore:
             self.near_cache.fill(self._reads(), {name: (each.ids, each.counts) for name, each in uses.items()})
 
     def _reads(self) -> dict[NodeType, Rows]:
-        """Returns by type the nodes that edges of this rank read, and how many of them read each."""
+        """Returns by type the nodes that edges of this rank read, and the number of edges that read each."""
         rank, found = self.rank, dict[NodeType, Rows]()
         halo, owned = torch.from_numpy(self.types.ids(self.cut.halos[rank])), int(np.diff(self.cut.offsets)[rank])
         for name in self._features:
@@ -346,7 +359,7 @@ class GraphStore:
         return found
 
     def _fill_far_cache(self, uses: Mapping[NodeType, _Uses]) -> None:
-        """Fetches rows of features of nodes on other machines: those of most uses per byte, then those that most edges read."""
+        """Fill the remote cache with the nodes of most requests per byte, then with the nodes that most edges read."""
         wanted, worth, row_bytes = dict[NodeType, Tensor](), dict[NodeType, Tensor](), dict[NodeType, int]()
         for name, (ids, reads) in self._reads().items():
             known = uses.get(name, _Uses())
@@ -363,11 +376,11 @@ class GraphStore:
         self.requested, self.hits = counts
 
     def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which nodes of a type have their features in the far cache, bool ``[n]``, and where there."""
+        """Returns which nodes of a type have features in the remote cache, bool ``[n]``, and their positions there."""
         return _places_in(self._cache.rows[name][0], ids)
 
     def from_cache(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which nodes on other machines have features in the far cache, bool ``[n]``, and these features; counts both."""
+        """Returns which nodes on other machines are in the remote cache, bool ``[n]``, and their features; updates the counts."""
         known, places = self.cached(name, ids)
         self.requested, self.hits = self.requested + len(known), self.hits + len(places)
         if self.uses is not None:
@@ -377,11 +390,15 @@ class GraphStore:
     def hops(
         self, seeds: Sequence[int], replace: bool, until: Tensor | None = None
     ) -> Callable[[EdgeType, Tensor, int], Neighbors]:
-        """Returns what answers the hops of one batch, see :func:`~lightning_gnn.strategies.sampling.hops.sample_hops`.
+        """Returns a function that samples the hops of one batch, see :func:`~lightning_gnn.strategies.sampling.hops.sample_hops`.
 
-        Of a node i, ids i + N, i + 2 N, ... are copies, each with draws of its own. Sources are nodes, not copies. `seeds` are
-        those of the random numbers for the batch of each rank: who answers draws what the asking rank would. With times, `until`
-        has the latest of each copy, int64 ``[copies]``.
+        For a node i, ids i + N, i + 2 N, ... are copies with separate draws. Sources are nodes, not copies.
+
+        Args:
+            seeds: random seed for the batch of each rank. A rank that answers a request draws what the requesting rank would
+                draw.
+            replace: whether to draw with replacement.
+            until: with times, the latest time of each copy, int64 ``[copies]``.
         """
         numbers = {kind: number for number, kind in enumerate(self.types.edges)}
 
@@ -408,7 +425,7 @@ class GraphStore:
         return hop
 
     def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
-        """Returns sampled in-edges of targets on this machine, nodes or copies of them; `until` as :func:`sample_neighbors`."""
+        """Returns sampled in-edges of targets on this machine, nodes or copies; `until` as in :func:`sample_neighbors`."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
         if len(parts) == 1:
             [part] = parts.values()
@@ -418,11 +435,11 @@ class GraphStore:
         return Neighbors.all_of(found).at(inverse(order))
 
     def machines_of(self, kind: NodeType | EdgeType, ids: Tensor) -> Tensor:
-        """Returns on which machine each node, or edge, of a type lies."""
+        """Returns the machine of each node, or edge, of a type."""
         return self.machine[_owners(ids, self._offsets[kind])]
 
     def exchange(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Returns what ranks of other machines send this one, by rank: those that it sends something to."""
+        """Returns the messages from ranks of other machines, by rank: from each rank that `messages` has a message to."""
         assert self.channel is not None
         return self.channel.start(messages, list(messages))()
 
@@ -434,16 +451,16 @@ class GraphStore:
         answered: Sequence[Tensor],
         meanwhile: Callable[[], T],
     ) -> tuple[T, dict[int, list[Tensor]]]:
-        """Asks all other machines and answers those that ask this rank: two exchanges.
+        """Send requests to all other machines and answer the requests to this rank: two exchanges.
 
         Args:
-            questions: by machine.
-            like, answered: tensors of the dtypes and trailing dimensions of a question's and an answer's.
-            answer: returns what answers the question of a rank.
-            meanwhile: is called while answers travel.
+            questions: requests by machine.
+            like, answered: tensors with the dtypes and trailing dimensions of a request, and of an answer.
+            answer: function that returns the answer to the request of a rank.
+            meanwhile: function that is called while answers are in transit.
 
         Returns:
-            What `meanwhile` returned, and the answers by machine.
+            The result of `meanwhile`, and the answers by machine.
         """
         assert self.channel is not None
         asked = self.channel.start({self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers)
@@ -453,7 +470,7 @@ class GraphStore:
         return own, {there: unpacked(found[rank], answered) for there, rank in self.servers.items()}
 
     def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        """Returns rows of nodes, or edges, of a type that lie on this machine."""
+        """Returns rows of nodes, or edges, of a type on this machine."""
         if self.near_cache is None or not _is_kept(kind, name) or not len(ids):
             return torch.index_select(self.cut.attributes[self.types.key(kind)][name], 0, ids)
         rows, hits = self.near_cache.rows(kind, ids)
@@ -463,7 +480,7 @@ class GraphStore:
         return rows
 
     def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
-        """Returns rows for a rank that asks: of features those that it does not have in its far cache."""
+        """Returns rows for the request of a rank, without features that it has in its remote cache."""
         if _is_kept(kind, name):
             ids = ids[~_places_in(self._cache.kept.get(rank, {}).get(kind, NO_IDS), ids)[0]]
         return self.read(kind, name, ids)
@@ -471,11 +488,12 @@ class GraphStore:
     def rows(
         self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], kept: dict[int, dict[Any, Tensor]] | None = None
     ) -> dict[Any, dict[str, Tensor]]:
-        """Returns rows of nodes and edges, by type and name, ``[n, ...]``: ids are asked for once, all their rows come at once.
+        """Returns rows of nodes and edges, by type and name, ``[n, ...]``. Ids are requested once for all of their rows.
 
         Args:
-            wanted: by node or edge type, ids ``[n]`` and which of its :meth:`names`; the types and names are those of all ranks.
-            kept: for a cache: takes by rank what it asks this one for.
+            wanted: by node or edge type, ids ``[n]`` and a selection of :meth:`names`. Types and names must be the same on all
+                ranks.
+            kept: output for a cache: the ids that each rank requests from this rank.
         """
         if self.channel is None:
             return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
@@ -519,13 +537,17 @@ class GraphStore:
         return out
 
     def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
-        """Returns rows of ids, ``[n, ...]``: those that lie here, bool ``[n]``, while others are still to come."""
+        """Returns rows of ids, ``[n, ...]``, filled only for ids on this machine.
+
+        Args:
+            near: whether each id is on this machine, bool ``[n]``.
+        """
         here = near.nonzero().view(-1)
         found = self.read(kind, name, ids[here])
         return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
 
     def take_counts(self) -> Counts:
-        """Returns what was counted since the last call."""
+        """Returns the counts since the last call and resets them."""
         received = 0 if self.channel is None else self.channel.bytes_received
         taken = Counts(self.requested, self.hits, received, self.near_hits, self.near_misses)
         self.requested = self.hits = self.near_hits = self.near_misses = 0
@@ -539,7 +561,7 @@ class GraphStore:
 
 
 def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns which ids are among ascending ones, bool ``[n]``, and where those are."""
+    """Returns which ids are in `ascending`, bool ``[n]``, and the positions of these."""
     if not len(ascending):
         return torch.zeros(len(ids), dtype=torch.bool), NO_IDS
     place = torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)
@@ -552,7 +574,7 @@ def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
 
 
 def _groups(numbers: Tensor, size: int, *fields: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Returns the order of fields ``[n]`` by their group's number ``[n]``, and what each of so many groups has of them."""
+    """Returns the order of fields ``[n]`` by their group number ``[n]``, and the fields of each of `size` groups."""
     order, counts = numbers.argsort(stable=True), torch.bincount(numbers, minlength=size).tolist()
     return order, list(zip(*(values[order].split(counts) for values in fields)))
 

@@ -1,6 +1,6 @@
-"""Several hops of neighbour sampling, composed of one hop and local numbers. Who answers a hop is the caller's choice.
+"""Neighbor sampling over several hops, built from single hops and local numbers. The caller provides the function for a hop.
 
-Nodes have types and edges have types of three names, (source, relation, target), as in PyG's HeteroData.
+Nodes have types, and edge types are triples (source, relation, target), as in PyG's HeteroData.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from lightning_gnn.strategies.sampling import loops
 from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
 
 LARGEST_ARRAY = 1 << 24
-"""Up to so many ids an array of all is used, 4 bytes each; ``benchmarks/sampling.py`` has what a table costs."""
+"""Maximum number of ids for an array over all ids, 4 bytes each; ``benchmarks/sampling.py`` measures the cost of a table."""
 
 _LARGEST_BASE = 1 << 30
-"""Beyond this the array starts over: what is left of int32 is room for the numbers of one batch."""
+"""Base at which the array is reset: the rest of int32 is room for the numbers of one batch."""
 
 
 def packed(fields: Sequence[Tensor]) -> Tensor:
-    """Returns tensors of any dtype, ``[n, ...]`` each, side by side as bytes, behind how many rows each has."""
+    """Returns tensors of any dtype, ``[n, ...]`` each, concatenated as bytes after their numbers of rows."""
     pieces = [torch.tensor([len(field) for field in fields]).view(torch.uint8)]
     for field in fields:
         if field.numel():
             pieces.append(field.contiguous().view(-1).view(torch.uint8))
-            if odd := len(pieces[-1]) % 8:  # each begins where its dtype may
+            if odd := len(pieces[-1]) % 8:  # alignment for any dtype
                 pieces.append(pieces[-1].new_zeros(8 - odd))
     return torch.cat(pieces)
 
 
 def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what :func:`packed` got; `like` are empty tensors of the same dtypes and trailing dimensions."""
+    """Returns the arguments of :func:`packed`; `like` has empty tensors of the same dtypes and trailing dimensions."""
     begin, found = 8 * len(like), []
     for size, each in zip(data[:begin].view(torch.int64).tolist(), like):
         num_bytes = size * each.element_size() * each.shape[1:].numel()
@@ -45,20 +45,20 @@ def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Numbering:
-    """Numbers ids in the order in which they first occur. Its buffers are used again from batch to batch.
+    """Local numbers of ids, in the order of their first occurrence. Buffers are reused between batches.
 
-    One thread at a time.
+    Not thread-safe.
 
     Args:
-        num_ids: ids lie between 0 and `num_ids` - 1, which is not checked.
-        dense: keep an array of all ids, or a hash table of those that occur; by default what is faster, while the array is
-            small.
+        num_ids: ids are between 0 and `num_ids` - 1, which is not checked.
+        dense: whether to use an array over all ids instead of a hash table of the ids that occur. By default, the faster one, as
+            long as the array is small.
     """
 
     def __init__(self, num_ids: int, dense: bool | None = None):
         self.num_ids = num_ids
         self.dense = num_ids <= LARGEST_ARRAY if dense is None else dense
-        # What is below the base belongs to an earlier batch: nothing needs clearing.
+        # Entries below the base belong to an earlier batch, so nothing needs to be cleared.
         self._base = 0
         self._count = 0
         self._known = torch.empty(1024, dtype=torch.long)
@@ -70,7 +70,7 @@ class Numbering:
 
     @property
     def ids(self) -> Tensor:
-        """The id of each number, int64 ``[count]``; a copy."""
+        """Id of each number, int64 ``[count]``; a copy."""
         return self._known[: self._count].clone()
 
     def since(self, first: int) -> Tensor:
@@ -85,7 +85,7 @@ class Numbering:
             self._base = 0
 
     def start(self, seeds: Tensor) -> None:
-        """Forgets all numbers and gives `seeds`, int64 ``[n]``, the first n; a duplicate takes one, but the first is found."""
+        """Reset, and give `seeds`, int64 ``[n]``, the first n numbers; duplicates take a number, but lookups return the first."""
         self.clear()
         self._number(seeds, loops.APPEND)
 
@@ -94,7 +94,7 @@ class Numbering:
         return self._number(ids, loops.ADD)
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns the number of each id, int64 ``[n]``; -1 for those that have none."""
+        """Returns the number of each id, int64 ``[n]``; -1 for ids without one."""
         return self._number(ids, loops.FIND)
 
     def _number(self, ids: Tensor, mode: int) -> Tensor:
@@ -118,13 +118,16 @@ class Numbering:
 
 
 def _empty_table(size: int) -> Tensor:
-    """Returns a table of at least `size` places, a power of two: ids and numbers, int64 ``[places, 2]``."""
+    """Returns a table of at least `size` entries, a power of two: ids and numbers, int64 ``[entries, 2]``."""
     return torch.full((1 << max(size - 1, 1).bit_length(), 2), -1, dtype=torch.long)
 
 
 Hop = Callable[[EdgeType, Tensor, int], Neighbors]
-"""Returns up to so many in-edges, of an edge type, of targets ``[T]``: ids in, ids out. Distributed, this is where ranks ask:
-it is called for every hop and edge type whose fan-out is not 0, also without targets, so that all ranks take part in it."""
+"""Function that returns in-edges of an edge type for targets ``[T]``, at most the given number each; takes and returns ids.
+
+It is called for every hop and edge type with a nonzero number of neighbors, even without targets. In distributed sampling, all
+ranks then take part.
+"""
 
 
 def sample_hops(
@@ -134,16 +137,19 @@ def sample_hops(
     numberings: Mapping[NodeType, Numbering],
     directed: bool = True,
 ) -> HeteroSamplerOutput:
-    """Returns the sampled neighbourhood of the seeds in local numbers, in PyG's order.
+    """Returns the sampled neighborhood of the seeds in local numbers, in PyG's order.
 
-    Seeds come first, then what each hop finds; a hop asks for the in-edges of the nodes that the one before it found. Edges of
-    a hop are in the order of their targets. GraphSAGE's sampling (Hamilton et al., NeurIPS 2017, algorithm 2), a hop at a time
-    (DistDGL, section III-D).
+    Seeds come first, then the nodes of each hop. A hop samples in-edges of the nodes that the previous hop added. Edges of a hop
+    are in the order of their targets. This is GraphSAGE's sampling (Hamilton et al., NeurIPS 2017, algorithm 2), one hop at a
+    time (DistDGL, section III-D).
 
     Args:
-        seeds: ids by node type, int64 ``[n]``; a type that is not there has none.
-        num_neighbors: by edge type, one per hop; 0 leaves it out of that hop.
-        directed: keep the edges that were drawn; else all edges between sampled nodes, which cannot be trimmed to a layer.
+        seeds: ids by node type, int64 ``[n]``; missing types have none.
+        num_neighbors: by edge type, one number per hop; 0 omits the type in that hop.
+        hop: function that samples one hop.
+        numberings: numbering by node type.
+        directed: whether to keep only the edges drawn. If False, all edges between sampled nodes, which cannot be trimmed per
+            layer.
     """
     for name, numbering in numberings.items():
         numbering.start(seeds.get(name, NO_IDS))
@@ -180,12 +186,12 @@ def sample_trees(
     totals: Mapping[NodeType, int],
     directed: bool = True,
 ) -> HeteroSamplerOutput:
-    """Returns what :func:`sample_hops` does, of roots with a tree each, which share no nodes; ``batch`` has each node's tree.
+    """Returns the result of :func:`sample_hops` for roots with separate trees that share no nodes; ``batch`` is each node's tree.
 
     Args:
-        roots: some node types and ids of each, ``[n]``, in the order of their trees.
+        roots: node types and ids of each, ``[n]``, in the order of their trees.
         num_neighbors, directed: see :func:`sample_hops`.
-        hop: is asked for in-edges of copies: of node i, the one in tree t is i + N t. It answers with nodes.
+        hop: function that samples in-edges of copies: the copy of node i in tree t is i + N t. It returns nodes.
         totals: N by node type.
     """
     trees, copies = torch.arange(sum(len(ids) for _, ids in roots)), dict[NodeType, Tensor]()
@@ -209,7 +215,7 @@ def induced_subgraph(
 ) -> HeteroSamplerOutput:
     """Returns all edges of these `kinds` between `nodes`, ids by node type, in local numbers: positions in `nodes`.
 
-    Of a node that is there twice, both get in-edges and the first gives out-edges, as in PyG.
+    If a node occurs twice, both copies get in-edges and the first has the out-edges, as in PyG.
     """
     for name, numbering in numberings.items():
         numbering.start(nodes.get(name, NO_IDS))

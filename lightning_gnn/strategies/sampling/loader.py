@@ -1,4 +1,4 @@
-"""Mini-batches of one rank: which seeds they have, and what is sampled around them, made ahead of training in the background."""
+"""Mini-batches of one rank: their seeds and their samples, made in advance in the background."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _CPU = torch.device("cpu")
 
 
 class BatchMaker:
-    """Makes a batch of seeds: samples, and fetches what its nodes and edges have.
+    """Maker of batches: samples around seeds, and collects the rows of nodes and edges.
 
     Args:
         store: the graph.
-        num_neighbors: by edge type, per hop, the in-edges drawn of each node; -1 for all.
+        num_neighbors: by edge type, in-edges drawn per node in each hop; -1 for all.
         replace, directed: see :class:`~lightning_gnn.strategies.sampling.NeighborSampler`.
     """
 
     own_masks: Sequence[str] = MASKS
-    """Those of seeds that :meth:`make` sets itself: they are not fetched."""
+    """Masks of seeds that :meth:`make` sets; they are not requested."""
     of_seeds: Sequence[str] = ()
-    """What edges have as seeds, under these names: those that carry messages come without."""
+    """Attributes that edges have only as seeds; they are not requested for edges that carry messages."""
 
     def __init__(
         self, store: GraphStore, num_neighbors: Mapping[EdgeType, Sequence[int]], replace: bool = False, directed: bool = True
@@ -59,15 +59,15 @@ class BatchMaker:
         self._expander = Expander(store, num_neighbors, replace, self._names) if expands else None
 
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
-        """Returns the batch, as PyG's NeighborLoader gives it, with masks that are true for seeds only.
+        """Returns the batch in the format of PyG's NeighborLoader, with masks that are True for seeds only.
 
-        With times, each seed has a tree of its own, of nothing later than the seed: ``batch [n]`` has each node's tree, and
-        ``seed_time`` is that of each seed.
+        With times, each seed has a separate tree without anything later than the seed. ``batch [n]`` is the tree of each node,
+        and ``seed_time`` the time of each seed.
 
         Args:
-            seeds: ids in the partitioned graph, of the input type where there are types.
-            random_seeds: of each rank's batch.
-            asked: the seeds of the ranks that this one answers, if they are known.
+            seeds: ids in the partitioned graph; with types, ids of the input type.
+            random_seeds: random seed of each rank's batch.
+            asked: seeds of the ranks whose requests this rank answers; None if they are not available.
         """
         store, kind, moment = self.store, self.store.types.input_type, self.store.choice.time_attr
         if moment is None:
@@ -85,7 +85,7 @@ class BatchMaker:
     def _sample(
         self, seeds: Mapping[NodeType, Tensor], random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
     ) -> tuple[HeteroSamplerOutput, GraphStore | Neighbourhood]:
-        """Returns the sampled neighbourhood of distinct nodes, by type, which come first, and who has its rows."""
+        """Returns the sampled neighborhood of distinct nodes, by type, which come first, and the source of its rows."""
         if self._expander is not None:
             found = self._expander.run(seeds, random_seeds, asked)
             return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
@@ -95,19 +95,19 @@ class BatchMaker:
     def _trees(
         self, roots: Sequence[tuple[NodeType, Tensor]], random_seeds: list[int], until: Tensor | None, directed: bool
     ) -> HeteroSamplerOutput:
-        """Returns what :func:`sample_trees` does; with times, `until` has the latest of each tree, ``[n]``."""
+        """Returns the result of :func:`sample_trees`; with times, `until` is the latest time of each tree, ``[n]``."""
         types, hop = self.store.types, self.store.hops(random_seeds, self._replace, until)
         return sample_trees(roots, self._fanouts, hop, {name: types.total(name) for name in types.nodes}, directed)
 
     def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
-        """Returns the batch of what was sampled, whose rows `source` has."""
+        """Returns the batch of a sample, with rows from `source`."""
         store, cut = self.store, self.store.cut
         batch: Data | HeteroData = HeteroData()
         if not store.types.is_hetero:
             batch = GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
         ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
         rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
-        for name in store.types.nodes:  # before edges: a batch has the types in the graph's order
+        for name in store.types.nodes:  # before edges: types of a batch are in the graph's order
             nodes = part_of(batch, name)
             nodes.n_id = cut.ids_of(name, out.node[name])
             for attribute, values in rows[name].items():
@@ -130,21 +130,21 @@ class BatchMaker:
 
 
 def part_of(batch: Data | HeteroData, kind: NodeType | EdgeType) -> Any:
-    """Returns where a batch keeps what the nodes, or the edges, of a type have: in itself, where there are no types."""
+    """Returns the storage of a node or edge type in a batch; the batch itself without types."""
     return batch if isinstance(batch, Data) else batch[kind]
 
 
 @dataclass(frozen=True)
 class Links:
-    """Which edges are seeds, and what they are compared with; ids are those of the partitioned graph.
+    """Seed edges and their negatives; ids are in the order of the partitioned graph.
 
     Attributes:
-        ends: returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``.
-        num_negatives: pairs for each edge whose target is drawn from all other nodes of its type.
-        kind: the type of the edges.
-        others: draws the negatives by original ids; None where they are drawn by those of the partitioned graph.
-        held_out: of edges that are no messages, in evaluation: what their negatives depend on beside the edge, in place of the
-            batch's random seed. Nothing is taken out for them.
+        ends: function that returns sources and targets of edges, ``[2, n]``, for their ids ``[n]``.
+        num_negatives: number of pairs per edge whose target is drawn from all other nodes of its type.
+        kind: type of the edges.
+        others: draws the negatives by original ids; None draws them by ids of the partitioned graph.
+        held_out: in evaluation, for edges that carry no messages: replaces the batch's random seed in the draws of negatives. No
+            edges are removed from the batch.
     """
 
     ends: Callable[[Tensor], Tensor]
@@ -155,18 +155,18 @@ class Links:
 
 
 class EdgeBatchMaker(BatchMaker):
-    """Makes a batch of edges, whose ends are the seeds of the neighbourhood.
+    """Maker of batches of edges, whose ends are the seeds of the neighborhood.
 
-    Edges of the batch carry no messages in it, in either direction, nor do others between the same nodes: they would tell what
-    is to be learnt. With types, others are those of the same type, and of types the other way round that have an
+    The seed edges carry no messages in the batch, in either direction, and neither do other edges between the same nodes: they
+    would leak the labels. With types, other edges are edges of the same type, and of reverse types that have an
     ``edge_train_mask``.
 
-    With times, each end has a tree of its own, of nothing later than the edge, whose time is its ``edge_label_time``, or else its
-    time as a message. Messages between its two ends that are no earlier than the edge are taken out of its trees; where messages
-    have no times of their own, all between its ends.
+    With times, each end has a separate tree without anything later than the edge. The time of the edge is its
+    ``edge_label_time``, or else its time as a message. Messages between its two ends that are no earlier than the edge are
+    removed from its trees. If messages have no times, all messages between its ends are removed.
 
     Args:
-        links: which edges.
+        links: seed edges.
         *args, **options: see :class:`BatchMaker`.
     """
 
@@ -175,14 +175,15 @@ class EdgeBatchMaker(BatchMaker):
     def __init__(self, links: Links, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._links, types, kind, self._moment = links, self.store.types, links.kind, self.store.choice.time_attr or ""
-        # What is asked of seeds: with times, theirs first.
+        # Attributes requested for seeds: with times, the times first.
         moments = ("edge_label_time", self._moment) if self._moment else ()
         self._told = [name for name in (*moments, "edge_label", "edge_type") if name in self.store.names(kind)]
-        self._shift = 0  # of labels, so that 0 is of negatives
+        self._shift = 0  # added to labels, so that 0 is the label of negatives
         if links.num_negatives and "edge_label" in self._told:
             labels = self.store.cut.attributes[types.key(kind)]["edge_label"]
             self._shift = int(not labels.is_floating_point() and int(labels.min()) == 0)
-        # By type of edges that may tell of a seed: whether they join the ends of a seed as it does, and the other way round.
+        # By type of edges that may leak a seed: whether they join the ends of a seed in its direction, and in the reverse
+        # direction.
         self._telling: dict[EdgeType, tuple[bool, bool]] = {}
         for each in types.edges if links.held_out is None else ():
             masked = EDGE_MASKS[0] in self.store.names(each)
@@ -193,15 +194,16 @@ class EdgeBatchMaker(BatchMaker):
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
-        """Returns the batch of these edges, as PyG's LinkNeighborLoader gives it.
+        """Returns the batch of these edges in the format of PyG's LinkNeighborLoader.
 
-        ``edge_label_index [2, n + n K]`` has the edges in local numbers and then K negatives of the first, K of the second and so
-        on; ``edge_label`` is 1 or 0, or what the graph has under that name, where 0 is of negatives, and classes from 0 on are
-        raised by 1 if there are any; ``input_id`` has the edges' original ids; ``edge_label_type [n]`` their types, if the graph
-        has ``edge_type``. With types, the batch has these of the type that the edges are of.
+        - ``edge_label_index [2, n + n K]``: the edges in local numbers, then K negatives of the first, K of the second and so on.
+        - ``edge_label``: 1 or 0, or the graph's attribute of that name with 0 for negatives; classes from 0 on are raised by 1 if
+          there are any.
+        - ``input_id``: original ids of the edges.
+        - ``edge_label_type [n]``: types of the edges, if the graph has ``edge_type``.
 
-        With times, ``batch [N]`` has the seed in whose trees a node is, and ``edge_label_time [n + n K]`` the times of
-        ``edge_label_index``. A negative has the source and the time of its edge.
+        With types, these are attributes of the edges' type. With times, ``batch [N]`` is the seed whose trees a node is in, and
+        ``edge_label_time [n + n K]`` has the times of ``edge_label_index``. A negative has the source and the time of its edge.
         """
         kind, store, edge = self._links.kind, self.store, torch.arange(len(seeds))
         told = store.rows({kind: (seeds, self._told)})[kind] if self._told else {}
@@ -259,11 +261,11 @@ class EdgeBatchMaker(BatchMaker):
     def _join_own_seed(
         self, batch: Data | HeteroData, kind: EdgeType, nodes: Mapping[NodeType, Tensor], ends: Tensor, time: Tensor | None
     ) -> Tensor:
-        """Returns which edges of a type join the ends of their trees' seed, and are no earlier, bool ``[E]``.
+        """Returns which edges of a type join the ends of their tree's seed and are no earlier, bool ``[E]``.
 
         Args:
-            nodes: ids by type, in local numbers' order.
-            ends, time: of seeds, ids ``[2, n]``, and times as messages, if they have some, ``[n]``.
+            nodes: ids by type, in the order of local numbers.
+            ends, time: ids of the seeds' ends, ``[2, n]``, and times as messages, if any, ``[n]``.
         """
         (forth, back), edges = self._telling[kind], part_of(batch, kind)
         of = part_of(batch, kind[2]).batch[edges.edge_index[1]]
@@ -275,7 +277,7 @@ class EdgeBatchMaker(BatchMaker):
 
 
 def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
-    """Returns the distinct nodes of each type at the ends of pairs, and the pairs in their numbers, ``[2, n]``."""
+    """Returns the distinct nodes of each type at the ends of pairs, and the pairs in local numbers, ``[2, n]``."""
     if kind[0] == kind[2]:
         nodes, local = torch.stack([sources, targets]).unique(return_inverse=True)
         return {kind[0]: nodes}, local
@@ -284,9 +286,10 @@ def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[No
 
 
 def seeds_in(cut: Cut, kind: NodeType | EdgeType, mask: str | None, rank: int | None = None) -> Tensor:
-    """Returns the ids of the nodes of a type, or the edges, that are in a mask and not without a label; None takes all.
+    """Returns the ids of nodes, or edges, of a type that are in a mask and have a label; None for all.
 
-    Those of one rank's part, or of all.
+    Args:
+        rank: limits the result to a rank's partition; None for all ranks.
     """
     low, high = (0, cut.types.total(kind)) if rank is None else cut.types.offsets(kind)[rank : rank + 2].tolist()
     if mask is None:
@@ -297,19 +300,21 @@ def seeds_in(cut: Cut, kind: NodeType | EdgeType, mask: str | None, rank: int | 
 
 
 class SplitSeeds:
-    """The seeds of each rank: equally many, to within one, and as many of them its own as can be.
+    """Division of seeds between ranks: equal numbers, up to one, with as many local nodes as possible.
 
-    What a rank has too many of goes to those that have too few, of its machine first: seeds move, features stay where they
-    are. DistDGL (section III-B) cuts the sorted ids into equal ranges instead, and gives each to the machine that owns most of
-    it; of unequal parts, fewer seeds then stay with their owners.
+    Excess seeds of a rank are assigned to ranks with too few, of the same machine first. Seeds move; features do not. DistDGL
+    (section III-B) divides the sorted ids into equal ranges instead, and assigns each range to the machine that owns most of it.
+    With unequal partitions, fewer seeds then stay with their owners.
 
     Args:
-        owned: returns the seeds that a rank owns, ascending: read where they are needed, since those of all ranks are many.
-        counts: how many these are, by rank.
+        owned: function that returns the seeds that a rank owns, ascending; called when they are needed, since all ranks have
+            many.
+        counts: number of these, by rank.
+        ranks_per_machine: ranks per machine.
 
     Attributes:
-        sizes: how many seeds each rank has.
-        first: the lowest of all, ``[1]``; empty where there is none.
+        sizes: number of seeds of each rank.
+        first: the lowest seed of all ranks, ``[1]``; empty if there are none.
     """
 
     def __init__(self, owned: Callable[[int], Tensor], counts: Sequence[int], ranks_per_machine: int = 1) -> None:
@@ -320,7 +325,7 @@ class SplitSeeds:
         share[np.argsort([-count for count in counts], kind="stable")[: total % num_ranks]] += 1
         self.sizes: list[int] = share.tolist()
         kept = [min(count, size) for count, size in zip(counts, self.sizes)]
-        # By rank: whose seeds it has, from which of these on to which.
+        # By rank: owners of its seeds, with the range of each owner's seeds.
         self._pieces = [[(rank, 0, count)] for rank, count in enumerate(kept)]
         room = [size - count for size, count in zip(self.sizes, kept)]
         for same_machine in (True, False):
@@ -348,10 +353,10 @@ class SplitSeeds:
 
 
 class SeedBatches:
-    """Batches of one rank's seeds: as many on all ranks, so that none waits for another in vain.
+    """Batches of one rank's seeds, with the same number of batches on all ranks, so that no rank waits for a missing one.
 
     Attributes:
-        steps: batches of an epoch.
+        steps: number of batches of an epoch.
     """
 
     def __init__(self, sizes: list[int], batch_size: int) -> None:
@@ -362,7 +367,7 @@ class SeedBatches:
         return tuple((step + 1) * size // self.steps - step * size // self.steps for size in self.sizes)
 
     def of_epoch(self, seeds: Tensor, rank: int, seed: int | None) -> list[Tensor]:
-        """Returns the seeds of each step, in the epoch's own order; None leaves them as they are."""
+        """Returns the seeds of each step, in random order; in the given order if `seed` is None."""
         order = torch.arange(len(seeds))
         if seed is not None:
             order = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(seed))
@@ -373,27 +378,27 @@ class SeedBatches:
 
 @dataclass(eq=False)
 class SampledBatches:
-    """The training loader of a rank: an epoch's batches, some of them ahead.
+    """Loader of a rank's batches, some of them made in advance.
 
-    Ranks on several machines answer each other while they make batches, so all make as many: when training stops early, those
-    that were begun are made to the end. Of several samplers (DistDGL, section III-D), each takes the same steps on all ranks and
-    asks on channels of its own, so that none waits for another.
+    Ranks on several machines answer each other's requests while they make batches, so all make the same number. If training stops
+    early, batches in progress are completed. With several samplers (DistDGL, section III-D), each sampler makes the same steps on
+    all ranks and uses separate channels, so that none waits for another.
 
     Args:
-        makers: make them, one per sampler; what a batch is does not depend on which.
-        batches: which seeds each has.
-        seeds: of this rank, nodes or edges.
-        stand_in: a seed for batches in which this rank has none: a mean over nothing would be nan.
-        rank: this one.
-        seed: of all random numbers; None to leave the seeds in order.
-        ahead: batches that are made ahead; 0 makes each when it is needed.
-        epoch: returns the number of the epoch whose batches are made.
-        device: where a batch is when it is taken. Where memory can be pinned for it, samplers copy each batch as soon as it is
-            made, on streams of their own, while the device computes.
-        others: seeds of the ranks that this one answers; None if they are to tell it.
+        makers: makers of batches, one per sampler; batches do not depend on which one makes them.
+        batches: seeds of each batch.
+        seeds: seeds of this rank, nodes or edges.
+        stand_in: seed for batches in which this rank has none: a mean over no seeds would be nan.
+        rank: this rank.
+        seed: random seed of all draws; None keeps the order of the seeds.
+        ahead: number of batches made in advance; 0 makes each when it is needed.
+        epoch: function that returns the number of the current epoch.
+        device: device of the batches. If host memory can be pinned for it, samplers copy each batch at once, on separate streams,
+            while the device computes.
+        others: seeds of the ranks whose requests this rank answers; None if these ranks send them.
 
     Attributes:
-        waited: seconds spent in waiting for batches, since :meth:`take_seconds`.
+        waited: seconds of waiting for batches since :meth:`take_seconds`.
     """
 
     makers: Sequence[BatchMaker]
@@ -420,7 +425,7 @@ class SampledBatches:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
         store, *others = (maker.store for maker in self.makers)
-        # No batch of this loader is being made, here or elsewhere, and all ranks begin its epochs alike.
+        # No rank makes a batch of this loader now, and all ranks start its epochs in the same order.
         store.begin_epoch(others, counts=not self._epochs and self.seed is not None)
         self._epochs += 1
         epoch = self.epoch()
@@ -442,7 +447,7 @@ class SampledBatches:
         return self._running
 
     def close(self) -> None:
-        """Ends an epoch that was left early, once the batches that were begun are made: other ranks may wait for them."""
+        """End an unfinished epoch after the batches in progress are made: other ranks may wait for them."""
         if self._running is not None:
             self._running.close()
         self._running = None
@@ -453,14 +458,14 @@ class SampledBatches:
         given = {rank: each if len(each) else self.stand_in for rank, each in of_ranks.items()}
         own = given.pop(self.rank)
         batch = maker.make(own, random_seeds, None if self.others is None else given)
-        if "num_seeds" not in batch:  # else what other ranks have is not known before they have made theirs
+        if "num_seeds" not in batch:  # otherwise the counts of other ranks are not known before their batches are made
             batch.seed_counts = counts
         return batch
 
     def _ahead_of(self, make: Callable[[int, int], Sent]) -> Generator[Data | HeteroData, None, None]:
-        """Yields ``make(step, sampler)`` of all steps in order, made in threads that are so many ahead of who takes them.
+        """Yields ``make(step, sampler)`` for all steps in order, made in threads `ahead` steps in advance.
 
-        Step after step goes to the samplers in turn, so that each makes the same ones on all ranks, in the same order.
+        Steps are assigned to samplers in turn, so that each sampler makes the same steps on all ranks, in the same order.
         """
         steps, samplers = len(self), len(self.makers)
         threads = [Background(f"lightning_gnn sampler {sampler}") for sampler in range(samplers)]
@@ -484,7 +489,7 @@ class SampledBatches:
                 thread.join()
 
     def take_seconds(self) -> tuple[float, float]:
-        """Returns the seconds that samplers, added up, made batches and training waited for them, since the last call."""
+        """Returns the seconds of making batches, summed over samplers, and of waiting for them, since the last call."""
         seconds = sum(self._seconds)
         taken = seconds, self.waited if self.ahead else seconds
         self._seconds, self.waited = [0.0] * len(self.makers), 0.0

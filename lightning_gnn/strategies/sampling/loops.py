@@ -1,8 +1,7 @@
-"""The loops of sampling, compiled by numba at first use and kept on disk.
+"""Loops of sampling, compiled by numba at first use and cached on disk.
 
-Random numbers are counted, not carried along: a target's are those of (seed, key of the target), so that what is drawn for
-it depends neither on threads nor on what else is drawn (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011; the mixing is splitmix64's: Steele et al., OOPSLA 2014).
+Random numbers are counter-based: a target's numbers depend on (seed, key of the target), not on threads or on other draws (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The mixing function is splitmix64's (Steele et al., OOPSLA 2014).
 
 R rows (targets) and E slots of a CSR matrix of in-edges, T targets, S edges drawn.
 """
@@ -17,13 +16,13 @@ import numpy as np
 from lightning_gnn.kernels.loops import loop, prefetch
 
 AHEAD = 64
-"""How many targets, slots or ids ahead memory is prefetched: the fastest of 8, 16, 32 and 64 in each loop."""
+"""Prefetch distance in targets, slots or ids: the fastest of 8, 16, 32 and 64 in each loop."""
 
 FEW = 32
-"""Up to so many draws, looking through those made is faster than a table of them."""
+"""Maximum number of draws for which a linear search is faster than a table."""
 
 FIND, ADD, APPEND = 0, 1, 2
-"""How ids are numbered: unknown ones get -1; or the next number; or each id takes a number, even if it is known."""
+"""Modes of numbering: unknown ids get -1; unknown ids get the next number; every id gets the next number, even if it has one."""
 
 
 @numba.njit(inline="always")
@@ -41,15 +40,15 @@ def _stream(seed, key):
 
 @numba.njit(inline="always")
 def _uniform(state, draw):
-    """Returns the random number of a state and a count, from 0 up to, but not, 1."""
+    """Returns the random number of a state and a count, at least 0 and below 1."""
     word = _mixed(state + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
-    # 53 bits: a float64 is uniform to them, and a neighbour's probability is off by less than degree / 2^53.
+    # 53 bits: float64 is uniform at this resolution, and the error of a neighbor's probability is below degree / 2^53.
     return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
 @loop
 def offsets_of_all(indptr, targets, fanout, replace, offsets):
-    """Where each target's edges begin and end, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
+    """Write the range of each target's edges, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
     offsets[0] = 0
     last = len(targets) - 1
     for t in range(len(targets)):
@@ -69,16 +68,16 @@ def _moment(slot, indices, time, of_sources):
 
 @numba.njit(inline="always")
 def _allowed(slot, indices, weight, time, of_sources, latest):
-    """Whether an edge may be drawn: by its weight and its time, if there are any."""
+    """Returns whether an edge may be drawn, by its weight and its time, if there are any."""
     in_time = len(time) == 0 or _moment(slot, indices, time, of_sources) <= latest
     return in_time and (len(weight) == 0 or weight[slot] > 0)
 
 
 @loop
 def offsets_of_allowed(indptr, indices, weight, time, of_sources, until, targets, fanout, offsets):
-    """As `offsets_of_all`, for the edges of a weight ``[E]`` above 0, and a time at most their target's ``[T]``.
+    """Write offsets as `offsets_of_all`, for edges with weights ``[E]`` above 0 and times up to their target's limit ``[T]``.
 
-    time is of edges ``[E]``, or with `of_sources` of columns ``[C]``.
+    `time` is per edge ``[E]``, or with `of_sources` per column ``[C]``.
     """
     offsets[0] = 0
     for t in range(len(targets)):
@@ -91,7 +90,7 @@ def offsets_of_allowed(indptr, indices, weight, time, of_sources, until, targets
 
 @loop
 def random_numbers(indptr, targets, keys, seed, offsets, slots, out, low, high):
-    """The number of each of the ``slots [S]`` of targets `low` to `high`, from 0 up to 1: the one by which `draw_best` draws."""
+    """Write the random number of each of the ``slots [S]`` of targets `low` to `high`, from 0 up to 1, as used by `draw_best`."""
     for t in range(low, high):
         state, start = _stream(seed, keys[t]), indptr[targets[t]]
         for s in range(offsets[t], offsets[t + 1]):
@@ -100,11 +99,11 @@ def random_numbers(indptr, targets, keys, seed, offsets, slots, out, low, high):
 
 @loop
 def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high):
-    """Slots of targets `low` to `high`: all of them, or as many of them as `offsets` has room for.
+    """Write slots of targets `low` to `high`: all of them, or random ones up to the size in `offsets`.
 
-    Without replacement by Floyd's algorithm (Bentley and Floyd, CACM 30(9), 1987): draws are as many as what is kept.
+    Without replacement: Floyd's algorithm (Bentley and Floyd, CACM 30(9), 1987), with one draw per slot kept.
     """
-    # A table of what was drawn for one target, whose number marks its entries.
+    # Table of the slots drawn for one target; entries are marked with the target's number.
     widest = 0
     for t in range(low, high):
         widest = max(widest, offsets[t + 1] - offsets[t])
@@ -158,19 +157,20 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 def draw_best(
     indptr, indices, weight, time, of_sources, until, latest, source_keys, targets, keys, seed, offsets, slots, low, high
 ):
-    """Slots with the smallest scores of those that are allowed, in the order of slots where all are.
+    """Write the allowed slots with the smallest scores; if all slots of a target are allowed and fit, in their order.
 
-    weight ``[E]``, time, see `offsets_of_allowed`, and until ``[T]``, or empty. Scores: with `latest`, how long ago; else an
-    exponential random number over the weight, which draws without replacement with odds in proportion to weights (Efraimidis
-    and Spirakis, Information Processing Letters 97(5), 2006). The number is an edge's own, or, with source_keys ``[C]``, its
-    source's: the first edge from it has the first, the second the second.
+    `weight` ``[E]``, `time` (see `offsets_of_allowed`) and `until` ``[T]`` may be empty. Scores: with `latest`, the negative
+    time. Otherwise an exponential random number divided by the weight. This draws without replacement with probabilities
+    proportional to weights (Efraimidis and Spirakis, Information Processing Letters 97(5), 2006). The number belongs to the edge,
+    or, with `source_keys` ``[C]``, to its source: the first edge from a source has the first number, the second the second.
     """
     widest, most, by_source = 0, 0, len(source_keys) > 0
     for t in range(low, high):
         widest = max(widest, offsets[t + 1] - offsets[t])
         most = max(most, indptr[targets[t] + 1] - indptr[targets[t]])
     scores = np.empty(widest, np.float64)
-    # A table of how many edges of one target, whose number marks its entries, came from each source, by the source's state.
+    # Table of the number of edges of one target from each source, by the source's state; entries are marked with the target's
+    # number.
     size = 1
     while size < 2 * most and by_source:
         size *= 2
@@ -207,7 +207,7 @@ def draw_best(
                     score /= weight[slot]
             if found < count:
                 scores[found], slots[begin + found] = score, slot
-                worst = found if score >= scores[worst] else worst  # of equal ones the last slot
+                worst = found if score >= scores[worst] else worst  # ties: the last slot
                 found += 1
             elif score < scores[worst]:
                 scores[worst], slots[begin + worst] = score, slot
@@ -219,7 +219,7 @@ def draw_best(
 
 @loop
 def take(indices, edge, listed, slots, sources, edges, low, high):
-    """``sources[s] = indices[slots[s]]``, and with `listed`, ``edges[s] = edge[slots[s]]``, else the slot."""
+    """Write ``sources[s] = indices[slots[s]]``, and ``edges[s] = edge[slots[s]]`` with `listed`, else the slot."""
     last = high - 1
     for s in range(low, high):
         ahead = slots[min(s + AHEAD, last)]
@@ -233,10 +233,12 @@ def take(indices, edge, listed, slots, sources, edges, low, high):
 
 @loop
 def number_in_array(ids, numbers, base, known, count, out, mode):
-    """Numbers of ids, ``[n]``, by first occurrence; returns how many there are now.
+    """Number ids, ``[n]``, by first occurrence; returns the count of numbers.
 
-    numbers: int32 ``[num_ids]``: what is below `base` belongs to an earlier batch. known: the ids by number, written from
-    `count` on. mode: see `FIND`.
+    Args:
+        numbers: int32 ``[num_ids]``; values below `base` belong to an earlier batch.
+        known: ids by number, written from `count` on.
+        mode: see `FIND`.
     """
     last = len(ids) - 1
     for i in range(len(ids)):
@@ -255,7 +257,7 @@ def number_in_array(ids, numbers, base, known, count, out, mode):
 
 @loop
 def number_in_table(ids, table, base, known, count, out, mode):
-    """As `number_in_array`, by open addressing; table: ids and numbers, int64 ``[power of two, 2]``."""
+    """Number ids as `number_in_array` does, by open addressing; table: ids and numbers, int64 ``[power of two, 2]``."""
     last, wrap = len(ids) - 1, len(table) - 1
     for i in range(len(ids)):
         prefetch(table, np.int64(_mixed(np.uint64(ids[min(i + AHEAD, last)])) & np.uint64(wrap)))
@@ -276,7 +278,7 @@ def number_in_table(ids, table, base, known, count, out, mode):
 
 @loop
 def walk(indptr, indices, nodes, seed, out, low, high):
-    """Walks against the edges' direction, each step to one in-neighbour; out ``[T, steps + 1]``. Stays where none is."""
+    """Walk against the direction of edges, each step to an in-neighbor; out ``[T, steps + 1]``. Stays if there is none."""
     for t in range(low, high):
         node = nodes[t]
         out[t, 0] = node

@@ -1,4 +1,4 @@
-"""What sampling cost, as logged metrics."""
+"""Metrics of sampling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from lightning_gnn.strategies.sampling.loader import SampledBatches
 
 
 class SamplingMetrics(pl.Callback):
-    """Logs after each training epoch what mini-batches took; ``sampling`` brings it.
+    """Callback that logs metrics of mini-batches after each training epoch; added by ``sampling``.
 
-    ``sampling/seconds``: the longest time that a rank's samplers, added up, spent in making its batches; ``sampling/wait_s``:
-    that a rank spent in waiting for them, so that ``1 - waited / seconds`` was hidden behind training. Where ranks are on more
-    than one machine, ``sampling/remote_bytes``: what all received from others; ``sampling/cache_hit_rate``: of the rows of
-    features that lie on other machines, the share that was kept here. With ``local_cache``,
-    ``sampling/feature_cache_hits`` and ``sampling/feature_cache_misses``: rows of features that ranks read on their own
-    machines, for their batches and others', from memory and from the store.
+    - ``sampling/seconds``: longest time of a rank for making its batches, summed over its samplers.
+    - ``sampling/wait_s``: longest time of a rank for waiting for batches; ``1 - wait_s / seconds`` was overlapped with training.
+    - ``sampling/remote_bytes``, with several machines: bytes that all ranks received from other machines.
+    - ``sampling/cache_hit_rate``, with several machines: share of the feature rows of other machines that were in the remote
+      cache.
+    - ``sampling/feature_cache_hits`` and ``sampling/feature_cache_misses``, with ``local_cache``: feature rows that ranks read on
+      their own machines, for their batches and for other machines, from memory and from the store.
     """
 
     def __init__(self, batches: Callable[[], SampledBatches | None], world: World) -> None:

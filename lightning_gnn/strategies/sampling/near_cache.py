@@ -1,9 +1,9 @@
-"""Features of a machine's own nodes that it keeps in memory, where the store, which has all of them, is larger than memory.
+"""Local cache of a machine's own features in memory, for stores larger than memory.
 
-Source: GNNLab (Yang et al., EuroSys 2022): what samples read is far from even, and a few rows are most of it; PaGraph (Lin et
-al., SoCC 2020): until it has been counted, rows of the highest out-degree.
+Source: GNNLab (Yang et al., EuroSys 2022): samples read a few rows far more often than the others; PaGraph (Lin et al., SoCC
+2020): before requests are counted, rows of the highest out-degree are cached.
 
-N nodes of a type in the whole graph, K of them kept.
+N nodes of a type in the whole graph, K of them cached.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from lightning_gnn.partition.layout import Types
 from lightning_gnn.strategies.sampling.one_copy import one_copy, shared_zeros
 
 Rows = tuple[Tensor, Tensor]
-"""Some rows, int64 ``[n]``, and a number of each, ``[n]``."""
+"""Ids, int64 ``[n]``, and a number for each, ``[n]``."""
 
 PLACE_BYTES = 4
-"""Of each of a machine's nodes, whether and where its features are kept."""
+"""Bytes of the index per node of a machine."""
 
 
 def most_worth(worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, int], room: int) -> dict[NodeType, Tensor]:
-    """Returns which rows are kept in so many bytes, by type, bool ``[n]``: those that are worth most, and of equal ones the
-    first, as long as they fit.
+    """Returns which rows fit into `room` bytes, by type, bool ``[n]``: rows of the highest worth, ties in order.
 
     Args:
-        worth: of each row, per byte, float32 ``[n]``; rows of less than 0 are not kept.
-        row_bytes, room: bytes of a row of each type, and of all that are kept.
+        worth: worth per byte of each row, float32 ``[n]``; rows with negative worth are excluded.
+        row_bytes, room: bytes of a row of each type, and maximum bytes in total.
     """
-    # Bits of such floats are in their order. So the lowest worth that all find room above is found by halving, without a sort.
+    # The bits of nonnegative floats have the order of the floats. So bisection finds the threshold without sorting.
     order = {name: each.view(torch.int32) for name, each in worth.items()}
     low, high = -1, 2**31 - 1
     while low < high:
@@ -57,10 +56,10 @@ def most_worth(worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, in
 
 @dataclass(frozen=True)
 class _Kept:
-    """Of one type.
+    """Cached feature rows of one node type.
 
     Attributes:
-        place: of each node, 1 + the row of its features, or 0, int32 ``[N]``; of nodes of other machines nobody asks.
+        place: 1 + the position of each node's features, or 0, int32 ``[N]``; not used for nodes of other machines.
         rows: features, ``[K, ...]``.
     """
 
@@ -69,14 +68,18 @@ class _Kept:
 
 
 class NearCache:
-    """Features of nodes on this machine, one copy for all of its ranks; all ranks of all machines make it, and fill it.
+    """Features of nodes on this machine, one copy for all of its ranks; all ranks of all machines create and fill it.
 
     Args:
-        features: of the store, by node type that has some, ``[N, ...]``.
-        num_bytes: that it takes at most, with the places of nodes in it.
+        features: features in the store, by node type that has some, ``[N, ...]``.
+        types: types of the graph.
+        world: the ranks.
+        near: ranks of this machine.
+        num_bytes: maximum bytes, with the index.
 
     Raises:
-        ValueError: that many are too few for anything, or more than there are.
+        ValueError: `num_bytes` is too small for any features, the bytes needed exceed the available memory, or several ranks run
+            without Linux's memfd.
     """
 
     def __init__(
@@ -106,13 +109,13 @@ class NearCache:
         self._kept: dict[NodeType, _Kept] = {}
 
     def fill(self, reads: Mapping[NodeType, Rows], uses: Mapping[NodeType, Rows]) -> None:
-        """Keeps the rows of most uses per byte, and of those of as many uses the ones that most edges read.
+        """Cache the rows with the most requests per byte; ties go to rows that more edges read.
 
-        What was kept before is given up first: until this returns, features come from the store.
+        The previous rows are released first: until this returns, features are read from the store.
 
         Args:
-            reads: nodes, and how many edges of this rank's part read each.
-            uses: nodes, and how often batches asked this rank for each.
+            reads: nodes, and the number of edges of this rank that read each.
+            uses: nodes, and the number of requests for each to this rank.
         """
         self._kept = {}
         nothing = (torch.empty(0, dtype=torch.long),) * 2
@@ -146,7 +149,7 @@ class NearCache:
             self._world.all_gather_object("")
 
     def _chosen(self, counted: Mapping[int, Sequence[Tensor]]) -> dict[NodeType, Tensor]:
-        """Returns the nodes whose features are kept, ascending, by type, of what all ranks of this machine have counted."""
+        """Returns the nodes to cache, ascending, by type, from the counts of all ranks of this machine."""
         worth = dict[NodeType, Tensor]()
         for number, (name, row_bytes) in enumerate(self._row_bytes.items()):
             reads, uses = (torch.zeros(len(self._features[name])) for _ in range(2))
@@ -161,8 +164,8 @@ class NearCache:
         return {name: each.nonzero().view(-1) for name, each in kept.items()}
 
     def rows(self, name: NodeType, ids: Tensor) -> tuple[Tensor, int]:
-        """Returns features of nodes of this machine, ``[n, ...]``, and how many of them are kept; others come from the store."""
-        kept, stored = self._kept.get(name), self._features[name]  # another thread may fill it anew
+        """Returns features of nodes of this machine, ``[n, ...]``, from the cache or the store, and the number from the cache."""
+        kept, stored = self._kept.get(name), self._features[name]  # another thread may refill it
         if kept is None or not len(kept.rows):
             return stored.index_select(0, ids), 0
         place = kept.place.index_select(0, ids)

@@ -1,4 +1,4 @@
-"""One hop of neighbour sampling, at the owner of the targets. Pure: no ranks, no state.
+"""One hop of neighbor sampling, at the owner of the targets. Independent of ranks, without state.
 
 R rows (targets), C columns (sources) and E slots of a CSR matrix of in-edges; T targets, S edges drawn.
 """
@@ -20,23 +20,23 @@ from lightning_gnn.kernels.run import over_range, over_ranges
 from lightning_gnn.strategies.sampling import loops
 
 _WORK = 32
-"""Multiplications that drawing an edge costs, about: below some thousand edges, threads do not pay."""
+"""Approximate cost of drawing an edge, in multiplications; below some thousand edges, threads are not faster."""
 
 NO_IDS = torch.empty(0, dtype=torch.long)
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """Returns all ids of some pieces, ``[n]``; of a single one itself."""
+    """Returns the concatenation of some ids, ``[n]``; a single tensor is returned without a copy."""
     return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else NO_IDS
 
 
 def bounds(counts: Tensor) -> Tensor:
-    """Returns where each of the groups of so many begins, and the end, ``[n + 1]``."""
+    """Returns the start of each group of `counts` elements, and the end, ``[n + 1]``."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Returns where each place is in a permutation."""
+    """Returns the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
@@ -45,7 +45,7 @@ class Neighbors:
     """In-edges of some targets.
 
     Attributes:
-        offsets: where each target's edges begin, and the end, int64 ``[T + 1]``.
+        offsets: first edge of each target, and the end, int64 ``[T + 1]``.
         sources: source of each edge, int64 ``[S]``.
         edges: position of each edge in the list that the matrix was made from, int64 ``[S]``.
     """
@@ -56,28 +56,28 @@ class Neighbors:
 
     @classmethod
     def of(cls, counts: Tensor, sources: Tensor, edges: Tensor) -> Neighbors:
-        """Returns in-edges of targets that have so many each, ``[T]``."""
+        """Returns the in-edges of targets with `counts` edges each, ``[T]``."""
         return cls(bounds(counts), sources, edges)
 
     @classmethod
     def all_of(cls, found: Sequence[Neighbors]) -> Neighbors:
-        """Returns those of some targets, then those of others, and so on."""
+        """Returns the concatenation of the in-edges of several lists of targets."""
         if len(found) == 1:
             return found[0]
         return cls.of(*map(joined, zip(*(each.fields for each in found)) if found else [[]] * 3))
 
     @property
     def counts(self) -> Tensor:
-        """How many edges each target has, int64 ``[T]``."""
+        """Number of edges of each target, int64 ``[T]``."""
         return self.offsets.diff()
 
     @property
     def fields(self) -> list[Tensor]:
-        """What :meth:`of` makes these of."""
+        """Arguments of :meth:`of`."""
         return [self.counts, self.sources, self.edges]
 
     def at(self, places: Tensor) -> Neighbors:
-        """Returns the in-edges of the targets at some places, ``[n]``."""
+        """Returns the in-edges of the targets at some positions, ``[n]``."""
         begins, counts = self.offsets[places], self.counts[places]
         offsets = bounds(counts)
         slots = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
@@ -91,15 +91,17 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class InEdges:
-    """In-edges of some nodes, of which those with the highest scores are drawn; see :class:`~lightning_gnn.SamplingStrategy`.
+    """In-edges of some nodes, as input of ``edge_score_fn``; see :class:`~lightning_gnn.SamplingStrategy`.
 
-    ``edges["strength"]`` has an attribute of each, ``[S, ...]``.
+    ``edges["strength"]`` is the edge attribute of that name, ``[S, ...]``.
 
     Attributes:
-        kind: their type; that of a graph without types is ``("node", "to", "node")``.
-        uniform: a random number of each, from 0 up to 1, float64 ``[S]``: a function of the batch's random seed and of the edge.
-        offsets: where each node's edges begin, and the end, int64 ``[T + 1]``.
-        of_edges, of_sources, of_targets: return an attribute, by its name, of the edges and of their ends, ``[S, ...]``.
+        kind: type of the edges; ``("node", "to", "node")`` for a graph without types.
+        uniform: a random number of each edge, from 0 up to 1, float64 ``[S]``: a function of the batch's random seed and of the
+            edge.
+        offsets: first edge of each node, and the end, int64 ``[T + 1]``.
+        of_edges, of_sources, of_targets: functions that return an attribute of the edges, or of their ends, by name, ``[S,
+            ...]``.
     """
 
     kind: EdgeType
@@ -114,13 +116,16 @@ class InEdges:
 
 
 Score = Callable[[InEdges], Tensor]
-"""Returns a number for each edge, ``[S]``; those of -inf are never drawn. It is a function of the node and its in-edges: which
-other nodes are there depends on who owns them."""
+"""Function that returns a score for each edge, ``[S]``; edges with -inf are never drawn.
+
+It must be a function of each node and its in-edges only: the other nodes of a call depend on the partition.
+"""
 
 
 def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
-    """Returns of each target's in-edges those with the highest scores ``[S]``, up to `fanout`, in their order; of equal ones the
-    first.
+    """Returns for each target the in-edges with the highest scores ``[S]``, at most `fanout`, in their order.
+
+    Ties go to the first edge.
 
     Raises:
         ValueError: scores that are not one real number for each edge.
@@ -131,7 +136,7 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     target = found.targets()
     order = scores.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
-    place = torch.arange(len(order)) - found.offsets[:-1][target]  # of the best, the second, ... of each target
+    place = torch.arange(len(order)) - found.offsets[:-1][target]  # rank of each edge among its target's edges, best first
     kept = torch.zeros(len(order), dtype=torch.bool)
     kept[order[place < fanout]] = True
     if scores.is_floating_point():
@@ -141,7 +146,7 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
 
 
 def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, found: Neighbors) -> Tensor:
-    """Returns the random number of each edge that was found, float64 ``[S]``: by which :func:`sample_neighbors` draws it."""
+    """Returns the random number of each edge, float64 ``[S]``: the number by which :func:`sample_neighbors` draws it."""
     assert csr.edge is None
     out = torch.empty(len(found.sources), dtype=torch.float64)
     arrays = csr.indptr, targets, keys, seed & (2**63 - 1), found.offsets, found.edges, out
@@ -165,32 +170,33 @@ def sample_neighbors(
     of_sources: bool = False,
     source_keys: Tensor | None = None,
 ) -> Neighbors:
-    """Returns up to `fanout` in-edges of each target, uniformly drawn; duplicate edges count as two.
+    """Returns up to `fanout` in-edges of each target, uniformly drawn; duplicate edges count twice.
 
-    What is drawn for a target depends on `seed` and on its key only: not on the number of threads, nor on who draws it.
+    The draws of a target depend only on `seed` and on its key, not on the number of threads or on the rank that draws. This is
     GraphSAGE's sampling (Hamilton et al., NeurIPS 2017), done by the owner of the targets (DistDGL, section III-D).
 
     Args:
         csr: in-edges; rows are targets, columns sources; indices int32 or int64.
-        targets: rows, int64 ``[T]``; duplicates are sampled each.
-        fanout: edges per target; -1 for all of them.
-        seed: same seed, same sample.
-        replace: draw with replacement: `fanout` edges of every target that has any; -1 stands for all, each once.
-        keys: what numbers the targets for the random numbers, int64 ``[T]``; their positions by default. With ids of nodes, a
-            sample does not depend on which rank draws it, and in which order.
-        weight: of each slot, floating ``[E]``, see :meth:`CSR.permute`: edges are drawn with odds in proportion to it, those
-            of weight 0 or less never.
-        time, until: of each slot, int64 ``[E]``, and of each target, int64 ``[T]``: only edges with ``time <= until`` are drawn.
-        strategy: ``"uniform"``, or ``"last"`` for the latest edges; where times are equal, the earlier slots.
-        of_sources: `time` is of each column, ``[C]``: an edge has its source's.
-        source_keys: what numbers the columns, int64 ``[C]``: targets share one random number per source, and take the edges
-            from those whose number is the smallest (LABOR-0 with as many edges as without: Balin and Catalyurek, NeurIPS 2023,
-            appendix A.3). What is drawn for one target is as likely as without it; several targets draw the same sources more
-            often. It takes time in proportion to the targets' in-edges, not to what is drawn. The second of two edges from one
-            source has the source's second number, and so on.
+        targets: rows, int64 ``[T]``; duplicates are sampled separately.
+        fanout: edges per target; -1 for all.
+        seed: random seed; the same seed gives the same sample.
+        replace: whether to draw with replacement: `fanout` edges of every target that has any; -1 gives each edge once.
+        keys: keys of the targets for random numbers, int64 ``[T]``; their positions by default. With node ids, a sample does not
+            depend on the rank that draws it, or on the order.
+        weight: weight of each slot, floating ``[E]``, see :meth:`CSR.permute`: edges are drawn with probabilities proportional to
+            it, and edges of weight 0 or less never.
+        time, until: time of each slot, int64 ``[E]``, and limit of each target, int64 ``[T]``: only edges with ``time <= until``
+            are drawn.
+        strategy: ``"uniform"``, or ``"last"`` for the latest edges; with equal times, the earlier slots.
+        of_sources: whether `time` is per column, ``[C]``: an edge has the time of its source.
+        source_keys: keys of the columns, int64 ``[C]``. Targets share one random number per source, and draw the edges from
+            sources with the smallest numbers (LABOR-0 with the same number of edges: Balin and Catalyurek, NeurIPS 2023, appendix
+            A.3). The probabilities for a single target do not change; several targets draw the same sources more often. The time
+            is proportional to the targets' in-edges, not to the edges drawn. The second of two edges from one source uses the
+            source's second number, and so on.
 
     Raises:
-        ValueError: targets outside the matrix, sizes or choices that do not fit.
+        ValueError: targets outside the matrix, sizes or options that do not fit.
     """
     check_fanout(fanout, minimum=0)
     check_ids(targets, csr.num_rows, "Targets")
@@ -230,7 +236,7 @@ def sample_neighbors(
 
 
 def check_ids(ids: Tensor, size: int, name: str) -> None:
-    """Raises ValueError for ids that are not int64 ``[n]``, or lie outside 0 to `size` - 1."""
+    """Raises ValueError for ids that are not int64 ``[n]``, or not between 0 and `size` - 1."""
     if ids.dtype != torch.long or ids.dim() != 1:
         raise ValueError(f"{name} are one dimension of int64 (got {ids.dtype}, shape {tuple(ids.shape)}).")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
@@ -238,7 +244,7 @@ def check_ids(ids: Tensor, size: int, name: str) -> None:
 
 
 def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str, by_source: bool = False) -> None:
-    """Raises ValueError for ways to draw that exclude each other."""
+    """Raises ValueError for options that exclude each other."""
     if strategy not in ("uniform", "last"):
         raise ValueError(f'strategy is "uniform" or "last" (got {strategy!r}).')
     if replace and (weighted or timed):
@@ -257,9 +263,9 @@ def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str, by_
 
 
 def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:
-    """Returns the nodes of walks from `roots`, int64 ``[T]``, each step to one in-neighbour; int64 ``[T, steps + 1]``.
+    """Returns the nodes of walks from `roots`, int64 ``[T]``, each step to an in-neighbor; int64 ``[T, steps + 1]``.
 
-    Where there is no in-neighbour, a walk stays. Same seed, same walks.
+    A walk stays at a node without in-neighbors. The same seed gives the same walks.
     """
     check_ids(roots, csr.num_rows, "Roots")
     out = torch.empty(len(roots), steps + 1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Tensors of which the ranks of a machine have one copy."""
+"""Tensors shared by the ranks of a machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_gnn.data.store import read_array
 
 
 def one_copy(world: World, near: Sequence[int], own: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """Returns the tensors of each rank of this machine, which all of them map into memory; all ranks of all machines call it.
+    """Returns the tensors of each rank of this machine, memory-mapped by all of them; all ranks of all machines call it.
 
-    They pass through files in the folder for temporary ones, that of ``$TMPDIR``, whose names are gone when this returns. So
-    where memory is scarce the system may put them back on the disk; and there is no limit as of ``/dev/shm``. A change of a
-    tensor stays in the process that makes it.
+    The tensors are in files in the temporary folder, ``$TMPDIR``, which are unlinked when this returns. If memory is scarce, the
+    system may write them to disk, and the limit of ``/dev/shm`` does not apply. Changes of a tensor are private to the process.
 
     Args:
-        near: the ranks of this machine, this one among them.
-        own: this rank's tensors, of the CPU; as many on all ranks.
+        world: the ranks.
+        near: ranks of this machine, including this rank.
+        own: CPU tensors of this rank; the same number on all ranks.
 
     Raises:
-        OSError: there is no room for the files.
+        OSError: no space for the files.
     """
     if world.size == 1:
         return {near[0]: list(own)}
@@ -37,19 +37,19 @@ def one_copy(world: World, near: Sequence[int], own: Sequence[Tensor]) -> dict[i
             np.save(_file(folder, number), tensor.numpy())
         folders = world.all_gather_object(folder)
         found = {rank: [_mapped(folders[rank], number) for number in range(len(own))] for rank in near}
-        world.all_gather_object("")  # all have opened them
+        world.all_gather_object("")  # all ranks have opened them
     return found
 
 
 def shared_zeros(world: World, near: Sequence[int], num_bytes: int) -> Tensor:
-    """Returns zeros, uint8 ``[num_bytes]``, which all ranks of this machine read and write; all ranks of all machines call it.
+    """Returns zeros, uint8 ``[num_bytes]``, that all ranks of this machine read and write; all ranks of all machines call it.
 
-    They are in memory and stay there; pages that nobody touches take none. It is free again when no rank has the tensor, or one
-    made of it, any more.
+    They stay in memory; unused pages take none. The memory is freed once no rank has the tensor, or one derived from it.
 
     Args:
-        near: the ranks of this machine, this one among them.
-        num_bytes: the same for all of them.
+        world: the ranks.
+        near: ranks of this machine, including this rank.
+        num_bytes: size, the same for all of them.
     """
     if world.size == 1:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def shared_zeros(world: World, near: Sequence[int], num_bytes: int) -> Tensor:
     own = Segment.create(max(1, num_bytes)) if world.rank == first else None
     pid, fd = world.all_gather_object((os.getpid(), -1 if own is None else own.fd))[first]
     segment = own or Segment.open(pid, fd)
-    world.all_gather_object("")  # all have opened it
+    world.all_gather_object("")  # all ranks have opened it
     segment.close()
     return segment.bytes[:num_bytes]
 

@@ -1,4 +1,4 @@
-"""A neighbour sampler over a graph that one process holds; any PyG ``NodeLoader`` or ``LinkLoader`` takes it."""
+"""Neighbor sampler for a graph in one process, for any PyG ``NodeLoader`` or ``LinkLoader``."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ from lightning_gnn.strategies.sampling.neighbors import Neighbors, check_choices
 
 
 class NeighborSampler(BaseSampler):
-    """Samples the neighbourhoods of seed nodes hop by hop, as PyG's own sampler does, which needs compiled extras.
+    """Sampler of the neighborhoods of seed nodes, hop by hop, like PyG's sampler, which needs compiled extensions.
 
-    A sample depends on the seeds and one number only, not on threads; each node's draws depend on that number and on its id, so
-    that samplers that hold parts of a graph draw the same. Its buffers are used again from batch to batch: one thread at a time.
+    A sample depends only on the seeds and one random seed, not on threads. The draws of a node depend on the random seed and its
+    id, so that samplers of parts of a graph draw the same edges. Buffers are reused between batches: the sampler is not
+    thread-safe.
 
     Args:
         csr: in-edges, rows are targets; a mapping by edge type for a heterogeneous graph. See :meth:`from_data`.
         num_neighbors: in-edges per node and hop, -1 for all; for a heterogeneous graph also a mapping by edge type, in which 0
-            leaves a type out of a hop.
-        replace: draw with replacement.
-        directed: keep the edges that were drawn; False for all edges between the sampled nodes.
-        disjoint: every seed has a tree of its own, no node is shared; ``batch`` has each node's tree. So it is with times. With
-            ``directed=False`` these are the ego graphs of ShaDow (Zeng et al., NeurIPS 2021), each root in its seed's row.
-        weight: of each slot, floating ``[E]``, by edge type for a heterogeneous graph: odds, see :func:`sample_neighbors`; edges
-            of weight 0 are as if they were not there.
-        time: of each slot, int64 ``[E]``, by edge type as well: edges that are later than their tree's seed are not drawn.
+            omits a type in a hop.
+        replace: whether to draw with replacement.
+        directed: whether to keep only the edges drawn. If False, all edges between the sampled nodes.
+        disjoint: whether seeds have separate trees that share no nodes; ``batch`` is each node's tree. Always True with times.
+            With ``directed=False`` these are the ego graphs of ShaDow (Zeng et al., NeurIPS 2021), each root in its seed's row.
+        weight: weight of each slot, floating ``[E]``, by edge type for a heterogeneous graph; see :func:`sample_neighbors`. Edges
+            of weight 0 are ignored.
+        time: time of each slot, int64 ``[E]``, by edge type for a heterogeneous graph; edges later than their tree's seed are not
+            drawn.
         strategy: ``"uniform"``, or ``"last"`` for the latest edges.
-        labor: targets draw by one random number per source and edge type, so that a sample has fewer nodes: see `source_keys`
-            of :func:`sample_neighbors`. All hops share the numbers.
+        labor: whether targets draw by one random number per source and edge type, so that a sample has fewer nodes: see
+            `source_keys` of :func:`sample_neighbors`. All hops share the numbers.
 
     Raises:
-        ValueError: fan-outs that are no fan-outs or do not fit the edge types, matrices that disagree on numbers of nodes,
-            choices that exclude each other.
+        ValueError: `num_neighbors` that is invalid or does not fit the edge types, matrices with different numbers of nodes,
+            options that exclude each other.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class NeighborSampler(BaseSampler):
         """Returns a sampler of a graph in memory.
 
         Args:
-            data: with ``edge_index`` (of each edge type).
+            data: graph with ``edge_index`` (of each edge type).
             num_neighbors, options: see the class.
-            weight_attr: name of the edges' weights.
-            time_attr: name of times of edges, or of nodes: an edge then has its source's.
+            weight_attr: name of edge weights.
+            time_attr: name of times of edges, or of nodes: an edge then has the time of its source.
         """
         hetero = isinstance(data, HeteroData)
         csr, weight, time = {}, {}, {}
@@ -128,17 +130,17 @@ class NeighborSampler(BaseSampler):
         seed: int = 0,
         seed_time: Tensor | Mapping[NodeType, Tensor] | None = None,
     ) -> SamplerOutput | HeteroSamplerOutput:
-        """Returns the sampled neighbourhood of `seeds` in local numbers, seeds first.
+        """Returns the sampled neighborhood of `seeds` in local numbers, seeds first.
 
         Args:
-            seeds: ids, int64 ``[n]``; by node type for a heterogeneous graph. A duplicate has a row of its own, as in PyG,
-                and the same draws.
-            seed: same seeds and seed, same sample.
-            seed_time: of each seed, int64 ``[n]``, by node type as well, where edges have times.
+            seeds: ids, int64 ``[n]``; by node type for a heterogeneous graph. A duplicate has a separate row, as in PyG, and the
+                same draws.
+            seed: random seed; the same seeds and random seed give the same sample.
+            seed_time: time of each seed, int64 ``[n]``, by node type for a heterogeneous graph; required if edges have times.
 
         Returns:
-            PyG's output (by type): ``node`` ids ``[n_id]``, ``row`` and ``col`` local sources and targets, ``edge`` positions
-            in the list of edges, ``num_sampled_nodes`` and ``num_sampled_edges`` per hop (None for ``directed=False``).
+            PyG's output (by type): ``node`` ids ``[n_id]``, ``row`` and ``col`` local sources and targets, ``edge`` positions in
+                the list of edges, ``num_sampled_nodes`` and ``num_sampled_edges`` per hop (None for ``directed=False``).
 
         Raises:
             ValueError: no seeds, or seeds outside the graph.
@@ -157,8 +159,8 @@ class NeighborSampler(BaseSampler):
     def induced(self, nodes: Tensor | Mapping[NodeType, Tensor]) -> SamplerOutput | HeteroSamplerOutput:
         """Returns all edges between `nodes`, ids int64 ``[n]`` (by node type), in local numbers: positions in `nodes`.
 
-        Of the nodes of some parts, ``torch.isin(part, chosen).nonzero().view(-1)``, this is Cluster-GCN's batch (Chiang et al.,
-        KDD 2019); see :func:`saint_nodes` for others.
+        For the nodes of some clusters, ``torch.isin(part, chosen).nonzero().view(-1)``, this is Cluster-GCN's batch (Chiang et
+        al., KDD 2019); see :func:`saint_nodes` for other choices.
 
         Raises:
             ValueError: no nodes, or nodes outside the graph.
@@ -205,7 +207,7 @@ class NeighborSampler(BaseSampler):
                     f"{'none' if times is None else len(times)}); loaders take input_time."
                 )
 
-    # What PyG's loaders call; the number that a sample depends on comes from torch's generator, which workers have their own of.
+    # Called by PyG's loaders. The random seed comes from torch's generator, which is separate in each worker.
 
     @override
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> SamplerOutput | HeteroSamplerOutput:
@@ -239,7 +241,7 @@ def _by_type(values: Tensor | Mapping[EdgeType, Tensor] | None) -> dict[EdgeType
 
 
 def seed_of_type(seed: int, number: int) -> int:
-    """Returns the seed of draws for an edge type: types share numbers of nodes, and what a node draws for each must differ."""
+    """Returns the random seed for an edge type: types share node ids, and the draws of a node must differ between types."""
     return seed + 0x9E3779B9 * number
 
 
@@ -255,7 +257,7 @@ def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:
 
 
 def fanouts_by_type(num_neighbors: Any, kinds: list[EdgeType]) -> dict[EdgeType, list[int]]:
-    """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for those of other types."""
+    """Returns :func:`checked_fanouts` of each edge type of a graph; raises ValueError for other types."""
     checked = checked_fanouts(num_neighbors)
     by_type = checked if isinstance(checked, dict) else dict.fromkeys(kinds, checked)
     if set(by_type) != set(kinds):
@@ -263,21 +265,21 @@ def fanouts_by_type(num_neighbors: Any, kinds: list[EdgeType]) -> dict[EdgeType,
     return {kind: by_type[kind] for kind in kinds}
 
 
-# GraphSAINT: which nodes a batch has (Zeng et al., ICLR 2020); NeighborSampler.induced makes it. Each returns distinct nodes,
-# ascending; matrices are of in-edges, of graphs whose edges go both ways, as in the paper.
+# GraphSAINT: functions that choose the nodes of a batch (Zeng et al., ICLR 2020); NeighborSampler.induced makes the batch. Each
+# returns distinct nodes in ascending order. Matrices have in-edges of graphs whose edges go both ways, as in the paper.
 
 
 def saint_nodes(csr: CSR, count: int, seed: int = 0) -> Tensor:
-    """Returns what `count` draws of nodes find, with odds in proportion to their degree."""
+    """Returns the nodes of `count` draws with probabilities proportional to their degree."""
     return csr.indices[_draws(csr.num_edges, count, seed)].long().unique()
 
 
 def saint_edges(csr: CSR, count: int, seed: int = 0) -> Tensor:
-    """Returns the ends of `count` drawn edges, with odds in proportion to the sum of one over the degree of either end."""
+    """Returns the ends of `count` drawn edges, with probabilities proportional to the sum of the inverse degrees of both ends."""
     target = csr.row_of_slot().long()
     source = csr.indices.long()
     odds = 1 / csr.indptr.diff().double()[target] + 1 / torch.bincount(source, minlength=csr.num_cols).double()[source]
-    # multinomial takes 2^24 edges at most, a search any number.
+    # multinomial is limited to 2^24 edges; a search is not.
     heap = odds.cumsum(0)
     points = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * heap[-1]
     drawn = torch.searchsorted(heap, points).clamp_(max=csr.num_edges - 1)
@@ -285,22 +287,23 @@ def saint_edges(csr: CSR, count: int, seed: int = 0) -> Tensor:
 
 
 def saint_walks(csr: CSR, count: int, steps: int, seed: int = 0) -> Tensor:
-    """Returns the nodes of `count` walks of so many steps, from roots drawn uniformly."""
+    """Returns the nodes of `count` walks of `steps` steps, from roots drawn uniformly."""
     return random_walks(csr, _draws(csr.num_rows, count, seed), steps, seed).unique()
 
 
 def saint_norms(sampler: NeighborSampler, draw: Callable[[int], Tensor], samples: int) -> tuple[Tensor, Tensor]:
-    """Returns the weights that undo how often nodes and edges are drawn, estimated from some samples (section 3.2).
+    """Returns weights that correct for the sampling frequency of nodes and edges, estimated from samples (section 3.2).
 
     Args:
-        sampler: of the graph.
-        draw: returns the nodes of a sample of this seed, such as ``lambda seed: saint_nodes(csr, 6000, seed)``.
-        samples: how many.
+        sampler: sampler of the graph.
+        draw: function that returns the nodes of a sample for a random seed, such as ``lambda seed: saint_nodes(csr, 6000,
+            seed)``.
+        samples: number of samples.
 
     Returns:
-        For each node, what its loss is divided by in a sum over a batch, as a factor, float32 ``[N]``; for each edge, the factor
-        of its message in a sum over in-edges, float32 ``[E]`` in list order: one over the share of its target's samples that
-        it is in. What was never drawn counts as drawn a tenth of a time, as in PyG.
+        For each node, the factor of its loss in a sum over a batch, float32 ``[N]``. For each edge, the factor of its message in
+            a sum over in-edges, float32 ``[E]`` in list order: the inverse of the share of its target's samples that include the
+            edge. Nodes and edges that were never drawn count as drawn 0.1 times, as in PyG.
     """
     [csr] = sampler.csr.values()
     nodes, edges = torch.zeros(csr.num_rows), torch.zeros(csr.num_edges)

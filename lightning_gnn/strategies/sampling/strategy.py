@@ -1,4 +1,4 @@
-"""``sampling``: mini-batches of sampled neighbourhoods on a partitioned graph.
+"""``sampling``: mini-batches of sampled neighborhoods on a partitioned graph.
 
 Source: DistDGL, "Distributed Graph Neural Network Training for Billion-Scale Graphs" (2020): sections III-B (partition, split of
 seeds), III-C (feature store), III-D (samplers), III-E (trainer).
@@ -67,7 +67,10 @@ _NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
 
 class SamplingScheme(EdgeCutScheme):
-    """The edge cut of ``dgcl``, whose parts also have their share of each mask and node type; between machines first."""
+    """Scheme with the edge cut of ``dgcl``, partitioned between machines first.
+
+    Each mask and each node type is balanced between partitions.
+    """
 
     def __init__(self, in_batches: bool | None = None) -> None:
         self._in_batches = in_batches
@@ -79,73 +82,80 @@ class SamplingScheme(EdgeCutScheme):
 
 
 class SamplingStrategy(GNNStrategy):
-    """Training in mini-batches of sampled neighbourhoods; ``Trainer(strategy="sampling")``.
+    """Training in mini-batches of sampled neighborhoods; ``Trainer(strategy="sampling")``.
 
-    Each rank trains on seeds of its own, whose sampled neighbourhoods come to it as a PyG ``Data`` like those of PyG's
-    NeighborLoader: seeds first, ``batch_size``, ``n_id``, ``e_id``, ``num_sampled_nodes``; masks are true for seeds. A module
-    that predicts edges, such as :class:`~lightning_gnn.LinkPredictor`, gets batches of edges like those of PyG's
-    LinkNeighborLoader: ``edge_label_index``, ``edge_label``. Gradients are summed over ranks, weighted by seeds. Validation, test
-    and prediction use whole neighbourhoods, exactly as under ``dgcl``.
+    Each rank trains on its own seed nodes. Batches have the format of PyG's NeighborLoader: a ``Data`` with seed nodes first,
+    ``batch_size``, ``n_id``, ``e_id`` and ``num_sampled_nodes``; masks are True for seed nodes. A module that predicts edges,
+    such as :class:`~lightning_gnn.LinkPredictor`, gets batches in the format of PyG's LinkNeighborLoader: ``edge_label_index``,
+    ``edge_label``. Gradients are summed over ranks, weighted by the numbers of seeds. Validation, test and prediction use
+    complete neighborhoods, exactly as under ``dgcl``.
 
-    Of a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then take their nodes in batches as well, of
-    all neighbours over as many hops as there are fan-outs: exact for models with as many layers, but for those that look at the
-    degrees of sources, as GCN does: of nodes of the last hop, the batch has no in-edges. With ``evaluation="layerwise"`` they are
-    as under ``dgcl``: a step gets the rank's part, and layer after layer computes each row once.
+    For a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then also run in batches, with all neighbors
+    over the number of hops in `num_neighbors`. This is exact for models with the same number of layers. The exception are layers
+    that use the degrees of sources, such as GCN: nodes of the last hop have no in-edges in the batch. With
+    ``evaluation="layerwise"``, these phases run as under ``dgcl``: a step gets the rank's shard, and each layer computes each row
+    once.
 
     Args:
-        num_neighbors: in-edges that are drawn of each node, per hop, the seeds' first; -1 for all. One per layer of the model. Of
-            a ``HeteroData`` for each edge type, or by edge type, ``("author", "writes", "paper")`` or
-            ``"author__writes__paper"``; 0 then leaves a type out of a hop. By default the datamodule's, or else (15, 10).
-        batch_size: seeds, nodes or edges, of a batch on each rank, at most; of GraphSAINT what is drawn, nodes, edges or
-            walks; of clusters the nodes in them, about. By default the datamodule's, or else 1024.
-        replace: draw with replacement.
-        directed: keep the edges that were drawn; False for all between the nodes that were reached.
-        sampler: ``"neighbor"``; ``"labor"``, the same with one random number per source that all nodes of a batch draw by, so
-            that it has fewer nodes (LABOR-0 with as many edges, NeurIPS 2023, appendix A.3); or, for modules that predict
-            nodes, ``"shadow"``, ego graphs of the seeds that share no nodes
-            (ShaDow, NeurIPS 2021); ``"saint_node"``, ``"saint_edge"`` or ``"saint_walk"``, subgraphs of nodes drawn from the
-            whole graph (GraphSAINT, ICLR 2020); ``"cluster"``, clusters of the rank's own nodes (Cluster-GCN, KDD 2019).
-        walk_length: steps of a walk of ``"saint_walk"``.
-        num_clusters: in a batch of ``"cluster"``.
-        num_workers: threads that make batches (DistDGL, section III-D); batches do not depend on how many.
-        prefetch_batches: batches that are made ahead in the background; 0 for none. At least `num_workers`, if that is above 1.
-        remote_cache: memory of each rank for features of nodes on other machines, in bytes or ``"64MB"``, the remote cache: those
-            that most edges read, and from the second epoch on those that batches of the first asked for most often.
-        local_cache: memory of each machine for features of its own nodes, in bytes or ``"2GB"``, the near cache, which all of
-            its ranks share: rows are chosen in the same way, and 4 bytes for each node, where its row is, are taken from it.
-            Other rows are read from the store, whose pages the system may have in memory or not. By default, or with 0, all are.
+        num_neighbors: in-edges drawn per node in each hop, starting at the seeds; -1 for all. One number per layer of the model.
+            For a ``HeteroData``: one list for all edge types, or a mapping by edge type, ``("author", "writes", "paper")`` or
+            ``"author__writes__paper"``; 0 then omits a type in a hop. By default the datamodule's, else (15, 10).
+        batch_size: maximum number of seeds, nodes or edges, per batch and rank. For GraphSAINT: number of draws of nodes, edges
+            or walks. For clusters: approximate number of nodes. By default the datamodule's, else 1024.
+        replace: whether to draw with replacement.
+        directed: whether to keep only the edges drawn. If False, a batch has all edges between its nodes.
+        sampler: method that makes batches. All except the first two are for modules that predict nodes.
+
+            - ``"neighbor"``: neighborhoods of the seeds.
+            - ``"labor"``: the same with one random number per source, shared by all nodes of a batch. Batches then have fewer
+              nodes (LABOR-0 with the same number of edges, NeurIPS 2023, appendix A.3).
+            - ``"shadow"``: ego graphs of the seeds that share no nodes (ShaDow, NeurIPS 2021).
+            - ``"saint_node"``, ``"saint_edge"``, ``"saint_walk"``: subgraphs of nodes drawn from the whole graph (GraphSAINT,
+              ICLR 2020).
+            - ``"cluster"``: clusters of the rank's local nodes (Cluster-GCN, KDD 2019).
+        walk_length: number of steps of a walk of ``"saint_walk"``.
+        num_clusters: number of clusters in a batch of ``"cluster"``.
+        num_workers: number of threads that make batches (DistDGL, section III-D); batches do not depend on it.
+        prefetch_batches: number of batches made in advance in the background; 0 for none. At least `num_workers`, if that is
+            above 1.
+        remote_cache: memory per rank for features of nodes on other machines, in bytes or as ``"64MB"``. In the first epoch, it
+            has the nodes that most edges read; afterwards, the nodes that the first epoch's batches requested most often.
+        local_cache: memory per machine for features of its own nodes, in bytes or as ``"2GB"``, shared by its ranks. Nodes are
+            chosen as for `remote_cache`; an index takes 4 bytes per node of it. Other features are read from the store, whose
+            pages may or may not be in memory. By default, or with 0, all are read from the store.
         loss_reduction: ``"mean"`` if the loss of a training step is a mean over the seeds of the rank's batch, ``"sum"`` if it is
-            a sum. A step that takes a mean over something else returns ``{"loss": loss, "loss_weight": count}``.
-        seed: of sampling and of the order of seeds.
-        weight_attr: name of the edges' weights: in-edges are drawn with odds in proportion to them, those of weight 0 never. Edge
-            types that have none are drawn uniformly. Evaluation takes all edges alike, unless it is in batches: then all above 0.
-        time_attr: name of times, int64, of nodes (an edge then has its source's) or of edges, as in PyG: each seed has a tree of
-            its own, of edges that are no later than the seed, which has a time of that name; or, if it is an edge, one of the
-            name ``edge_label_time``. Types that have none are not restricted. Validation, test and prediction are then in batches
-            as well, of all neighbours that are no later.
-        temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, in evaluation, too.
-        edge_score_fn: a function of yours that decides which in-edges are drawn, in place of chance: it is given some, as
-            :class:`~lightning_gnn.strategies.sampling.InEdges`, and returns a number for each, ``[S]``; of each node, those
-            with the highest are drawn, those of -inf never. Weights of 0 and times leave edges out before. Where all are taken,
-            in evaluation or with a fan-out of -1, it is not asked.
-        evaluation: ``"layerwise"``, validation, test and prediction are steps on the whole graph, layer by layer, which needs a
-            model that ``dgcl`` takes; ``"minibatch"``, they take batches of all neighbours within as many hops as there are
-            fan-outs: as exact where the model has no more layers, and ranks need no memory for their edges, but nodes that
-            several batches reach are computed in each. By default ``"minibatch"`` for a ``HeteroData`` and with times, else
+            a sum. A step with a mean over other elements returns ``{"loss": loss, "loss_weight": count}``.
+        seed: random seed of sampling and of the order of seeds.
+        weight_attr: name of edge weights. In-edges are drawn with probabilities proportional to them; edges of weight 0 are never
+            drawn. Edge types without weights are drawn uniformly. Evaluation uses all edges; in batches, all edges with weights
+            above 0.
+        time_attr: name of times, int64, of nodes (an edge has the time of its source) or of edges, as in PyG. Each seed has a
+            separate tree of edges that are no later than the seed. The seed needs a time of this name; seed edges may have
+            ``edge_label_time`` instead. Types without times are not restricted. Validation, test and prediction then also run in
+            batches, with all neighbors that are no later.
+        temporal_strategy: ``"uniform"``, or ``"last"`` for the latest edges, also in evaluation.
+        edge_score_fn: function that replaces random draws. It gets :class:`~lightning_gnn.strategies.sampling.InEdges` and
+            returns a score for each, ``[S]``. For each node, the in-edges with the highest scores are drawn, and edges with a
+            score of -inf never. Edges excluded by weights of 0 or by times are removed first. It is not called if all edges are
+            used: in evaluation, or for -1 in `num_neighbors`.
+        evaluation: how validation, test and prediction run. By default ``"minibatch"`` for a ``HeteroData`` and with times, else
             ``"layerwise"``.
+
+            - ``"layerwise"``: steps on the whole graph, layer by layer, which require a model that ``dgcl`` supports.
+            - ``"minibatch"``: batches with all neighbors over the number of hops in `num_neighbors`. Exact if the model has no
+              more layers. Ranks need no memory for their edges, but nodes in several batches are computed in each.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
-        ValueError: no fan-outs or such as are none, a batch size below 1, a negative number of batches or of megabytes, an
-            unknown method, or one that does not go with other arguments, no number of bytes; from ``setup``, other fan-outs or
-            another batch size on the datamodule, a method that does not go with the module or the graph, fan-outs for other
-            edge types than it has; from the first stage, a ``local_cache`` that has no room for features, or for which there
-            is no memory.
+        ValueError: invalid `num_neighbors`, batch size, number of batches or number of bytes; an unknown sampler, or options that
+            it does not support. Raised by ``setup``: a different `num_neighbors` or batch size of the datamodule, a sampler that
+            does not support the module or the graph, `num_neighbors` for other edge types. Raised by the first stage: a
+            ``local_cache`` that is too small for features or larger than the available memory.
     """
 
     strategy_name = "sampling"
     trains_on_batches = True
-    equal_buffers = False  # running statistics are those of a rank's own batches until training ends
+    equal_buffers = False  # each rank has the running statistics of its own batches until training ends
 
     def __init__(
         self,
@@ -220,7 +230,7 @@ class SamplingStrategy(GNNStrategy):
         return "sampled mini-batches"
 
     def _choose(self, num_neighbors: Fanouts | None, batch_size: int | None) -> None:
-        """Takes fan-outs and batch size from the datamodule where they are not given here."""
+        """Set num_neighbors and batch_size from the datamodule if they are not arguments of the strategy."""
         if self.sampler not in _OF_NEIGHBORS and (self._given[0] or num_neighbors):
             raise ValueError(f"num_neighbors tell how neighbours are drawn, and sampler={self.sampler!r} draws none.")
         usual: Fanouts = [15, 10]
@@ -231,13 +241,16 @@ class SamplingStrategy(GNNStrategy):
     def check_data(self, data: Any) -> GraphDataModule:
         data = super().check_data(data)
         self._choose(data.num_neighbors, data.batch_size)
-        if isinstance(data.source, HeteroData):  # known before it is partitioned
+        if isinstance(data.source, HeteroData):  # known before partitioning
             fanouts_by_type(self.num_neighbors, data.source.edge_types)
         return data
 
     def _batches(self, data: GraphDataModule, mask: str | None) -> SampledBatches | None:
-        """Returns this rank's loader of a mask's nodes, None for all; on all ranks. It samples for training; for the rest it
-        takes all neighbours where layers do not exchange; else it is None."""
+        """Returns this rank's loader for the nodes of a mask, None for all nodes; runs on every rank.
+
+        The loader samples for training. In evaluation, it has all neighbors if layers do not exchange; otherwise the result is
+        None.
+        """
         cut, module, rank = data.stored_cut(by_rows=True), self._module, self.global_rank
         types, training = cut.types, mask == "train_mask"
         if not training and not self._evaluates_in_batches(types):
@@ -267,13 +280,13 @@ class SamplingStrategy(GNNStrategy):
             training_nodes = torch.zeros(types.total(kind), dtype=torch.bool)
             training_nodes[seeds_in(cut, kind, name)] = True
             make, how = partial(SubgraphBatchMaker, draw, training_nodes, split.first), ()
-        # What is learnt of edges must not be read off those that are held out.
+        # Edges that are held out must not carry messages.
         messages = counted_mask("train_mask", module)
         makers = [make(store, *how) for store in self._stores(cut, mask, messages if messages in EDGE_MASKS else None)]
         knows_others = make is BatchMaker and self.choice.time_attr is None
         others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if knows_others else None
         seed, trainer = self.seed if training else None, module.trainer
-        # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+        # trainer.current_epoch is briefly one too low if a run resumes from a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         device = torch.device("cpu") if hooks_move_batches(module, data) else self.root_device
         of_epoch = seed, self.prefetch_batches, lambda: progress.processed
@@ -281,7 +294,7 @@ class SamplingStrategy(GNNStrategy):
         return self._loaders[mask]
 
     def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
-        """Returns the graph for each sampler of a stage's loader, whose threads run on while those of others do."""
+        """Returns a graph store for each sampler of a stage's loader; the threads of several loaders may run at the same time."""
         self._close(mask)
         known = [maker.store for loader in self._loaders.values() for maker in loader.makers]
         if known:
@@ -291,7 +304,7 @@ class SamplingStrategy(GNNStrategy):
         return [store, *(store.clone() for _ in range(1, self.num_workers))]
 
     def _edge_batches(self, cut: Cut, kind: EdgeType, training: bool) -> tuple[Callable[..., BatchMaker], int]:
-        """Returns what makes batches of edges of a type, and how many edges are in one."""
+        """Returns a function that creates makers of batches of edges of a type, and the number of edges per batch."""
         count, moment = getattr(self._module, "sampled_negatives", 0), self.choice.time_attr
         links, size = Links(partial(cut.ends, kind=kind), count, kind), self.batch_size
         if moment is not None or not training:
@@ -299,12 +312,12 @@ class SamplingStrategy(GNNStrategy):
             links = replace(links, others=OtherNodes(cut.ids_of(kind[2]), times))
         if not training:
             compared = getattr(self._module, "eval_negatives", count)
-            size = max(1, size * (2 + count) // (2 + compared))  # for about as many nodes
+            size = max(1, size * (2 + count) // (2 + compared))  # for about the same number of nodes
             links = replace(links, num_negatives=compared, held_out=(self.seed, -1))
         return partial(EdgeBatchMaker, links), size
 
     def _check_choice(self, cut: Cut, seeded: NodeType | EdgeType) -> None:
-        """Raises ValueError unless the graph has what the strategy draws by, for seeds of a type."""
+        """Raises ValueError unless the graph has the weights and times that the strategy uses, for seeds of a type."""
         types, choice = cut.types, self.choice
         of_nodes, of_edges = ({kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges))
 
@@ -339,14 +352,14 @@ class SamplingStrategy(GNNStrategy):
                 )
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
-        """Returns the fan-outs of each edge type of the graph."""
+        """Returns num_neighbors of each edge type of the graph."""
         if isinstance(self.num_neighbors, dict) and not types.is_hetero:
             raise ValueError("num_neighbors by edge type are for a HeteroData; the graph has no types: give one list.")
         return fanouts_by_type(self.num_neighbors, list(types.edges))
 
     @property
     def num_hops(self) -> int:
-        """How far neighbourhoods reach."""
+        """Number of hops of the sampled neighborhoods."""
         return len(next(iter(self.num_neighbors.values())) if isinstance(self.num_neighbors, dict) else self.num_neighbors)
 
     @override
@@ -361,7 +374,7 @@ class SamplingStrategy(GNNStrategy):
             self.log_exchange(trainer, shard)
 
     def _evaluates_in_batches(self, types: Types) -> bool:
-        """Returns whether all steps take batches as they are; else layers exchange in evaluation."""
+        """Returns whether evaluation runs in batches; if not, layers exchange halo features in evaluation."""
         by_default = types.is_hetero or self.choice.time_attr is not None
         return self.evaluation == "minibatch" or (by_default and self.evaluation is None)
 
@@ -390,7 +403,7 @@ class SamplingStrategy(GNNStrategy):
         if not self._evaluates_in_batches(types):
             super().check_model(module, of)
             return
-        check_columns(module)  # layers see whole samples: none needs to be exact on a part
+        check_columns(module)  # layers run on complete samples, so none needs to be exact on a shard
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -416,16 +429,19 @@ class SamplingStrategy(GNNStrategy):
         self.steps.add_callbacks(*ours, place=1)
 
     def _depth(self, propagations: Mapping[str, int]) -> int:
-        """Returns how far rows have travelled, of how often each layer let them; once per relation is side by side."""
+        """Returns the number of hops that a model propagates, from the number of propagations of each layer.
+
+        Propagations of one layer, one per relation, are a single hop.
+        """
         layers = dict(self._module.named_modules())
         relations = {name: getattr(layers.get(name), "num_relations", 1) for name in propagations}
-        # To score edges, rows of their sources are read, and go no further.
+        # Scoring edges reads the features of their sources, which are not propagated further.
         ends = ("gather_halo",) if getattr(self._module, "predicts_edges", False) else ()
         return sum(max(1, count // relations[name]) for name, count in propagations.items() if name not in ends)
 
     def _compare_depth(self, propagations: int) -> None:
-        """Warns once of fan-outs that are too few or too many for the model."""
-        # The depth of ego graphs is a choice of its own, and subgraphs have none.
+        """Warn once if num_neighbors has fewer or more hops than the model."""
+        # The depth of ego graphs is an independent choice, and subgraphs have none.
         if self._depth_known or not propagations or self.sampler not in _NEIGHBOURHOODS:
             return
         self._depth_known = True
@@ -451,9 +467,9 @@ class SamplingStrategy(GNNStrategy):
             return super().training_step(batch, *args, **kwargs)
 
     def _end_training(self) -> None:
-        """Lets layers see the whole graph, by the edge-cut exchange, until the next step of training; with types, batches do.
+        """Switch layers to the whole graph, with the edge-cut exchange, until the next training step; with types, to batches.
 
-        Running statistics, which each rank has taken of its own batches, are averaged.
+        Running statistics, which each rank has computed from its own batches, are averaged.
         """
         if not self._trained:
             return
@@ -502,7 +518,7 @@ class SamplingStrategy(GNNStrategy):
         return tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
 
     def _gather_predictions(self, output: Any) -> Any:
-        """Returns rows of all ranks in original order, on the ranks that ``predictions`` names."""
+        """Returns the rows of all ranks in the graph's order, on the ranks given by ``predictions``."""
         if self.predictions == "shards":
             return output
         assert self._predicted is not None
@@ -520,13 +536,13 @@ class SamplingStrategy(GNNStrategy):
 
     @override
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
-        # Training on samples is not that of one device; what must be is the evaluation within it.
-        # With times, evaluation is in batches, too.
+        # Training on samples differs from single-device training; only the evaluation within it must be equal. With times,
+        # evaluation runs in batches too.
         stages = super().checked_stages(trainer) if self.choice.time_attr is None else ()
         return [stage for stage in stages if stage != "fit"]
 
     def _close(self, mask: str | None) -> None:
-        """Ends the loader of a stage, if there is one; all ranks call it."""
+        """Close the loader of a stage, if there is one; all ranks call it."""
         loader = self._loaders.pop(mask, None)
         if loader is not None:
             loader.close()

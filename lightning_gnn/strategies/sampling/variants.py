@@ -1,9 +1,9 @@
-"""Batches other than sampled neighbourhoods: ego graphs, GraphSAINT's subgraphs, clusters.
+"""Other batches than sampled neighborhoods: ego graphs, GraphSAINT's subgraphs, clusters.
 
-Sources: ShaDow (Zeng et al., NeurIPS 2021), GraphSAINT (Zeng et al., ICLR 2020), Cluster-GCN (Chiang et al., KDD 2019). What
-lies on other machines is requested in bulk and in step, as for neighbours.
+Sources: ShaDow (Zeng et al., NeurIPS 2021), GraphSAINT (Zeng et al., ICLR 2020), Cluster-GCN (Chiang et al., KDD 2019). Rows on
+other machines are requested in bulk, by all ranks in the same order, as for neighbors.
 
-N nodes and E edges of the whole graph, all in ids of the partitioned graph.
+N nodes and E edges of the whole graph; all ids are in the order of the partitioned graph.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from lightning_gnn.strategies.sampling.neighbors import bounds, inverse
 Method = Literal["neighbor", "labor", "shadow", "saint_node", "saint_edge", "saint_walk", "cluster"]
 
 METHODS = get_args(Method)
-"""Names of the ways to make batches: neighbourhoods of the seeds, the first two; ego graphs; nodes and all edges between them."""
+"""Names of samplers: neighborhoods of the seeds, the first two; ego graphs; nodes and all edges between them."""
 
 Draw = Callable[[GraphStore, Tensor, Sequence[int]], Tensor]
-"""Returns the nodes of a batch, distinct and ascending, of the store, the batch's seeds and the random seeds of each rank."""
+"""Function that returns the nodes of a batch, distinct and ascending.
+
+Its arguments are the store, the batch's seeds and the random seed of each rank.
+"""
 
 _STEP = 0x9E3779B97F4A7C15
-"""Between the random seeds of a walk's steps: a walk that comes to a node again goes on afresh."""
+"""Difference of the random seeds of a walk's steps: a walk that returns to a node draws a new step."""
 
 
 class EgoBatchMaker(BatchMaker):
-    """Makes a batch of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
+    """Maker of batches of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
-        """Returns the batch, as PyG's ShaDowKHopSampler gives it, but with labels of all nodes.
+        """Returns the batch in the format of PyG's ShaDowKHopSampler, but with labels of all nodes.
 
-        All edges between the nodes that were drawn around a seed. Ego graph after ego graph: ``batch [n]``, which one a node
-        belongs to, ``ptr``, and ``root_n_id``, the rows of the seeds, for which masks are true.
+        It has all edges between the nodes drawn around a seed, one ego graph after the other. ``batch [n]`` is the ego graph of
+        each node; ``ptr`` has their first nodes and the end; ``root_n_id`` has the rows of the seeds, for which masks are True.
         """
         node, kind = ONE_TYPE[0], ONE_TYPE
         out = self._trees([(node, seeds)], random_seeds, None, directed=False)
@@ -68,12 +71,12 @@ class EgoBatchMaker(BatchMaker):
 
 
 class SubgraphBatchMaker(BatchMaker):
-    """Makes a batch of some nodes and all edges between them.
+    """Maker of batches of some nodes and all edges between them.
 
     Args:
-        draw: which nodes.
-        training: the labelled training nodes, bool ``[N]``.
-        stand_in: one of them, ``[1]``, for a batch that has none: a mean over nothing would be nan.
+        draw: chooses the nodes.
+        training: whether a node is a labeled training node, bool ``[N]``.
+        stand_in: one of these, ``[1]``, for a batch without any: a mean over no nodes would be nan.
         store: see :class:`BatchMaker`.
     """
 
@@ -85,10 +88,10 @@ class SubgraphBatchMaker(BatchMaker):
 
     @override
     def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
-        """Returns the batch, as PyG's GraphSAINT loaders and ClusterLoader give it, without norms.
+        """Returns the batch in the format of PyG's GraphSAINT loaders and ClusterLoader, without norms.
 
-        ``train_mask`` is true for labelled training nodes, other masks are the graph's; ``num_seeds`` counts the former, and
-        is 0 where a stand-in is the only one.
+        ``train_mask`` is True for labeled training nodes; other masks are the graph's. ``num_seeds`` counts the labeled training
+        nodes, and is 0 if the placeholder is the only one.
         """
         nodes = self._draw(self.store, seeds, random_seeds)
         idle = not bool(self._training[nodes].any())
@@ -105,7 +108,7 @@ class SubgraphBatchMaker(BatchMaker):
 def node_draw(
     cut: Cut, rank: int, method: str, batch_size: int, walk_length: int, clusters: int, seed: int
 ) -> tuple[Draw, int, int]:
-    """Returns how a method draws the nodes of a batch, how many draws an epoch has, and how many a step; on all ranks alike.
+    """Returns a sampler's function that draws nodes, its draws per epoch, and its draws per step; equal on all ranks.
 
     An epoch draws about as many nodes as the graph has. For the arguments see
     :class:`~lightning_gnn.strategies.sampling.strategy.SamplingStrategy`.
@@ -119,13 +122,18 @@ def node_draw(
 
 
 def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Draw, int]:
-    """Returns how GraphSAINT draws the nodes of a batch from the whole graph (section 3.4), and how many at most.
+    """Returns a function that draws the nodes of GraphSAINT's batches (section 3.4), and their maximum number.
 
     Args:
-        method: ``"saint_node"``: sources of edges drawn uniformly, so nodes in proportion to their degree; ``"saint_edge"``: both
-            ends of an in-edge of each of some uniform nodes, which are, of edges that go both ways, edges in proportion to the
-            sum of one over the degrees of their ends; ``"saint_walk"``: walks to in-neighbours from uniform nodes.
-        count: draws: nodes, edges or walks; what is drawn twice is there once.
+        cut: the partitioned graph.
+        method: kind of draws.
+
+            - ``"saint_node"``: sources of edges drawn uniformly, so nodes with probabilities proportional to their degree.
+            - ``"saint_edge"``: both ends of an in-edge of each of some uniform nodes. If edges go both ways, these are edges with
+              probabilities proportional to the sum of the inverse degrees of their ends.
+            - ``"saint_walk"``: walks to in-neighbors from uniform nodes.
+        count: number of draws: nodes, edges or walks; duplicates are included once.
+        walk_length: number of steps of a walk.
     """
     num_nodes, num_edges = len(cut.n_id), len(cut.e_id)
     if not num_edges:
@@ -147,7 +155,7 @@ def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Dra
         walk, seen = torch.arange(count) * num_nodes, [here]
         for step in range(walk_length):
             steps = [(seed + step * _STEP) & (2**63 - 1) for seed in random_seeds]
-            found = store.hops(steps, False)(ONE_TYPE, walk + here, 1)  # walks that meet part again
+            found = store.hops(steps, False)(ONE_TYPE, walk + here, 1)  # walks that meet have separate draws
             here = here.masked_scatter(found.counts > 0, found.sources)
             seen.append(here)
         return torch.cat(seen).unique()
@@ -160,9 +168,9 @@ def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Dra
 
 
 def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:
-    """Returns how Cluster-GCN's batches are made of clusters of a rank's own nodes: METIS's, of the edges among them.
+    """Returns a function that draws Cluster-GCN's batches: clusters of a rank's local nodes, by METIS on the edges among them.
 
-    A batch's seeds are ids of clusters; of a part with fewer nodes than clusters, the last clusters are empty.
+    A batch's seeds are ids of clusters. If a partition has fewer nodes than clusters, the last clusters are empty.
     """
     first, owned = int(cut.offsets[rank]), int(cut.offsets[rank + 1] - cut.offsets[rank])
     inside = np.asarray(cut.edge_index_of(rank))
