@@ -1,1 +1,1 @@
-"""Workers that train independently and average in pairs: the pool of batches, the pairing, and what carries them out."""
+"""Workers that train independently and average in pairs: pool of batches, pairing, and their execution between processes."""

@@ -1,4 +1,4 @@
-"""What workers average, and what their result is."""
+"""Averaged values of workers, and the choice of the result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ Mode = Literal["min", "max"]
 
 
 class Averages:
-    """The values of a worker's module that are averaged: gradients; or parameters, and floating-point buffers. If `through_host`,
-    they pass through the CPU's memory: the host waits for its device once."""
+    """Averaged values of a worker's module: gradients; or parameters and floating-point buffers.
+
+    Args:
+        module: the module.
+        gradients: whether to average gradients.
+        through_host: whether values are transferred through host memory: the host waits for its device once.
+    """
 
     def __init__(self, module: torch.nn.Module, gradients: bool, through_host: bool) -> None:
         self._module, self._gradients, self._through_host = module, gradients, through_host
@@ -39,13 +44,15 @@ class Averages:
 
     @property
     def sizes(self) -> list[int]:
-        """How many numbers of a :meth:`vector` belong to each tensor; and of those that say whether there are values."""
+        """Numbers of entries of a :meth:`vector` for each tensor, and for the flags of existing values."""
         tensors = self._tensors()
         return [*(each.numel() for each in tensors), len(tensors)]
 
     def vector(self) -> Tensor:
-        """Returns what others get: the values, ``[n]``, 0 where there are none, and whether there are, ``[tensors]``; float, on
-        the CPU if it passes through that."""
+        """Returns the vector for the others: the values, ``[n]``, 0 for missing ones, and whether they exist, ``[tensors]``.
+
+        The dtype is float, the device the CPU if values are transferred through host memory.
+        """
         tensors = self._tensors()
         device, found = tensors[0].device, [self._value(each) for each in tensors]
         dtype = torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32
@@ -59,12 +66,12 @@ class Averages:
 
     @torch.no_grad()
     def take(self, total: Tensor) -> None:
-        """Replaces each tensor by its mean over those of the workers that have it, given the sum of their vectors."""
+        """Replace each tensor by its mean over the workers that have it, given the sum of their vectors."""
         tensors = self._tensors()
         on_device = copy_to_device(total, tensors[0].device) if self._through_host else total
         *pieces, counts = on_device.split(self.sizes)
         for each, piece, count in zip(tensors, pieces, counts):
-            # What this worker has, somebody has: a device is asked only for the rest.
+            # Counts of this worker's tensors are above 0: the device is read only for the others.
             if self._value(each) is not None or count:
                 mean = (piece / count).view(each.shape).to(each)
                 if self._gradients:
@@ -74,9 +81,15 @@ class Averages:
 
 
 class Comparison:
-    """Chooses the workers whose weights are the result of a fit, by the arguments of
-    :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`. `losses` are those of the steps of this epoch,
-    `training_loss` their mean in the last epoch that had any."""
+    """Choice of the workers whose weights are the result of a fit.
+
+    Args:
+        final, monitor, mode: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`.
+
+    Attributes:
+        losses: losses of the steps of this epoch.
+        training_loss: their mean in the last epoch with steps.
+    """
 
     def __init__(self, final: Final, monitor: str | None, mode: Mode | None) -> None:
         self._final, self._monitor, self._mode = final, monitor, mode
@@ -87,13 +100,13 @@ class Comparison:
         self.training_loss: float | None = None
 
     def end_epoch(self) -> None:
-        """Keeps the mean loss of the epoch's steps, if there were any."""
+        """Store the mean loss of the epoch's steps, if there were any."""
         losses, self.losses = self.losses, []
         if losses:
             self.training_loss = float(torch.stack(losses).double().mean())
 
     def end_validation(self, trainer: pl.Trainer) -> None:
-        """Keeps what the result is chosen by; raises ValueError if validation has not logged it."""
+        """Store the value by which the result is chosen; raises ValueError if validation has not logged it."""
         if not self.compares:
             return
         candidates = self._candidates(trainer)
@@ -118,7 +131,7 @@ class Comparison:
             )
 
     def _candidates(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
-        """Returns values that workers may be compared by, and which of each is best; the first that is logged counts."""
+        """Returns names of values that workers may be compared by, with their modes; the first that is logged is used."""
         if self._monitor is not None:
             return [(self._monitor, self._mode or "min")]
         callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
@@ -127,21 +140,24 @@ class Comparison:
 
     @property
     def compares(self) -> bool:
-        """Whether values of validation make a difference to the result."""
+        """Whether values of validation affect the result."""
         return self._final != "average"
 
     @property
     def scores(self) -> Scores:
-        """What workers are compared by, the least being best; None for what this one has not."""
+        """Values by which workers are compared, the lowest being best; None for missing values."""
         if self._final == "auto":
             return self._score, self.training_loss
         return (self._score if self._final == "best" else None,)
 
     def choose(self, scores: Mapping[int, Scores], me: int) -> tuple[list[int], str]:
-        """Returns the workers whose weights make the result, and what that is, in words; worker `me` may warn."""
+        """Returns the workers whose weights form the result, and a description of it.
+
+        Only the first worker, if it is `me`, warns if there is nothing to compare.
+        """
         name, mode = self._chosen_by or ("what validation logs", "min")
         for column, what in enumerate((name, "training loss")[: len(self.scores)]):
-            # Neither those that have not validated, nor those that have diverged.
+            # Workers without validation, and workers that diverged, are excluded.
             ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
             score, best = min((each for each in ranked if math.isfinite(each[0])), default=(math.nan, -1))
             if best >= 0:
@@ -159,7 +175,7 @@ def weights_of(module: torch.nn.Module) -> bytes:
 
 
 def mean_of(weights: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the mean of states that :func:`weights_of` gave; of what is no floating-point tensor, the first."""
+    """Returns the mean of states from :func:`weights_of`; for values that are not floating-point tensors, the first."""
     states = [torch.load(io.BytesIO(each), weights_only=True) for each in weights]
     return {
         name: torch.stack([state[name] for state in states]).mean(0)

@@ -1,4 +1,4 @@
-"""Independent training on clusters of the graph: what ``gossip`` and ``cluster_allreduce`` share.
+"""Independent training on clusters of the graph: common base of ``gossip`` and ``cluster_allreduce``.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021); batches: Cluster-GCN (Chiang et al., KDD 2019).
 """
@@ -52,7 +52,7 @@ Average = Literal["gradients", "parameters"]
 
 
 class ClusterScheme(EdgeCutScheme):
-    """Clusters of the graph for training; the edge cut of ``dgcl`` for everything else."""
+    """Scheme with clusters of the graph for training, and the edge cut of ``dgcl`` otherwise."""
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -60,49 +60,51 @@ class ClusterScheme(EdgeCutScheme):
 
 
 class ClusterStrategy(GNNStrategy):
-    """Workers train independently, on clusters of the graph, and evaluate together on the whole.
+    """Base of strategies whose workers train independently on clusters of the graph, and evaluate together on the whole.
 
-    In `fit`, each worker is alone for Lightning: no collective hides in its loop, callbacks or loggers. A subclass says what
-    workers do together, by its :meth:`_make_worker`.
+    In `fit`, each worker is a separate run for Lightning: there are no collectives in its loop, callbacks or loggers. Subclasses
+    define the communication between workers by :meth:`_make_worker`.
 
     Args:
-        average_every_n_batches: batches that a worker trains on between two averages.
-        average: what: one of :attr:`averages`, before the step.
+        average_every_n_batches: number of batches between two averages of a worker.
+        average: averaged values, before the step: one of :attr:`averages`.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as dead.
-        num_clusters: how many the graph is split into.
-        assignment: of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
-        clusters_per_batch: whose nodes, and all edges between them, make a batch.
-        historical_embeddings: for edges from nodes that are not in a batch, read the embeddings that layers made of these nodes
-            when they were in a batch last, of any worker of the machine. False leaves the edges out, as Cluster-GCN does.
-        seed: of the order of clusters.
-        final_weights: the result: ``"best"``: the weights of the worker whose `monitor` was best when it validated last;
-            ``"average"``: the mean of all workers' weights; ``"auto"``: the best, and where validation logs nothing to compare
-            workers by, the worker whose training loss was least in the mean over its last epoch, for which nothing need be
-            logged.
-        monitor, mode: what workers are compared by: a value that the module logs in validation, of which the least (``"min"``,
-            the default) or the largest (``"max"``) is best. None: what a ModelCheckpoint or EarlyStopping of the Trainer
-            monitors, with its mode, if validation logs that, else ``val_loss``.
+        num_clusters: number of clusters of the graph.
+        assignment: assignment of nodes to clusters: ``"random"``, as in the thesis, or ``"metis"``, as in Cluster-GCN.
+        clusters_per_batch: number of clusters whose nodes, with all edges between them, form a batch.
+        historical_embeddings: whether edges from nodes outside a batch use historical embeddings: the embeddings of these nodes
+            when they were last in a batch of any worker of the machine. False omits these edges, like Cluster-GCN.
+        seed: random seed of the order of clusters.
+        final_weights: weights of the result.
+
+            - ``"best"``: weights of the worker whose `monitor` was best in its last validation.
+            - ``"average"``: mean of all workers' weights.
+            - ``"auto"``: the best. If validation logs no value to compare workers by: the worker with the lowest mean training
+              loss in its last epoch. The loss need not be logged.
+        monitor, mode: value logged in validation that workers are compared by; the lowest (``"min"``, the default) or the highest
+            (``"max"``) is best. None: the monitor and mode of the Trainer's ModelCheckpoint or EarlyStopping, if validation logs
+            it, else ``val_loss``.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
-        report: what each worker has done in the last `fit`, by rank; see :class:`~lightning_gnn.strategies.gossip.worker.Counts`.
-        consensus: how far the workers' parameters were from each other at its end, relative to their mean; see
+        report: work of each worker in the last `fit`, by rank; see :class:`~lightning_gnn.strategies.gossip.worker.Counts`.
+        consensus: distance between the workers' parameters at its end, relative to their mean; see
             :meth:`~lightning_gnn.strategies.gossip.worker.Worker.consensus`.
-        result: what the module has been given then, in words; empty for one worker.
+        result: description of the weights that the module got; empty for one worker.
 
     Raises:
-        ValueError: an argument is none of these, or a number below 1.
+        ValueError: an invalid argument, or a number below 1.
     """
 
     trains_on_batches = True
     others_go_on = False
-    """Whether workers do without one that fails in `fit`."""
+    """Whether workers continue without a worker that fails in `fit`."""
     max_restarts = 0
-    """How often each that was killed is started again."""
+    """Maximum number of restarts of each killed worker."""
     survives_lost_ranks = False
-    """Whether this call of the Trainer is a fit in which they do so."""
+    """Whether this call of the Trainer is a fit whose workers continue without failed ones."""
     most_restarts = 0
-    """How often each is started again in it."""
+    """Maximum number of restarts of each worker in this call."""
     averages: tuple[str, ...] = get_args(Average)
 
     def __init__(
@@ -148,10 +150,10 @@ class ClusterStrategy(GNNStrategy):
         self._fit: WorkerFit | None = None  # in fit only
         self._history: HistoryExchange | None = None
         self._store: StoreProcess | None = None
-        self._fits = False  # this call of the Trainer is a fit
+        self._fits = False  # whether this call of the Trainer is a fit
         self._lost: list[int] = []
-        self._first = 0  # of the ranks that are left
-        self._rejoins = ""  # in a rank that takes the place of one that was killed: where the others meet
+        self._first = 0  # first remaining rank
+        self._rejoins = ""  # in a restarted rank: the place of the others' store
 
     @property
     @override
@@ -161,10 +163,10 @@ class ClusterStrategy(GNNStrategy):
 
     @abstractmethod
     def _make_worker(self, pool: Pool, peers: Peers | None) -> Worker:
-        """Returns this rank's worker; `peers` are None where it is the only one."""
+        """Returns this rank's worker; `peers` is None if it is the only one."""
 
     def _check_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Refuses what cannot be trained on clusters."""
+        """Raises ValueError for modules and settings that cannot be trained on clusters."""
         name = type(self).__name__
         if counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".')
@@ -184,12 +186,12 @@ class ClusterStrategy(GNNStrategy):
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Whether this rank writes for all: after a fit that rank 0 has not survived, the first that has."""
+        """Whether this rank writes for all: rank 0, or the first remaining rank after a fit that rank 0 did not survive."""
         return self.global_rank == self._first
 
     @override
     def layout(self) -> LayoutSpec:
-        """Returns, in a fit, a layout whose parts are the clusters."""
+        """Returns, in a fit, a layout whose partitions are the clusters."""
         if not self._fits:
             return super().layout()
         data = getattr(self._trainer, "datamodule", None)
@@ -214,7 +216,7 @@ class ClusterStrategy(GNNStrategy):
             self._launcher = surviving(self._launcher)
 
     def _begin_call(self, trainer: pl.Trainer | None) -> None:
-        """Workers of a fit do without each other; all others wait for each other in every layer."""
+        """Set whether this call may lose workers: only in a fit, since ranks otherwise wait for each other in every layer."""
         self._fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         self.survives_lost_ranks = self.others_go_on and self._fits and self.world_size > 1
         self.most_restarts = self.max_restarts if self.survives_lost_ranks else 0
@@ -227,19 +229,19 @@ class ClusterStrategy(GNNStrategy):
                 "result is in the module: save a checkpoint, and validate, test or predict in a new run."
             )
         self._begin_call(self._trainer)
-        self.layout()  # what it refuses, it refuses here on all ranks
+        self.layout()  # raises its errors on all ranks
         self._rejoins = os.environ.pop(REJOIN_VARIABLE, "")
         super().setup_environment()
         self._run = uuid.uuid4().hex
         if self._fits and self.world_size > 1 and self.global_rank == 0:
-            # It comes up while the graph is partitioned.
+            # It starts while the graph is partitioned.
             self._store = StoreProcess(self._host(), self._run, self.world_size, self.heartbeat_timeout)
 
     @override
     def _make_world(self) -> World:
         if not self._rejoins:
             return super()._make_world()
-        if self._start_method == "popen":  # the script's next call is of all ranks again
+        if self._start_method == "popen":  # the script's next call runs on all ranks again
             next_store(self.global_rank, self.world_size, self.timeout)
         data = self.check_data(getattr(self._trainer, "datamodule", None))
         known = SharedKeys(self._rejoins).find("graph")
@@ -277,7 +279,7 @@ class ClusterStrategy(GNNStrategy):
             self.steps.bind(HistoryBinding(self._module, self._history))
 
     def _turn_to(self, batch: Any) -> None:
-        """Has layers see a batch and the history of what is not in it."""
+        """Switch layers, and the history, to a batch."""
         if self._history is not None:
             assert self._fit is not None
             halo = batch.halo
@@ -295,7 +297,7 @@ class ClusterStrategy(GNNStrategy):
         return super().validation_step(batch, *args, **kwargs)
 
     def _separate(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Makes this rank a worker. To Lightning, torchmetrics and loggers it is a run of one rank from now on."""
+        """Make this rank a worker: from now on, Lightning, torchmetrics and loggers see a run of one rank."""
         module = self._module
         if learned_rows(module, shard):
             raise ValueError(
@@ -316,18 +318,18 @@ class ClusterStrategy(GNNStrategy):
                 f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
-        seed = RandomStreams(self.world).seed  # workers are independent, in hooks as in steps
+        seed = RandomStreams(self.world).seed  # workers are independent, in hooks and in steps
         epochs = trainer.max_epochs
         pool = Pool(clusters.batches, None if epochs is None or epochs < 0 else epochs * clusters.batches)
         worker = self._make_worker(pool, self._connect() if self.world_size > 1 else None)
         comparison = Comparison(self.final_weights, self.monitor, self.mode)
         codec = make_codec(self.codec, self.stochastic_rounding, seed)
-        # On the CPU, a thread would take the time that it saves from training.
+        # On the CPU, a thread would slow down training by the time that it saves.
         ahead = self.root_device if self.root_device.type != "cpu" and not hooks_move_batches(module, data) else None
         of_fit = self.average == "gradients", comparison, ahead, self.most_restarts > 0, codec
         self._fit = WorkerFit(module, worker, clusters, *of_fit)
         if self._rejoins:
-            seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # another than those of all others
+            seed = (seed + self.global_rank + worker.life * self.world_size) % 2**63  # different from all others
         else:
             worker.enter()
             if worker.peers is not None and self.global_rank == 0:
@@ -351,7 +353,7 @@ class ClusterStrategy(GNNStrategy):
         return [self.steps.progress, GossipMetrics(self._fit.worker, self._history), self._fit]
 
     def _connect(self) -> Peers:
-        """Connects this worker to the others; runs on every rank."""
+        """Connect this worker to the others; runs on every rank."""
         known = "" if self._store is None else f"{self._store.address()} {self._run}"
         place = self._rejoins or self.world.broadcast_object(known)  # rank 0's
         keys = SharedKeys(place)
@@ -377,8 +379,10 @@ class ClusterStrategy(GNNStrategy):
 
     @contextmanager
     def _left_over_first(self, owner: Any) -> Iterator[None]:
-        """While open, the first hook of `owner`, the module or datamodule, sees batches that others left undone, and nothing that
-        stands for them."""
+        """Context manager that passes batches that others left undone, not placeholders, to the first hook of `owner`.
+
+        `owner` is the module or the datamodule.
+        """
         hook = owner.on_before_batch_transfer
 
         @wraps(hook)
@@ -398,7 +402,7 @@ class ClusterStrategy(GNNStrategy):
             patches.release()
 
     def _end_epoch(self) -> None:
-        """Ends the epoch in place of a batch; what is due after the last batch is due now, validation above all."""
+        """End the epoch in place of a batch; runs what is due after the last batch, above all validation."""
         loop: Any = self._module.trainer.fit_loop
         loop.epoch_loop.on_advance_end(batches_of(loop))
         raise StopIteration
@@ -411,7 +415,7 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Averages with others, before gradients are clipped."""
+        """Hook called after the backward pass; averages with others before gradients are clipped."""
         assert self._fit is not None
         self._fit.average()
 
@@ -428,7 +432,7 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Comes to a result with the other workers; none of them waits for one that has died."""
+        """Hook called at the end of training; computes the result with the other workers that are alive."""
         super().on_train_end()
         assert self._fit is not None
         fit, worker = self._fit, self._fit.worker

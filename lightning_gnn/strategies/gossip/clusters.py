@@ -25,11 +25,12 @@ from lightning_gnn.strategies.gossip.worker import Worker
 
 
 class Halo(NamedTuple):
-    """What a batch knows of nodes that are not in it, but whose edges end in it, and where rows lie in a history.
+    """Halo nodes of a batch, and the positions of its rows in a history.
 
     Attributes:
-        x: their features, ``[H, F]``.
-        own, ids: relabelled ids of the batch's nodes, ``[N]``, and of these, ascending, ``[H]``: numpy, which stays on the host.
+        x: features of the halo nodes, ``[H, F]``.
+        own, ids: relabeled ids of the batch's nodes, ``[N]``, and of the halo nodes, ascending, ``[H]``: numpy, which stays on
+            the host.
     """
 
     x: Tensor
@@ -38,10 +39,21 @@ class Halo(NamedTuple):
 
 
 class Clusters:
-    """The clusters of a graph that is cut into one part per cluster, and batches of them. The graph is memory-mapped: only what a
-    batch holds is read. `trained` are those that have labelled training nodes; of the others, nothing can be learnt. An epoch has
-    so many `batches`, of which the last one may have fewer clusters. `with_halo`: batches have all edges that end in them, and
-    the other clusters are dealt out to them, as their rows are read."""
+    """Clusters of a graph that has one partition per cluster, and batches of them.
+
+    The graph is memory-mapped: only the data of a batch is read.
+
+    Args:
+        cut: the partitioned graph.
+        per_batch: number of clusters per batch.
+        seed: random seed of the order of clusters.
+        with_halo: whether batches have all edges that end in them. The clusters without training nodes are then divided between
+            batches, since their rows are read.
+
+    Attributes:
+        trained: clusters with labeled training nodes; the others have no loss.
+        batches: number of batches of an epoch; the last one may have fewer clusters.
+    """
 
     def __init__(self, cut: Cut, per_batch: int, seed: int, with_halo: bool = False) -> None:
         self._cut, self._per_batch, self._seed, self.with_halo = cut, per_batch, seed, with_halo
@@ -51,7 +63,7 @@ class Clusters:
         self._others = np.setdiff1d(np.arange(self.count), self.trained) if with_halo else self.trained[:0]
 
     def of_item(self, item: int) -> list[int]:
-        """Returns the clusters of an item of the pool; each epoch has an order of its own, the same on all workers."""
+        """Returns the clusters of an item of the pool; each epoch has a separate order, the same on all workers."""
         epoch, batch = divmod(item, self.batches)
         random = np.random.default_rng((self._seed, epoch))
         order, others = random.permutation(self.trained), random.permutation(self._others)
@@ -59,19 +71,21 @@ class Clusters:
         return [*chosen.tolist(), *others[batch :: self.batches].tolist()]
 
     def validated(self) -> list[int]:
-        """Returns the clusters with validation nodes in an order drawn once, the same on all workers: the first of them, as of
-        ``limit_val_batches``, are a sample of all, and workers that validate on these can be compared."""
+        """Returns the clusters with validation nodes in a random order, the same on all workers.
+
+        The first clusters, as used with ``limit_val_batches``, are then a sample of all, so that workers can be compared.
+        """
         return np.random.default_rng(self._seed).permutation(self.labelled("val_mask")).tolist()
 
     def labelled(self, mask: str) -> list[int]:
         return np.flatnonzero(self._cut.mask_counts[mask]).tolist()
 
     def batch(self, clusters: Sequence[int]) -> Data:
-        """Returns the subgraph that the nodes of some clusters induce, or with a halo all edges that end in them.
+        """Returns the subgraph induced by the nodes of some clusters; with a halo, it has all edges that end in them.
 
-        ``x [N, F]``, ``edge_index [2, E]`` in local ids, those of halo nodes from N on, and all else that the graph has per node
-        and edge; ``n_id [N]`` and ``e_id [E]``, original ids; ``num_owned``, N; with a halo ``halo``, a :class:`Halo`. The masks
-        are those of the graph.
+        ``x [N, F]``, ``edge_index [2, E]`` in local ids, halo nodes from N on, and all other attributes of nodes and edges.
+        ``n_id [N]`` and ``e_id [E]`` are original ids, ``num_owned`` is N. With a halo, ``halo`` is a :class:`Halo`. Masks are
+        the graph's.
         """
         cut, chosen = self._cut, np.asarray(clusters)
         low, high = cut.offsets[chosen], cut.offsets[chosen + 1]
@@ -85,7 +99,7 @@ class Clusters:
         columns, edges = [], []
         for cluster, first, end in zip(chosen, low, high):
             source, target = cut.edge_index_of(cluster)
-            # Halo rows lie behind the cluster's own; those of other chosen clusters are in the batch.
+            # Halo rows follow the cluster's own rows; halo rows of other chosen clusters are in the batch.
             rows = np.concatenate([np.arange(first, end), cut.halos[cluster]])
             owner = owners_of(cut.offsets, rows)
             outside = len(nodes) + np.searchsorted(halo, rows) if self.with_halo else -1
@@ -109,7 +123,7 @@ class Clusters:
 
 
 class ClusterBatches:
-    """Batches of one cluster each."""
+    """Loader of batches of one cluster each."""
 
     def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
         self._clusters, self._chosen = clusters, chosen
@@ -123,19 +137,24 @@ class ClusterBatches:
 
 
 class Begun(Data):
-    """Stands for a batch that a thread makes, until its turn comes."""
+    """Placeholder for a batch that a thread makes."""
 
 
 class LeftOver(Data):
-    """Stands at the end of the last epoch for what others may leave undone, which is known only when its turn comes."""
+    """Placeholder at the end of the last epoch for items that others may leave undone, which are not known before."""
 
 
 class PooledBatches:
-    """The training loader of a worker: of each epoch, the batches that it got.
+    """Loader of a worker's training batches: for each epoch, the batches that it took from the pool.
 
-    It has no length: Lightning then asks for one batch ahead, to know which is an epoch's last. That one is made by a thread, and
-    copied to `device`, while the one before it is trained on; if `device` is None, it is made when it is asked for. `epoch`
-    returns the number of the epoch that is asked for, and whether it is the last.
+    It has no length, so Lightning requests one batch in advance to find the last of an epoch. A thread makes this batch, and
+    copies it to `device`, during training on the previous one. If `device` is None, it is made when it is requested.
+
+    Args:
+        worker: this worker.
+        clusters: clusters of the graph.
+        epoch: function that returns the number of the requested epoch, and whether it is the last.
+        device: device of the batches, or None.
     """
 
     def __init__(
@@ -152,7 +171,7 @@ class PooledBatches:
         epoch, last = self._epoch()
         self._given.clear()
         self._begun.clear()
-        # Taken, and not trained on: they belong to a later epoch, or the last was left early.
+        # Items taken but not trained on: they belong to a later epoch, or the last epoch was ended early.
         waiting = deque(self._held)
         while (item := waiting.popleft() if waiting else self._worker.take()) is not None:
             if item not in self._held:
@@ -175,18 +194,18 @@ class PooledBatches:
         return self._copies.send(self._of_item(item))
 
     def arrived(self) -> Data:
-        """Returns the batch that was begun first, on the device."""
+        """Returns the batch that was started first, on the device."""
         return self._copies.arrived(self._begun.popleft().result())
 
     def first_epoch(self) -> int:
-        """Returns the epoch of the batch that this worker comes to first; the last one if none is left. It takes that batch."""
+        """Returns the epoch of this worker's next batch, which it takes; the last epoch if none is left."""
         if not self._held and (item := self._worker.take()) is not None:
             self._held.append(item)
-        end = self._worker.pool.end or 0  # without an end, there is a batch
+        end = self._worker.pool.end or 0  # without an end, there is always a batch
         return (self._held[0] if self._held else end - 1) // self._clusters.batches
 
     def left_over(self) -> Data | None:
-        """Returns a batch of all clusters that nobody will do else; None once all is done."""
+        """Returns a batch of all clusters that no other worker will train on; None once all are done."""
         self._held += (items := self._worker.left_over())
         if not items:
             return None
@@ -194,7 +213,7 @@ class PooledBatches:
         return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.of_item(item)}))
 
     def trained(self) -> None:
-        """Says that the batch that was given first is done."""
+        """Mark the items of the first batch in use as done."""
         for item in self._given.popleft():
             self._worker.done(item)
             self._held.remove(item)
@@ -205,7 +224,7 @@ class PooledBatches:
         self._held.clear()
 
     def close(self) -> None:
-        """Makes no more batches ahead."""
+        """Stop making batches in advance."""
         if self._thread is not None:
             self._thread.end()
             self._thread.join()

@@ -20,10 +20,17 @@ from lightning_gnn.strategies.gossip.worker import Scores, Worker
 
 
 class WorkerFit(pl.Callback):
-    """Connects a worker with Lightning's loop; it averages gradients or else parameters.
+    """Callback that connects a worker with Lightning's loop.
 
-    Batches are made ahead for `device`, unless that is None. With `leaves_snapshots`, workers that are started again begin with
-    another's. With a `codec`, those that meet send each other differences, encoded.
+    Args:
+        module: the module that is trained.
+        worker: this worker.
+        clusters: clusters of the graph.
+        gradients: whether to average gradients, not parameters.
+        comparison: choice of the result.
+        device: device for which batches are made in advance; None makes them when they are needed.
+        leaves_snapshots: whether to publish snapshots, from which restarted workers continue.
+        codec: codec of the differences that partners send each other; None sends vectors.
     """
 
     def __init__(
@@ -43,24 +50,28 @@ class WorkerFit(pl.Callback):
         if codec is not None:
             worker.differences = Differences(codec, self._averages.sizes)
         self._pooled = PooledBatches(worker, clusters, self._epoch, device)
-        self._is_placed = False  # the pool begins where a checkpoint has left it
-        self._validates_every: int | None = None  # epochs, as the Trainer was told
+        self._is_placed = False  # whether the pool starts at the position of a checkpoint
+        self._validates_every: int | None = None  # number of epochs, from the Trainer
 
     def _epoch(self) -> tuple[int, bool]:
         """Returns the epoch, and whether it is the last."""
         trainer = self._module.trainer
-        # trainer.current_epoch is one behind for a moment, when a run resumes with a checkpoint of an epoch's end.
+        # trainer.current_epoch is briefly one too low if a run resumes from a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         return progress.processed, progress.processed + 1 == trainer.max_epochs
 
     def batches(self, mask: str | None, saved: dict[str, Any]) -> PooledBatches | ClusterBatches | None:
-        """Returns the pool's batches for training, the clusters with validation nodes for validation, None for the rest. `saved`
-        is the :meth:`position` of the checkpoint that the run resumes with; empty without one."""
+        """Returns the pool's batches for training, the clusters with validation nodes for validation, None otherwise.
+
+        Args:
+            mask: mask of the loader.
+            saved: :meth:`position` in the checkpoint that the run resumes from; empty without one.
+        """
         if mask == "val_mask":
             return ClusterBatches(self._clusters, self._clusters.validated())
         if mask != "train_mask":
             return None
-        if not self._is_placed:  # only now is a checkpoint's epoch known
+        if not self._is_placed:  # the epoch of a checkpoint is only known now
             pool, self._is_placed = self.worker.pool, True
             pool.begin = self._epoch()[0] * pool.size
             if saved.get("size") == pool.size:
@@ -70,16 +81,16 @@ class WorkerFit(pl.Callback):
         return self._pooled
 
     def position(self) -> dict[str, Any]:
-        """Returns where the pool is, for checkpoints."""
+        """Returns the position of the pool, for checkpoints."""
         begin, done = self.worker.position()
         return {"size": self.worker.pool.size, "begin": begin, "done": done}
 
     def arrived(self) -> Data:
-        """Returns the batch that was begun first, on the device."""
+        """Returns the batch that was started first, on the device."""
         return self._pooled.arrived()
 
     def left_over(self) -> Data | None:
-        """Returns a batch of all that others have left undone at the end of the pool; None once all is done."""
+        """Returns a batch of all items that others left undone at the end of the pool; None once all are done."""
         self.worker.leave(self._averages.vector)
         return self._pooled.left_over()
 
@@ -89,14 +100,14 @@ class WorkerFit(pl.Callback):
             self._averages.take(total)
 
     def end(self, seconds: float) -> dict[int, Scores]:
-        """Returns the scores of the workers that have come to the end; waits for those that live, for some seconds."""
+        """Returns the scores of the workers that reached the end; waits up to `seconds` seconds for workers that are alive."""
         self.worker.leave(self._averages.vector)
         self._pooled.give_back()
         self.worker.publish(self._module.parameters())
         return self.worker.agree(self.comparison.scores, weights_of(self._module), seconds)
 
     def load_result(self, scores: dict[int, Scores]) -> str:
-        """Gives the module the result of the workers with these scores; returns what that is, in words."""
+        """Load the result of the workers with these scores into the module; returns a description of the result."""
         chosen, result = self.comparison.choose(scores, self.worker.me)
         self._module.load_state_dict(mean_of([self.worker.weights_of(worker) for worker in chosen]))
         return result
@@ -106,7 +117,7 @@ class WorkerFit(pl.Callback):
             self.worker.leave_snapshot(snapshot_of(trainer, self._module))
 
     def _rejoin(self, trainer: pl.Trainer) -> None:
-        """Goes on in the place of a worker that was killed: with another's state, in the epoch that all are in now."""
+        """Continue after a restart with the state of another worker, in the current epoch of all workers."""
         other, snapshot = self.worker.newest_snapshot()
         load_snapshot(trainer, self._module, snapshot)
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -130,14 +141,17 @@ class WorkerFit(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Has the last epoch validated, whatever ``check_val_every_n_epoch`` is: workers are compared by their last weights."""
+        """Hook called at the start of an epoch; enables validation in the last epoch.
+
+        Workers are compared by their last weights, so ``check_val_every_n_epoch`` is ignored there.
+        """
         self.leave_snapshot(trainer)
         epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
         if self.worker.size > 1 and self.comparison.compares and every and trainer.current_epoch + 1 == epochs:
             self._validates_every, trainer.check_val_every_n_epoch = every, epochs if epochs % every else every
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Ends the thread that makes batches, and leaves the Trainer as its user made it."""
+        """End the thread that makes batches, and restore the Trainer's settings."""
         self._pooled.close()
         if self._validates_every is not None:
             trainer.check_val_every_n_epoch = self._validates_every
@@ -152,7 +166,7 @@ class WorkerFit(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.worker.leave(self._averages.vector, for_good=False)  # nobody shall wait meanwhile
+        self.worker.leave(self._averages.vector, for_good=False)  # so that no worker waits in the meantime
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,7 +176,7 @@ class WorkerFit(pl.Callback):
 
 
 def snapshot_of(trainer: pl.Trainer, module: pl.LightningModule) -> bytes:
-    """Returns weights, buffers, and states of optimizers and schedulers, as they are between two epochs."""
+    """Returns weights, buffers, and states of optimizers and schedulers, between two epochs."""
     file = io.BytesIO()
     state = {
         "weights": module.state_dict(),
@@ -174,7 +188,7 @@ def snapshot_of(trainer: pl.Trainer, module: pl.LightningModule) -> bytes:
 
 
 def load_snapshot(trainer: pl.Trainer, module: pl.LightningModule, snapshot: bytes) -> None:
-    """Gives this worker the state that :func:`snapshot_of` returned for another."""
+    """Load the state that :func:`snapshot_of` returned for another worker."""
     state = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
     module.load_state_dict(state["weights"])
     for optimizer, its_state in zip(trainer.optimizers, state["optimizers"], strict=True):

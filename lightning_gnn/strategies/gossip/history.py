@@ -1,14 +1,13 @@
-"""The history: rows of all nodes as they were computed last, for batches whose halo nodes are computed in other batches; and the
-binding of a module to such batches.
+"""Historical embeddings: rows of all nodes as last computed, for batches whose halo nodes are computed in other batches.
 
 Source: Fey et al., "GNNAutoScale: Scalable and Expressive Graph Neural Networks via Historical Embeddings" (ICML 2021), section
 3; Chen et al., "Stochastic Training of Graph Convolutional Networks with Variance Reduction" (ICML 2018), section 4.
 
-A layer's input rows of halo nodes are historical, and what the layer itself makes of them is not. So weights learn of all
-messages that reach the batch, and only what lies behind a halo row is taken as given. A conv therefore computes on N + H rows, of
-the batch and of its halo, and gives N.
+The inputs of a layer for halo nodes are historical; what the layer computes from them is not. Gradients of weights therefore
+include all messages into the batch; only the history of a halo row is constant. A conv therefore computes on N + H rows, of the
+batch and of its halo, and returns N.
 
-N nodes of the batch, its owned rows; H halo nodes; ``...`` stands for any trailing dimensions.
+N nodes of the batch, its local rows; H halo nodes; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Table:
     """Rows of all nodes, on the CPU, which other workers may write at any time.
 
     Attributes:
-        rows: of each node, ``[num_nodes, ...]``; 0 until they are written.
-        written: when, in batches of all workers from 1, int64 ``[num_nodes]``; 0 for never.
+        rows: rows of all nodes, ``[num_nodes, ...]``; 0 until they are written.
+        written: time of the last write, as a number of batches of all workers from 1, int64 ``[num_nodes]``; 0 for never.
     """
 
     rows: Tensor
@@ -54,15 +53,15 @@ class Table:
 
 
 class History:
-    """Tables that workers of one machine share, in memory that is given back when the last of them ends, however it does.
+    """Tables shared by the workers of one machine, in memory that is freed when the last of them ends, for any reason.
 
-    Nobody waits for anybody to read or write rows: a row that is read while it is written may be of both.
+    Reads and writes are not synchronized: a row that is read during a write may have entries of both versions.
 
     Args:
-        num_nodes: of the whole graph.
-        file: opened for reading and writing, of no name any more; the same on all workers.
-        keys: of all workers: where tables begin.
-        machine: a number of the machine.
+        num_nodes: number of nodes of the whole graph.
+        file: descriptor for reading and writing of an unlinked file; the same file on all workers.
+        keys: keys of all workers, for the positions of tables.
+        machine: number of the machine.
     """
 
     def __init__(self, num_nodes: int, file: int, keys: SharedKeys, machine: int = 0) -> None:
@@ -72,7 +71,7 @@ class History:
 
     @classmethod
     def shared(cls, num_nodes: int, world: World, keys: SharedKeys) -> History:
-        """Returns the history that this rank shares with those of its machine; runs on every rank."""
+        """Returns the history that this rank shares with the ranks of its machine; runs on every rank."""
         here = world.ranks_here()
         path = ""
         if world.rank == here[0]:
@@ -88,7 +87,7 @@ class History:
         return history
 
     def table(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Table:
-        """Returns the table of a name, with rows of a shape, the same for all workers; made when one of them asks first."""
+        """Returns the table with a name and a shape of rows, the same for all workers; created at the first request."""
         key = (name, *shape, dtype)
         if key not in self._tables:
             row_bytes = dtype.itemsize * int(np.prod(shape))
@@ -99,13 +98,13 @@ class History:
         return self._tables[key]
 
     def _place(self, name: str, num_bytes: int) -> int:
-        """Returns where the table of a name begins; of workers that ask for it at once, the first one's place counts."""
+        """Returns the position of the table with a name; if several workers request it at once, the first position is used."""
         key, size = f"{self._name}/{name}", -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if not self._keys.get(key):
             self._keys.swap(key, "", str(self._keys.add(self._name, size) - size))
         begin = int(self._keys.get(key))
         try:
-            os.posix_fallocate(self._file, begin, num_bytes)  # never shrinks it, and fails where writing would kill
+            os.posix_fallocate(self._file, begin, num_bytes)  # never shrinks it; raises if a later write would kill
         except OSError as error:
             raise RuntimeError(
                 f"The history of halo rows needs {(begin + num_bytes) / 1e6:,.0f} MB in {_folder()}, which has no room for it "
@@ -118,7 +117,7 @@ class History:
             return torch.from_numpy(np.memmap(file, np.uint8, "r+", begin, (num_bytes,)))
 
     def close(self) -> None:
-        """Gives the memory back, once the last tensor over it is gone."""
+        """Release the memory, once the last tensor over it is deleted."""
         self._tables.clear()
         os.close(self._file)
 
@@ -128,14 +127,13 @@ def _folder() -> str:
 
 
 class HistoryExchange(Exchange):
-    """S reads halo rows from the history, and in training writes the owned ones; S^T brings nothing back.
+    """Exchange in which S reads halo rows from the history, and in training writes local rows; S^T returns no gradients.
 
-    What is learnt of a batch is learnt of its own nodes: there is no gradient in rows that were computed before.
+    Gradients come from a batch's own nodes only: rows that were computed earlier are constant.
 
     Args:
-        history: of this machine.
+        history: history of this machine.
         world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`.
-
     """
 
     one_way = True
@@ -148,13 +146,21 @@ class HistoryExchange(Exchange):
         self._now = 0
 
     def turn_to(self, own: Tensor, halo: Tensor, now: int) -> None:
-        """Takes another batch: the places of its nodes in the tables, int64 ``[N]`` and ``[H]``, on the CPU, and when it is."""
+        """Switch to another batch.
+
+        Args:
+            own, halo: positions of its nodes in the tables, int64 ``[N]`` and ``[H]``, on the CPU.
+            now: time, as a number of batches of all workers.
+        """
         self._own, self._halo, self._now = own, halo, now
         self.num_owned, self.num_halo = len(own), len(halo)
 
     def take_ages(self) -> tuple[float, float]:
-        """Returns of the halo rows that training has read since the last call: the mean age of those that had been computed, in
-        batches of all workers, and the share of those that had not, which are 0."""
+        """Returns statistics of the halo rows that training has read since the last call.
+
+        The first is the mean age of rows that had been computed, in batches of all workers. The second is the share of rows that
+        had not been computed, which are 0.
+        """
         age = self._ages / max(self._known, 1)
         share = self._unknown / max(self._known + self._unknown, 1)
         self._ages = self._known = self._unknown = 0
@@ -190,7 +196,7 @@ class HistoryExchange(Exchange):
 
 
 class _Beside(GraphContext):
-    """N + H rows as one graph in which edges end at the first N only; there is nothing to exchange."""
+    """N + H rows as one graph in which edges end at the first N rows only; nothing is exchanged."""
 
     history: HistoryExchange
 
@@ -199,7 +205,7 @@ class _Beside(GraphContext):
 
 
 class HistoryBinding(Binding):
-    """Binds `module` to batches, one after the other: see :meth:`turn_to`.
+    """Binding of `module` to one batch after the other: see :meth:`turn_to`.
 
     Raises:
         UnsupportedModelError: a layer reads out-edges; see :func:`~lightning_gnn.nn.bind.check_module` for others.
@@ -221,10 +227,10 @@ class HistoryBinding(Binding):
         super().__init__(module, GraphContext(exchange, none, no_edges, None, 0))
 
     def turn_to(self, x: Tensor, halo_x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
-        """Takes another batch, of which the exchange has been told.
+        """Switch to another batch; the exchange must have been switched before.
 
         Args:
-            x, halo_x: features, ``[N, F]`` and ``[H, F]``, which are right for halo nodes, too, where a conv reads x itself.
+            x, halo_x: features, ``[N, F]`` and ``[H, F]``. If a conv reads x itself, halo nodes have exact features.
             edge_index: ``[2, E]``, halo nodes from N on.
             edge_weight: ``[E]``.
         """
@@ -235,14 +241,14 @@ class HistoryBinding(Binding):
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         several_hops = rule_of(type(conv)).several_hops
-        if several_hops:  # those of halo nodes come from the history each time
+        if several_hops:  # halo rows come from the history in each hop
             super()._bind(conv, layer, context)
             return
         super()._bind(conv, layer, self._beside)
         forward, signature = conv.forward.__func__, inspect.signature(type(conv).forward)
 
         def run(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
-            if self._inside:  # of a conv that has this one as a part, and has the rows
+            if self._inside:  # part of another conv, which already has the halo rows
                 return forward(conv, *args, **kwargs)
             given, known = signature.bind(conv, *args, **kwargs), dict[int, Tensor]()
             for name, value in given.arguments.items():
@@ -264,13 +270,13 @@ class HistoryBinding(Binding):
         self._patch(conv, {"forward": types.MethodType(run, conv)})
 
     def _with_halo(self, value: Any, conv: MessagePassing, layer: str, known: dict[int, Tensor]) -> Any:
-        """Returns an argument with the rows of halo nodes behind those of the batch's, where it has a row for each of these."""
+        """Returns an argument with the rows of halo nodes appended, if it has one row for each node of the batch."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._with_halo(each, conv, layer, known) for each in value)
         dim = conv.node_dim if isinstance(value, Tensor) and value.dim() > 1 else 0
         if not isinstance(value, Tensor) or not value.dim() or value.size(dim) != self.context.num_owned:
             return value
-        if id(value) not in known:  # what is given twice stays one
+        if id(value) not in known:  # an argument that is given twice remains one tensor
             own = value is self._x
             known[id(value)] = torch.cat([value, self._halo_x]) if own else self.exchange.expand(value, layer, dim)
         return known[id(value)]

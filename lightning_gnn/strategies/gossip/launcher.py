@@ -1,4 +1,4 @@
-"""Launchers whose ranks do without one that fails, once they have met in a fit, and start one again that was killed."""
+"""Launchers whose ranks continue without a failed rank once they are connected in a fit, and restart killed ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from lightning_gnn.private_lightning import Launcher
 from lightning_gnn.private_torch import barrier_of_agents, end_of_agents
 
 REJOIN_VARIABLE = "LIGHTNING_GNN_REJOINS"
-"""Environment of a rank that takes the place of one that was killed: where the store of the others is."""
+"""Environment variable of a restarted rank: the place of the others' store."""
 
 _AGENT_S = 5.0
-"""For an answer of torchrun's store."""
+"""Timeout in seconds of torchrun's store."""
 
 
 class Losses:
-    """Which failures concern the other ranks: none, once these have said that they are independent.
+    """Filter of failures: none end the other ranks once these have reported that they are independent.
 
     Args:
-        supervisor: of the ranks.
-        start_again: starts the local rank of a child whose process was killed, given the place where the others meet.
-        restarts: how often it may be called for each rank.
+        supervisor: supervisor of the ranks.
+        start_again: function that restarts the local rank of a child whose process was killed, given the place of the others'
+            store.
+        restarts: maximum number of restarts of each rank.
     """
 
     def __init__(self, supervisor: Supervisor, start_again: Callable[[Child, str], Child], restarts: int) -> None:
@@ -46,10 +47,10 @@ class Losses:
         self._started_again: Counter[int] = Counter()
 
     def of_concern(self, failures: list[Failure]) -> list[Failure]:
-        """Returns those that end all ranks; shows the others."""
+        """Returns the failures that end all ranks; prints the others."""
         for child in self._supervisor.children:
             self._place = child.received.get("independent", self._place)
-        if not self._place:  # they would wait for each other
+        if not self._place:  # the ranks would wait for each other
             return failures
         for failure in failures:
             if failure.rank not in self._shown:
@@ -60,7 +61,7 @@ class Losses:
         return []
 
     def _takes_its_place(self, failure: Failure) -> bool:
-        """Starts a rank again, unless it has raised something, which it would again, or is rank 0, whose loggers have begun."""
+        """Restart a rank, unless it raised an error, which it would raise again, or is rank 0, whose loggers have started."""
         supervisor = self._supervisor
         [lost] = [child for child in supervisor.children if child.rank == failure.rank]
         was_killed = (lost.exit_code() or 0) < 0 and "result" not in lost.received
@@ -75,13 +76,13 @@ class Losses:
 
 
 class SurvivingScriptLauncher(ScriptLauncher):
-    """Runs the script once per rank; in a fit, ranks do without one that has failed, be it the first."""
+    """Launcher that runs the script once per rank; in a fit, ranks continue without a failed rank, even rank 0."""
 
     _strategy: Any
 
     @override
     def _arrive(self, reporter: Reporter) -> None:
-        if REJOIN_VARIABLE in os.environ:  # the others run this call already
+        if REJOIN_VARIABLE in os.environ:  # the others already run this call
             reporter.send("arrived", here().address)
         else:
             super()._arrive(reporter)
@@ -91,7 +92,7 @@ class SurvivingScriptLauncher(ScriptLauncher):
         super()._begin(supervisor, first)
         for child in supervisor.children:
             child.received.pop("independent", None)
-        # A rank that is started again comes to the script's first call.
+        # A restarted rank runs the script's first call.
         restarts = self._strategy.most_restarts if first else 0
         supervisor.begin(Losses(supervisor, self._start_again, restarts).of_concern)
 
@@ -99,7 +100,7 @@ class SurvivingScriptLauncher(ScriptLauncher):
         return self._start_rank(lost.rank % self._strategy.num_processes, {REJOIN_VARIABLE: place})
 
     def ranks_are_independent(self, place: str) -> None:
-        """Reports, in a rank, that from now on none needs another, and where they meet."""
+        """Report, in a rank, that ranks are independent from now on, and the place of their store."""
         if self._script.reporter is not None:
             self._script.reporter.needs_parent = False
             self._script.reporter.send("independent", place)
@@ -116,7 +117,10 @@ class SurvivingScriptLauncher(ScriptLauncher):
 
 
 class SurvivingProcessLauncher(ProcessLauncher):
-    """Starts processes for one call; in a fit, they do without one that has failed, and the first that is left sends results."""
+    """Launcher that starts processes for one call; in a fit, they continue without a failed rank.
+
+    The first remaining rank sends the results.
+    """
 
     _strategy: Any
 
@@ -137,13 +141,13 @@ class SurvivingProcessLauncher(ProcessLauncher):
         return super()._sends_results(local_rank) or self._strategy.survives_lost_ranks
 
     def ranks_are_independent(self, place: str) -> None:
-        """Reports, in a rank, that from now on none needs another, and where they meet."""
+        """Report, in a rank, that ranks are independent from now on, and the place of their store."""
         assert self._reporter is not None
         self._reporter.send("independent", place)
 
 
 def surviving(launcher: Launcher | None) -> Launcher | None:
-    """Returns a launcher that starts ranks as the given one does, and as many, but has the others go on without lost ones."""
+    """Returns a launcher that starts the same ranks as the given one, but whose ranks continue without lost ones."""
     if isinstance(launcher, ScriptLauncher):
         return SurvivingScriptLauncher(launcher._strategy)
     if isinstance(launcher, ProcessLauncher):
@@ -152,21 +156,21 @@ def surviving(launcher: Launcher | None) -> Launcher | None:
 
 
 def end_for_lost_agents(agents: Collection[int]) -> None:
-    """Under torchrun, comes to the end in place of agents whose ranks were lost; called once, by a rank that is left.
+    """Under torchrun, pass the exit barrier in place of agents whose ranks were lost; called once, by a remaining rank.
 
-    An agent whose ranks have ended waits up to 300 s for all others to come to their end (``SimpleElasticAgent._exit_barrier``),
-    those that were lost included. Only where agents meet at the store that ranks know, by ``--master-addr``: that of
-    ``--rdzv-backend c10d`` is not known to them.
+    An agent whose ranks have ended waits up to 300 s at the exit barrier for all others (``SimpleElasticAgent._exit_barrier``),
+    including lost ones. This works only if agents use the store that ranks can reach, with ``--master-addr``: ranks cannot reach
+    the store of ``--rdzv-backend c10d``.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    # Without these names, as in another version of torch, or without the store, agents wait as long as they do.
+    # If these names do not exist in a version of torch, or the store does not, agents wait for their timeout.
     with suppress(ImportError, AttributeError, RuntimeError, OSError):
         from torch.distributed.elastic.agent.server import api
         from torch.distributed.elastic.utils import store as barriers
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection((address, port), _AGENT_S).close()  # torch would try again, at length
+        socket.create_connection((address, port), _AGENT_S).close()  # torch would retry for a long time
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_AGENT_S))
         of_agents = dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
         for _ in agents:

@@ -1,4 +1,4 @@
-"""Workers in lockstep: the synchronous counterpart of gossip, to compare with.
+"""Workers in lockstep: the synchronous counterpart of gossip, for comparison.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithms 3 and 4.
 """
@@ -28,15 +28,15 @@ from lightning_gnn.strategies.gossip.worker import Peers, Worker
 
 
 class Lockstep(Worker):
-    """A worker that has an equal share of every epoch, and averages with all others at once.
+    """Worker with an equal share of every epoch that averages with all others at once.
 
-    In the thesis a worker that has a batch less than another would never come to the last average. Here all make as many: where
-    they do not divide an epoch's batches, some of these are done twice. Of the pool, only the items are used: no worker asks what
-    others have taken or done. All workers sum in process groups of their own, beside torch's default one; each waits `timeout`
-    seconds for the others.
+    In the thesis, a worker with one batch less than another would never reach the last average. Here all workers make the same
+    number of batches: if it does not divide an epoch's batches, some are done twice. Only the items of the pool are used; workers
+    do not share what they have taken or done. Sums use process groups that are separate from torch's default one. Each worker
+    waits `timeout` seconds for the others.
 
     Raises:
-        CommunicationError: also from `meet` and `agrees`: a worker does not answer.
+        CommunicationError: a worker does not answer; also raised by `meet` and `agrees`.
     """
 
     through_host = False
@@ -108,16 +108,16 @@ class Lockstep(Worker):
         return int(count) >= (self.size if all else 1)
 
     def _sum(self, peers: Peers, tensor: Tensor) -> None:
-        """Sums `tensor` over all workers, in place: between CPUs, or between devices, whose queues wait, and not the host."""
+        """Sum `tensor` over all workers in place, between CPUs or between devices; the latter does not block the host."""
         with self._naming():
             group = self._on_hosts if tensor.device.type == "cpu" else self._of_devices(peers, tensor.device)
             group.allreduce([tensor]).wait()
 
     def _of_devices(self, peers: Peers, device: torch.device) -> Any:
-        """Returns the group over which devices meet; made when they do for the first time."""
+        """Returns the process group of the devices, created at the first use."""
         if self._on_devices is None:
-            # dist.new_group needs a default group of all workers, in which Lightning would have them wait for each other; that of
-            # this worker alone is none to split communicators from.
+            # dist.new_group needs a default group of all workers, through which Lightning would make them wait for each other.
+            # The default group of this worker alone cannot split communicators.
             make: Any = make_group(dist)
             store, name, backend = connect_to_store(peers.place), f"workers of {peers.place}", backend_of(device)
             with no_process_group():

@@ -1,4 +1,4 @@
-"""What workers of gossip have done, as logged metrics and as a table."""
+"""Metrics and table of the workers of gossip."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from lightning_gnn.strategies.gossip.worker import Counts, Worker
 
 
 class GossipMetrics(pl.Callback):
-    """Shows how far all workers together are, and logs after each epoch of rank 0 what each had done when it ended an epoch last.
+    """Callback that shows the progress of all workers and logs counts of each worker after each epoch of rank 0.
 
-    On the progress bar: ``pool``, see :func:`progress`. To the loggers, by worker: ``gossip/batches/R``, ``gossip/averages/R``,
-    ``gossip/waited/R`` (seconds of waiting for partners), ``gossip/sent/R`` (bytes of averages); and ``gossip/staleness``: the
-    most batches of a worker less the fewest; ``gossip/consensus``: how far their parameters were from each other, see
-    :meth:`~lightning_gnn.strategies.gossip.worker.Worker.consensus`. With a history, of the halo rows that rank 0 has read in
-    the epoch: ``gossip/halo_age``, how many epochs ago they had been computed in the mean, and ``gossip/halo_unknown``, the share
-    of those that had not been computed before.
+    The counts are from the last end of an epoch of each worker. On the progress bar: ``pool``, see :func:`progress`. Logged, with
+    worker R:
+
+    - ``gossip/batches/R``, ``gossip/averages/R``: numbers of batches and averages.
+    - ``gossip/waited/R``: seconds of waiting for partners.
+    - ``gossip/sent/R``: bytes of averages.
+    - ``gossip/staleness``: largest minus smallest number of batches of a worker.
+    - ``gossip/consensus``: distance between the workers' parameters, see
+      :meth:`~lightning_gnn.strategies.gossip.worker.Worker.consensus`.
+    - ``gossip/halo_age``, with a history: mean age in epochs of the halo rows that rank 0 read in the epoch.
+    - ``gossip/halo_unknown``, with a history: share of these halo rows that had not been computed before.
     """
 
     def __init__(self, worker: Worker, history: HistoryExchange | None = None) -> None:
@@ -32,7 +37,7 @@ class GossipMetrics(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The bar's own numbers are of rank 0. Each bar of Lightning's asks this method for what it shows beside them.
+        # The bar's own numbers are from rank 0. Lightning's progress bars call this method for additional values.
         bar: Any = trainer.progress_bar_callback
         if bar is not None:
             plain = bar.get_metrics
@@ -67,7 +72,7 @@ class GossipMetrics(pl.Callback):
 
 
 def progress(worker: Worker) -> str:
-    """Returns how much of all epochs workers have taken from the pool; of epochs without end, how many these were."""
+    """Returns the share of all epochs that workers have taken from the pool; without an end, the number of epochs."""
     pool = worker.pool
     if pool.end is None:
         return f"{worker.reached / pool.size:.1f} epochs"
@@ -75,9 +80,15 @@ def progress(worker: Worker) -> str:
 
 
 def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, consensus: float, result: str) -> None:
-    """Prints what each worker has done, a row each (Tables 4.8 and 4.9 of the thesis, and what it took), if there are several:
-    the workers that have not come to the end, how many batches were left undone, how far the workers' parameters are from each
-    other, relative to their mean, and the result."""
+    """Print a table of the workers' counts, if there are several (Tables 4.8 and 4.9 of the thesis, and times).
+
+    Args:
+        counts_of: counts by worker.
+        lost: workers that did not reach the end.
+        undone: number of batches left undone.
+        consensus: distance between the workers' parameters, relative to their mean.
+        result: description of the result.
+    """
     if len(counts_of) < 2 and not lost:
         return
     title = f"Workers, {100 * consensus:.2g} % from each other; the result is {result}"
@@ -88,7 +99,7 @@ def show(counts_of: Mapping[int, Counts], lost: Sequence[int], undone: int, cons
         counts = counts_of.get(worker)
         returned = " (started again)" if counts is not None and counts.lives else ""
         name = f"{worker}{' (lost)' if worker in lost else returned}"
-        if counts is None:  # before its first epoch had ended
+        if counts is None:  # before the end of its first epoch
             found.add_row(name, *["-"] * len(columns))
             continue
         seconds = max(counts.seconds, 1e-9)

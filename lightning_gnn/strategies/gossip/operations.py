@@ -1,7 +1,7 @@
-"""What a worker does outside its own memory, one atomic operation at a time.
+"""Atomic operations of a worker outside its own memory.
 
-The work pool and the pairing are generators that yield operations and are sent the answers. So what they do is written once:
-between processes a store carries the operations out, and tests try them in every order.
+The pool and the pairing are generators that yield operations and receive the answers. Their code is therefore written once:
+between processes a store executes the operations, and tests run them in every order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Get:
-    """Answer: the text under `key`, ``""`` if there is none."""
+    """Read the text of `key`; answer: the text, ``""`` if there is none."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Add:
-    """Adds to the number under `key`, 0 if there is none; answer: the sum."""
+    """Add to the number of `key`, 0 if there is none; answer: the sum."""
 
     key: str
     amount: int = 1
@@ -32,9 +32,9 @@ class Add:
 
 @dataclass(frozen=True)
 class Swap:
-    """Puts `new` under `key` if `expected` is there, ``""`` for nothing; answer: whether it was.
+    """Set `key` to `new` if its value is `expected`, ``""`` for none; answer: whether it was.
 
-    No two workers ever write the same `new` under a key, so who finds it there has written it.
+    No two workers ever write the same `new` to a key, so a worker that finds it there has written it.
     """
 
     key: str
@@ -44,34 +44,39 @@ class Swap:
 
 @dataclass(frozen=True)
 class Pick:
-    """Answer: one of the options, at random."""
+    """Choose an option at random; answer: the option."""
 
     options: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class IsAlive:
-    """Answer: whether a worker has had a heartbeat lately."""
+    """Check for recent heartbeats of a worker; answer: whether there are any."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Lets a worker know that it has been chosen; may get lost, then the worker sees it when it reads its key."""
+    """Notify a worker that it was chosen; may get lost, then the worker finds out when it reads its key."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Notified:
-    """Answer: whether any worker has notified this one since the last time; may be wrong. Costs nothing."""
+    """Check for notifications since the last time; answer: whether there are any, which may be wrong. Takes no time."""
 
 
 @dataclass(frozen=True)
 class Await:
-    """Waits, for a bounded time, until `partner`, who may be known to be on its way, visits; answer: whether something was
-    exchanged."""
+    """Wait, for a bounded time, until `partner` visits; answer: whether vectors were exchanged.
+
+    Attributes:
+        partner: worker to wait for.
+        meeting: number of the meeting.
+        accepted: whether the partner has already accepted.
+    """
 
     partner: int
     meeting: int
@@ -80,7 +85,7 @@ class Await:
 
 @dataclass(frozen=True)
 class Visit:
-    """Goes to `partner`, who awaits this worker; answer: whether something was exchanged."""
+    """Connect to `partner`, which awaits this worker; answer: whether vectors were exchanged."""
 
     partner: int
     meeting: int
@@ -88,7 +93,7 @@ class Visit:
 
 Operation: TypeAlias = Get | Add | Swap | Pick | IsAlive | Notify | Notified | Await | Visit
 Steps: TypeAlias = Generator[Operation, Any, T]
-"""Operations, and what they come to."""
+"""Generator of operations, with its return type."""
 
 
 def answer(store: SharedKeys, operation: Operation) -> Any:
@@ -102,7 +107,7 @@ def answer(store: SharedKeys, operation: Operation) -> Any:
 
 
 def carry_out(steps: Steps[T], how: Callable[[Operation], Any]) -> T:
-    """Carries out all operations of `steps` and returns what they come to."""
+    """Execute all operations of `steps`; returns the return value of `steps`."""
     try:
         operation = next(steps)
         while True:

@@ -1,19 +1,19 @@
-"""Who averages with whom.
+"""Pairing: which workers average with each other.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021): Algorithm 6, any pair of workers, and Algorithm 5,
-active workers choose passive ones (Lian et al., AD-PSGD, 2018). There two arrays under two locks say who is available and who was
-chosen by whom; a worker that dies with a lock, or while its partner waits, stops all, and the clean-up averages while it
-holds both. Here each worker has one key, which changes by compare-and-swap only, and nobody holds anything while it waits:
+active workers choose passive ones (Lian et al., AD-PSGD, 2018). There, two arrays under two locks store who is available and who
+chose whom. A worker that dies with a lock, or while its partner waits, stops all workers; and the clean-up averages while it
+holds both locks. Here each worker has one key, which changes by compare-and-swap only, and no worker holds a lock while it waits:
 
     free --(others: chosen by c)--> chosen --(self: accepts)--> met --(self: has exchanged)--> free
      |  <--(c: has waited enough)---'
      '--(self: chooses)--> off --(self: has exchanged, or waited enough)--> free
 
-A worker that waits is *off*, so nobody waits for it, and whom it waits for is computing, or on its way: no circle of waiting
-workers can close. A worker is chosen, or chooses, once at a time: no three meet.
+A worker that waits is *off*, so no worker waits for it. The worker that it waits for is computing, or about to connect. Therefore
+there are no deadlocks. A worker is chosen, or chooses, once at a time: three workers never meet.
 
-How long one waits depends on when the chosen one looks: at its own next interval (Algorithm 6), or after its next batch
-(Algorithm 5). Who chooses also notifies, so that nobody needs to read a key after each batch.
+The waiting time depends on when the chosen worker checks: at its own next interval (Algorithm 6), or after its next batch
+(Algorithm 5). The worker that chooses also notifies the other, so that no worker needs to read a key after each batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ _FREE, _CHOSEN, _MET, _OFF, _LEFT = "free", "chosen", "met", "off", "left"
 
 @dataclass
 class Meeting:
-    """What came of trying to meet a partner, None if there was none; whether this worker chose it, and waited for it."""
+    """Result of an attempt to meet a partner.
+
+    Attributes:
+        partner: the partner; None if there was none.
+        exchanged: whether vectors were exchanged.
+        waited: whether this worker chose the partner and waited for it.
+    """
 
     partner: int | None = None
     exchanged: bool = False
@@ -43,12 +49,14 @@ class Pairing:
     """One worker's side of the pairing.
 
     Attributes:
-        me, size: this worker and how many there are.
-        rule: ``"any"``: any two may meet, and each looks at its interval; ``"prompt"``: any two may meet, and each looks after
-            every batch; ``"active_passive"``: workers of even number choose, those of odd number are chosen, and look after
-            every batch.
-        life: how often this worker has been killed and started again.
-        turns: how often it has become free in this life; both make the values of its key distinct.
+        me, size: this worker and the number of workers.
+        rule: which workers may meet, and when a worker checks whether it was chosen.
+
+            - ``"any"``: any two; checks at its interval.
+            - ``"prompt"``: any two; checks after every batch.
+            - ``"active_passive"``: workers of even number choose workers of odd number, which check after every batch.
+        life: number of restarts of this worker.
+        turns: number of times that it became free since its restart; `life` and `turns` make the values of its key distinct.
     """
 
     me: int
@@ -70,12 +78,11 @@ class Pairing:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether this worker looks after every batch whether it was chosen."""
+        """Whether this worker checks after every batch whether it was chosen."""
         return self.rule != "any" and self.is_chosen
 
     def enter(self) -> Steps[Meeting | None]:
-        """Takes part from now on, before any worker meets, or anew in the place of one that was killed: then meets who may still
-        wait for that one."""
+        """Join, before any worker meets or after a restart; then meet a worker that still waits for the previous process."""
         to = self._free() if self.is_chosen else _OFF
         while True:
             state = yield Get(_key(self.me))
@@ -87,8 +94,10 @@ class Pairing:
                 return None
 
     def meet(self, due: bool) -> Steps[Meeting]:
-        """After a batch: meets who has chosen this worker; else, if it is `due` to choose, chooses one that is free, waits for
-        it, and meets it; else goes on alone.
+        """Meet another worker after a batch, if possible.
+
+        This is a worker that chose this worker. Without one, if `due`, this worker chooses a free worker, waits for it, and meets
+        it.
         """
         if self.size == 1 or not ((self.is_prompt and (yield Notified())) or due):
             return Meeting()
@@ -108,7 +117,7 @@ class Pairing:
         return found
 
     def _serve(self, chosen: str, then: str | None = None) -> Steps[Meeting | None]:
-        """Meets who has chosen this worker, which is free again thereafter, or `then`; None if it has waited enough just now."""
+        """Meet the worker that chose this worker, then become free, or `then`; returns None if the other has just withdrawn."""
         _, _, who = chosen.partition(" by ")
         if not (yield Swap(_key(self.me), chosen, f"{_MET} by {who}")):
             return None
@@ -118,8 +127,10 @@ class Pairing:
         return Meeting(partner, exchanged)
 
     def leave(self, for_good: bool = True) -> Steps[Meeting | None]:
-        """Is not chosen from now on, or until :meth:`come_back`; meets who waits for this worker at that moment (the clean-up of
-        Algorithms 5 and 6)."""
+        """Become unavailable, for good or until :meth:`come_back`; meet a worker that waits for this worker at that moment.
+
+        This is the clean-up of Algorithms 5 and 6.
+        """
         to = _LEFT if for_good else _OFF
         while True:
             state = yield Get(_key(self.me))
@@ -135,12 +146,12 @@ class Pairing:
             yield Swap(_key(self.me), _OFF, self._free())
 
     def any_other(self) -> Steps[int | None]:
-        """Returns one that takes part, at random, and asks no more of it; None if nobody else does."""
+        """Returns a random worker that participates, without an agreement with it; None if there is no other."""
         found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
         return None if found is None else found[0]
 
     def _one_of(self, others: list[int]) -> Steps[tuple[int, str] | None]:
-        """Returns a worker that is free, and what its key holds; takes it, and those that are not, out of `others`."""
+        """Returns a free worker and the value of its key; removes it, and the workers that are not free, from `others`."""
         while others:
             worker = yield Pick(tuple(others))
             others.remove(worker)
@@ -150,7 +161,7 @@ class Pairing:
         return None
 
     def _choose(self) -> Steps[tuple[int, int, str] | None]:
-        """Chooses one of those that are free, at random; returns it, the meeting's number and what its key holds now."""
+        """Choose a random free worker; returns it, the number of the meeting, and the value of its key."""
         all_ = self.rule != "active_passive"
         others = [worker for worker in range(self.size) if worker != self.me and (all_ or worker % 2 == 1)]
         while (found := (yield from self._one_of(others))) is not None:
@@ -164,7 +175,7 @@ class Pairing:
         return None
 
     def _wait(self, partner: int, meeting: int, chosen: str) -> Steps[Meeting]:
-        """Waits for the partner. If that took too long, withdraws, unless the partner is on its way by now."""
+        """Wait for the partner; after a timeout, withdraw, unless the partner has already accepted."""
         exchanged = yield Await(partner, meeting, accepted=False)
         if not exchanged and not (yield Swap(_key(partner), chosen, f"{_FREE} again {self.me} {meeting}")):
             exchanged = yield Await(partner, meeting, accepted=True)

@@ -1,8 +1,8 @@
-"""How workers that train independently reach each other: a store of keys, heartbeats, peer servers. No collective.
+"""Communication of independent workers: a store of keys, heartbeats and peer servers, without collectives.
 
-The store is a TCPStore in a process of its own: any rank may die, and the process that starts them may be one.
-Vectors travel over sockets of our own: multiprocessing.connection has no deadlines for connecting, for its handshake or within a
-message; asyncio's streams have, but copy what arrives, and took 2 to 4 times the CPU time.
+The store is a TCPStore in a separate process: any rank may die, and so may the process that starts the ranks. Vectors are sent
+over plain sockets. multiprocessing.connection has no deadlines for connecting, for its handshake or within a message. asyncio's
+streams have deadlines, but copy received data, and took 2 to 4 times the CPU time.
 """
 
 from __future__ import annotations
@@ -25,36 +25,40 @@ from lightning_gnn.comm.group import CommunicationError
 
 LOCAL = "127.0.0.1"
 MOST_WAITING = 128
-"""Connections that wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 BEAT_S = 0.5
 """Seconds between two heartbeats."""
 EXCHANGE_S = 30.0
-"""Seconds that a worker, or the store, may be silent in an exchange before the other goes on without."""
+"""Seconds without data from a worker, or the store, after which an exchange is abandoned."""
 
 _NOTHING = "-"
-_CHUNK = 4 << 20  # a TCPStore takes 8 MB at once
-_HEADER = struct.Struct("!qqq")  # who connects, in which meeting, and what it knows of the other
-_KNOWN = struct.Struct("!q")  # the answer: what this one knows of it
+_CHUNK = 4 << 20  # a TCPStore takes at most 8 MB at once
+_HEADER = struct.Struct("!qqq")  # visitor, number of the meeting, and its state id of the partner
+_KNOWN = struct.Struct("!q")  # answer: the state id of the visitor
 _NOTIFY_S = 1.0
-_LOOK_S = 0.2  # how often a mailbox looks whether it is closed
+_LOOK_S = 0.2  # seconds between two checks whether a mailbox is closed
 
 
 class Bring(Protocol):
-    """What a worker brings to a meeting.
+    """Source of the messages of a meeting.
 
     Attributes:
-        known: a number of what it knows of the other already; the two compare it. 0 for nothing.
+        known: id of what it stores of the partner; both sides compare it. 0 if nothing is stored.
     """
 
     known: int
 
     def message(self, agreed: bool) -> Tensor:
-        """Returns what the other gets, on the CPU, of the same shape and dtype for both; `agreed`: their numbers are equal."""
+        """Returns the message to the partner, on the CPU, of equal shape and dtype on both sides.
+
+        Args:
+            agreed: whether the ids of both sides are equal.
+        """
         ...
 
 
 def connect_to_store(place: str) -> dist.Store:
-    """Returns a connection of its own to the store at a place, ``host:port prefix``; all keys begin with the prefix."""
+    """Returns a separate connection to the store at ``host:port prefix``; all keys start with the prefix."""
     address, _, prefix = place.partition(" ")
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=EXCHANGE_S)
@@ -62,13 +66,13 @@ def connect_to_store(place: str) -> dist.Store:
 
 
 class SharedKeys:
-    """A key-value store that processes share; each call is atomic.
+    """Key-value store shared by processes; each call is atomic.
 
     Args:
-        place: of the store, see :func:`connect_to_store`; empty for one of this process alone.
+        place: place of the store, see :func:`connect_to_store`; empty for a store of this process only.
 
     Raises:
-        CommunicationError: also from all methods: the store is gone.
+        CommunicationError: the store cannot be reached; also raised by all methods.
     """
 
     def __init__(self, place: str = "") -> None:
@@ -87,33 +91,33 @@ class SharedKeys:
             ) from error
 
     def get(self, key: str) -> str:
-        """Returns what is under a key, ``""`` for nothing."""
+        """Returns the value of a key, ``""`` if there is none."""
         with self._naming():
-            # get() would wait for a key that is not there.
+            # get() would wait for a missing key.
             found = self._store.compare_set(key, _NOTHING, _NOTHING).decode()
         return "" if found == _NOTHING else found
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number and returns the sum."""
+        """Add to a number; returns the sum."""
         with self._naming():
             return self._store.add(key, amount)
 
     def swap(self, key: str, expected: str, new: str) -> bool:
-        """Replaces `expected` by `new`; returns whether `new` is there now."""
+        """Replace `expected` by `new`; returns whether the value is now `new`."""
         with self._naming():
-            # A key that has had a value never has none again, and "" is expected of such keys, too.
+            # A key with a value never loses it, so "" also works as the expected value of such keys.
             found = self._store.compare_set(key, expected, new).decode()
         return found == new
 
     def put(self, key: str, value: bytes) -> None:
-        """Leaves bytes, of any length."""
+        """Store bytes of any length."""
         with self._naming():
             for place in range(0, len(value), _CHUNK):
                 self._store.set(f"{key}/{place}", value[place : place + _CHUNK])  # type: ignore[arg-type]
             self._store.set(key, str(len(value)))
 
     def find(self, key: str) -> bytes | None:
-        """Returns what :meth:`put` has left; None if nothing has been, or not all of it yet."""
+        """Returns the bytes stored by :meth:`put`; None if they are missing or not complete."""
         length = self.get(key)
         if not length:
             return None
@@ -122,12 +126,12 @@ class SharedKeys:
 
 
 class Heartbeat:
-    """Beats for this worker, from a thread, and watches those of others.
+    """Heartbeats of this worker, from a thread, and the observation of other workers' heartbeats.
 
     Args:
-        place: of the store, which is asked over connections of their own.
+        place: place of the store; heartbeats use separate connections.
         me: this worker.
-        patience: seconds without a beat after which a worker counts as dead.
+        patience: seconds without a heartbeat after which a worker counts as dead.
     """
 
     def __init__(self, place: str, me: int, patience: float) -> None:
@@ -140,12 +144,12 @@ class Heartbeat:
         self._thread.start()
 
     def _beat(self) -> None:
-        with contextlib.suppress(CommunicationError):  # the training thread notices, too
+        with contextlib.suppress(CommunicationError):  # the training thread gets the error too
             while not self._over.wait(BEAT_S):
                 self._beats.add(f"heartbeat/{self._me}", 1)
 
     def is_alive(self, worker: int) -> bool:
-        """Returns whether a worker has beaten lately."""
+        """Returns whether a worker has sent a heartbeat recently."""
         count, now = self._keys.add(f"heartbeat/{worker}", 0), time.monotonic()
         before, since = self._seen.get(worker, (None, now))
         if count != before:
@@ -154,21 +158,21 @@ class Heartbeat:
         return now - since < self._patience
 
     def stop(self) -> None:
-        """Beats no more."""
+        """Stop the heartbeats of this worker."""
         self._over.set()
         self._thread.join()
 
 
 class PeerServer:
-    """Where other workers connect to this one, one at a time.
+    """Server that other workers connect to, one at a time.
 
     Args:
-        host: of this machine, as the others know it.
-        timeout: seconds that a connection may take without a byte.
+        host: address of this machine for the others.
+        timeout: seconds without data after which a connection fails.
 
     Attributes:
         address: ``host:port``.
-        sent_bytes: of vectors that others got.
+        sent_bytes: bytes of vectors sent to others.
     """
 
     def __init__(self, host: str, timeout: float) -> None:
@@ -178,13 +182,13 @@ class PeerServer:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
     def wait(self, partner: int, meeting: int, own: Bring, seconds: float) -> Tensor | None:
-        """Returns the message that the partner brings to a meeting, and gives it that of `own`; None if it does not come in time.
+        """Returns the partner's message of a meeting and sends this worker's; None if the partner does not come in time.
 
         Args:
-            partner: the worker that is waited for.
-            meeting: its number; who comes to another one is not answered.
-            own: what this worker brings.
-            seconds: to wait.
+            partner: worker to wait for.
+            meeting: number of the meeting; connections for other meetings are closed.
+            own: source of this worker's message.
+            seconds: maximum waiting time.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -207,7 +211,7 @@ class PeerServer:
                     return theirs
 
     def visit(self, address: str, me: int, meeting: int, own: Bring) -> Tensor | None:
-        """Returns the message of the worker at `address`, and gives it that of `own`; None if it does not answer."""
+        """Returns the message of the worker at `address` and sends this worker's, from `own`; None without an answer."""
         try:
             with connect(address, self._timeout) as partner:
                 partner.sendall(_HEADER.pack(me, meeting, own.known))
@@ -227,12 +231,15 @@ class PeerServer:
 
     @staticmethod
     def notify(address: str) -> None:
-        """Lets the worker at `address` know that it has been chosen, by a connection that is closed at once; it may get lost."""
+        """Notify the worker at `address` that it was chosen, by a connection that is closed at once; may get lost."""
         with contextlib.suppress(OSError):
             connect(address, _NOTIFY_S).close()
 
     def notified(self) -> bool:
-        """Returns whether anybody has connected since this was last asked, and closes; not while this worker waits."""
+        """Returns whether any worker has connected since the last call, and closes these connections.
+
+        Must not be called while this worker waits.
+        """
         found = False
         self._socket.settimeout(0)
         with contextlib.suppress(BlockingIOError):
@@ -242,7 +249,7 @@ class PeerServer:
         return found
 
     def send(self, address: str, vector: Tensor) -> bool:
-        """Sends a vector to the worker at `address`, which need not wait; returns whether all of it is on its way."""
+        """Send a vector to the worker at `address`, which need not wait; returns whether it was sent completely."""
         try:
             with connect(address, self._timeout) as partner:
                 self._send_all(partner, vector)
@@ -251,7 +258,7 @@ class PeerServer:
         return True
 
     def receive(self, like: Tensor, seconds: float) -> Tensor | None:
-        """Returns a vector of the shape and dtype of `like` that is sent within some seconds; None for nothing, or a part."""
+        """Returns a vector of the shape and dtype of `like` that arrives within `seconds`; None if none arrives completely."""
         self._socket.settimeout(seconds)
         with contextlib.suppress(OSError), self._socket.accept()[0] as visitor:
             visitor.settimeout(self._timeout)
@@ -261,18 +268,19 @@ class PeerServer:
         return None
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Stop accepting connections."""
         self._socket.close()
 
 
 class Mailbox:
-    """Vectors that workers send each other whenever they like, from threads; nobody waits.
+    """Asynchronous messages between workers, in threads; sender and receiver never wait.
 
-    Arriving vectors are summed, so that they take the space of one. What cannot be delivered comes back.
+    Received vectors are summed, so that they take the memory of one. A vector that cannot be delivered is added to the received
+    ones.
 
     Args:
-        server: where vectors arrive; nothing else uses it meanwhile.
-        like: a tensor of the shape and dtype of them all, on the CPU.
+        server: server for received vectors; must not be used otherwise in the meantime.
+        like: tensor with the shape and dtype of all vectors, on the CPU.
     """
 
     def __init__(self, server: PeerServer, like: Tensor) -> None:
@@ -286,17 +294,17 @@ class Mailbox:
 
     @property
     def sending(self) -> bool:
-        """Whether a vector has not been delivered yet."""
+        """Whether a vector is still in transit."""
         return self._sender is not None and self._sender.is_alive()
 
     def send(self, address: str, vector: Tensor) -> None:
-        """Sends a vector; one at a time."""
+        """Starts to send a vector; one at a time."""
         assert not self.sending
         self._sender = threading.Thread(target=self._send, args=(address, vector), daemon=True, name="mailbox sends")
         self._sender.start()
 
     def take(self) -> Tensor | None:
-        """Returns the sum of what has arrived since the last call; None for nothing."""
+        """Returns the sum of the vectors received since the last call; None if there are none."""
         with self._lock:
             found, self._sum = self._sum, None
         return found
@@ -316,7 +324,7 @@ class Mailbox:
             self._sum = vector if self._sum is None else self._sum + vector
 
     def close(self) -> None:
-        """Receives nothing more."""
+        """Stop receiving."""
         self._over.set()
         self._receiver.join()
 
@@ -326,22 +334,22 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def own_address(main: str, num_machines: int) -> str:
-    """Returns this machine's address, as others reach it that reach the machine `main`."""
+    """Returns this machine's address on the route to the machine `main`, for workers that reach `main` too."""
     if num_machines == 1:
         return LOCAL
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((main, 9))  # sends nothing
+        towards.connect((main, 9))  # sends no data
         return towards.getsockname()[0]
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Returns a connection to ``host:port``, each operation of which ends after `timeout` seconds."""
+    """Returns a connection to ``host:port`` whose operations time out after `timeout` seconds."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout)
 
 
 def receive(connection: socket.socket, into: memoryview) -> None:
-    """Fills `into`; raises ConnectionError if the other side ends before."""
+    """Fill `into`; raises ConnectionError if the other side closes the connection before."""
     while len(into):
         count = connection.recv_into(into)
         if not count:

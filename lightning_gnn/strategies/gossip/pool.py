@@ -1,9 +1,9 @@
-"""The work pool: whoever is free takes the next batch.
+"""Pool of batches: each free worker takes the next batch.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithm 6: the indices 0..n-1, repeated for every
-epoch, in a shared queue. There "while the pool is not empty: take" are two steps, and of two workers that see one index left, the
-second waits for ever; and an index that a worker took along when it died is never done. Here taking is one atomic addition, and
-what dead workers hold is taken over.
+epoch, in a shared queue. There, "while the pool is not empty: take" are two steps. If two workers see one remaining index, the
+second waits forever. The index of a worker that dies is never done. Here, taking an index is one atomic addition, and indices of
+dead workers are taken over.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ _DONE = "done by "
 
 @dataclass
 class Pool:
-    """Items ``begin`` to ``end``; item i is batch ``i % size`` of epoch ``i // size``.
+    """Pool of items `begin` to `end`; item i is batch ``i % size`` of epoch ``i // size``.
 
-    An item's key holds nothing, then the worker that has it, then who has done it.
+    The key of an item is empty, then has the worker that took it, then the worker that completed it.
 
     Attributes:
-        end: the first item that is none; None if epochs have no end.
-        begin: the first item; above 0 after a resume.
+        size: number of batches of an epoch.
+        end: end of the range of items; None if the number of epochs is unlimited.
+        begin: first item; above 0 after a resume.
         done_before: items from `begin` on that were done before a resume.
     """
 
@@ -38,12 +39,12 @@ class Pool:
             item = self.begin + (yield Add("pool/taken")) - 1
             if self.end is not None and item >= self.end:
                 return None
-            # Someone may have taken it over, who thought that we had died in between.
+            # Another worker may have taken it over, if this worker seemed dead in between.
             if item not in self.done_before and (yield Swap(_key(item), "", str(me))):
                 return item
 
     def done(self, me: int, item: int) -> Steps[None]:
-        """Says that an item is done; of one that was taken over meanwhile, the other says so."""
+        """Mark an item as done; if another worker took it over in the meantime, that worker does so."""
         if (yield Swap(_key(item), str(me), f"{_DONE}{me}")):
             yield Add(f"pool/done/{item // self.size}")
 
@@ -51,16 +52,16 @@ class Pool:
         yield Swap(_key(item), str(me), "")
 
     def give_back_all(self, me: int) -> Steps[None]:
-        """Gives back what an earlier life of this worker has left: others would wait for it, now that it lives again."""
+        """Return items that this worker took before a restart: others would wait for them, since the worker is alive again."""
         taken = self.begin + (yield Add("pool/taken", 0))
         for item in (yield from self.open_items(taken if self.end is None else min(taken, self.end))):
             yield from self.give_back(me, item)
 
     def take_over(self, me: int) -> Steps[tuple[list[int], list[int]]]:
-        """Takes over what dead workers hold, of a pool of which all is taken; returns that, and what others are still at.
+        """Take over the items of dead workers once all items are taken; returns these, and the items that others still work on.
 
-        Between the addition and the swap of :meth:`take` an item seems to be nobody's. It is taken over as well: then its first
-        worker goes on to the next.
+        Between the addition and the swap of :meth:`take`, an item seems to have no worker. It is then taken over too, and its
+        first worker continues with the next item.
         """
         assert self.end is not None
         mine, others = [], []
@@ -76,18 +77,18 @@ class Pool:
         return mine, others
 
     def open_items(self, end: int) -> Steps[list[int]]:
-        """Returns the items before `end` that may not be done: those of epochs that are not complete."""
+        """Returns the items before `end` that may not be done: the items of incomplete epochs."""
         found: list[int] = []
         for epoch in range(self.begin // self.size, -(-end // self.size)):
             items = range(max(self.begin, epoch * self.size), (epoch + 1) * self.size)
             items_left = [item for item in items if item not in self.done_before]
-            # All of the epoch: those behind `end` may have been done meanwhile.
+            # Count the whole epoch: items from `end` on may have been done in the meantime.
             if (yield Add(f"pool/done/{epoch}", 0)) < len(items_left):
                 found.extend(item for item in items_left if item < end)
         return found
 
     def position(self) -> Steps[tuple[int, list[int]]]:
-        """Returns the first item that is not done, and those behind it that are: what a resumed run begins with."""
+        """Returns the first item that is not done, and the items after it that are done: the start of a resumed run."""
         taken = self.begin + (yield Add("pool/taken", 0))
         end = taken if self.end is None else min(taken, self.end)
         undone = []

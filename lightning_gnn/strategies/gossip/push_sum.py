@@ -1,4 +1,4 @@
-"""Averages that nobody waits for: push-sum.
+"""Push-sum: averages without waiting.
 
 Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning" (ICML 2019), Algorithm 1; Kempe, Dobra and Gehrke,
 "Gossip-Based Computation of Aggregate Information" (FOCS 2003).
@@ -21,35 +21,37 @@ _LEAST = 2.0**-10
 
 @dataclass
 class Mass:
-    """How much the parameters of one worker weigh.
+    """Weight of one worker's parameters.
 
-    A worker keeps ``x``, the parameters in use, and its weight ``w``; Assran's algorithm keeps ``w x`` and ``w``. So who gives
-    half of both away goes on with the same ``x``. What all workers and all vectors on their way hold of ``w x`` and ``w`` is
-    neither made nor lost by exchanges: ``x`` tends to the mean of all.
+    A worker stores ``x``, the parameters in use, and its weight ``w``; Assran's algorithm stores ``w x`` and ``w``. A worker that
+    sends half of both therefore continues with the same ``x``. Exchanges preserve the sums of ``w x`` and ``w`` over all workers
+    and all vectors in transit, so ``x`` tends to the mean of all.
     """
 
     weight: float = 1.0
 
     @property
     def is_enough(self) -> bool:
-        """Whether there is some to give away; one that gets none back must not come to nothing, nor to the end of float32."""
+        """Whether the weight suffices to send half: without received mass, it must not reach 0 or the limits of float32."""
         return self.weight > _LEAST
 
     def half(self, own: Tensor) -> Tensor:
-        """Gives half away, and returns it: ``(w x, w)``; `own` is ``(x, 1)``."""
+        """Halve the weight and return the other half: ``(w x, w)``; `own` is ``(x, 1)``."""
         self.weight /= 2
         return own * self.weight
 
     def add(self, own: Tensor, come: Tensor) -> Tensor:
-        """Returns the sum of `own`, ``(x, 1)``, and what has come: ``(w x, w)``, which is this worker's from now on."""
+        """Returns the sum of `own`, ``(x, 1)``, and received mass, as ``(w x, w)``, which becomes this worker's mass."""
         total = own * self.weight + come
         self.weight = float(total[-1])
         return total
 
 
 class PushSum(Worker):
-    """A worker that sends half of its mass to another now and then, takes in what has come after each batch, and never waits; the
-    pairing tells who takes part."""
+    """Worker that sends half of its mass to another at intervals, adds received mass after each batch, and never waits.
+
+    The pairing is only used to find participating workers.
+    """
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
@@ -58,8 +60,10 @@ class PushSum(Worker):
 
     @override
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
-        """After a batch: sends half away, if it is time to; returns the sum of own and what has come, None for nothing. The last
-        entry of what `own` returns is 1."""
+        """Send half of the mass, if due, after a batch; returns the sum of own and received mass, None if nothing was received.
+
+        The last entry of the result of `own` is 1.
+        """
         self.counts.batches += 1
         if self.left or self.peers is None:
             return None
@@ -69,7 +73,7 @@ class PushSum(Worker):
         if come is not None:
             total = self.mass.add(own(), come)
             self.counts.averages += 1
-        # Where the last vector is still on its way, its receiver is slow: the mass stays here.
+        # If the last vector is still in transit, its receiver is slow: no mass is sent.
         if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._mailbox.sending:
             other = self._carry_out(self.pairing.any_other())
             if other is not None:

@@ -1,8 +1,8 @@
-"""The store of independent workers, in a process of its own, which outlives the rank that starts it.
+"""Store of independent workers, in a separate process that outlives the rank that starts it.
 
     python store_process.py HOST RUN SIZE LEASE
 
-runs it. It imports nothing of this package, so that it is there soon.
+runs it. It does not import this package, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LOOK_S = 0.5
 
 
 class StoreProcess:
-    """Starts the store, and leaves it to the other workers: it ends soon after the last of them.
+    """Process of the store; it ends soon after the last worker.
 
     Args:
-        host: of this machine, as the workers know it.
+        host: address of this machine for the workers.
         run: prefix of their keys.
-        size: how many workers there are.
+        size: number of workers.
         lease: seconds without a heartbeat after which a worker counts as dead.
     """
 
@@ -34,11 +34,11 @@ class StoreProcess:
             [sys.executable, __file__, host, run, str(size), str(lease)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # torchrun and Ctrl-C end whole groups of processes
+            start_new_session=True,  # torchrun and Ctrl-C end whole process groups
         )
 
     def address(self) -> str:
-        """Returns ``host:port``, once it answers; raises CommunicationError if it does not."""
+        """Returns ``host:port`` once the store is running; raises CommunicationError if it does not start."""
         assert self._process.stdout is not None
         port = self._process.stdout.readline().decode().strip()
         if not port:
@@ -51,7 +51,7 @@ class StoreProcess:
         return f"{self._host}:{port}"
 
     def leave(self) -> None:
-        """Leaves it to the workers that are left."""
+        """Detach the store from this rank; it ends with the remaining workers."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -59,12 +59,12 @@ class StoreProcess:
 
 
 def serve(host: str, run: str, size: int, lease: float) -> None:
-    """Keeps the store, prints its port, and ends once standard input is closed and no worker is left.
+    """Run the store, print its port, and return once standard input is closed and no worker is left.
 
     Args:
-        host: of this machine, as the workers know it.
+        host: address of this machine for the workers.
         run: prefix of their keys.
-        size: how many workers there are.
+        size: number of workers.
         lease: seconds without a heartbeat after which a worker counts as dead.
     """
     listener = socket.create_server((host, 0), backlog=128)

@@ -1,4 +1,4 @@
-"""``gossip``: workers train independently on clusters of the graph, and average in pairs; ``cluster_allreduce``: all at once.
+"""``gossip`` and ``cluster_allreduce``: workers train on clusters of the graph; averages in pairs, or of all workers at once.
 
 Source: Zhang, "Efficient Asynchronous GCN Training on a GPU Cluster" (2021), Algorithms 3 to 6.
 """
@@ -24,38 +24,43 @@ GossipAverage = Literal["gradients", "parameters", "push_sum"]
 class GossipStrategy(ClusterStrategy):
     """Asynchronous training on clusters with averages in pairs; ``Trainer(strategy="gossip")``.
 
-    Each worker takes the next batch of a common pool whenever it is free, and steps with its own optimizer. After every
-    `average_every_n_batches` batches it averages with one other worker, if one is available. Nothing in `fit` waits for all
-    workers: one that is slow delays nobody but a partner, for a bounded time, and one that dies leaves its batches to the others.
-    An epoch is one pass over the pool by all workers together.
+    Each free worker takes the next batch of a common pool and steps with a separate optimizer. After every
+    `average_every_n_batches` batches, it averages with one other worker, if one is available. Nothing in `fit` waits for all
+    workers. A slow worker delays only a partner, for a bounded time. If a worker dies, the others take over its batches. An epoch
+    is one pass over the pool by all workers together.
 
     During `fit`, each worker validates its own weights on the clusters, without edges between them: approximately. Afterwards all
-    workers have one result, and ``trainer.validate``, ``test`` and ``predict`` are exact, by the exchange of ``dgcl``.
+    workers have the same result, and ``trainer.validate``, ``test`` and ``predict`` are exact, with the exchange of ``dgcl``.
 
     Args:
-        average_every_n_batches: batches that a worker trains on between two averages. Raise it where averaging costs more than it
-            gains.
-        pairing: ``"prompt"``: a worker averages with any other that is available, which looks after each batch whether it was
-            chosen, so that nobody waits longer than a batch of the other; ``"any"``: with any other, once that one has come to
-            its own interval, too (Algorithm 6); ``"active_passive"``: workers of even rank choose among those of odd rank, which
-            look after each batch (Algorithm 5).
-        average: ``"parameters"`` before the step, as in AD-PSGD, which keeps workers closer; ``"gradients"``, as in the thesis;
-            ``"push_sum"``: parameters, without pairs: a worker sends half of its mass to any other, takes in what has come for it
-            after each batch, and waits for nobody (Stochastic Gradient Push); then `pairing` and `partner_timeout` do not apply.
-        partner_timeout: seconds that a worker waits for a partner before it goes on without.
+        average_every_n_batches: number of batches between two averages of a worker. Increase it if averages cost more than they
+            gain.
+        pairing: choice of partners.
+
+            - ``"prompt"``: any available worker. The chosen worker checks after each batch whether it was chosen, so a worker
+              waits at most for one batch of its partner.
+            - ``"any"``: any available worker, which checks after `average_every_n_batches` batches only (Algorithm 6).
+            - ``"active_passive"``: workers of even rank choose workers of odd rank, which check after each batch (Algorithm 5).
+        average: averaged values.
+
+            - ``"parameters"``: parameters before the step, as in AD-PSGD; keeps workers closer together.
+            - ``"gradients"``: gradients before the step, as in the thesis.
+            - ``"push_sum"``: parameters, without pairs (Stochastic Gradient Push). A worker sends half of its mass to any other
+              worker, adds received mass after each batch, and never waits. `pairing` and `partner_timeout` do not apply.
+        partner_timeout: seconds that a worker waits for a partner before it continues alone.
         heartbeat_timeout: seconds without a heartbeat after which a worker counts as dead, and others take over its batches.
-        max_restarts: how often each worker whose process was killed is started again during `fit`, but for rank 0; where this
-            package has started the ranks. It goes on with another's weights and optimizer.
-        codec: send parameters in fewer bytes, approximately, as differences to what the two that meet know of each other; the
-            mean of the two stays exact (docs/gossip.md). Set it where the network is slow.
-        stochastic_rounding: let the codec round up or down at random.
+        max_restarts: number of restarts during `fit` of each worker whose process was killed, except rank 0; only for ranks
+            started by this package. A restarted worker continues with the weights and optimizer of another worker.
+        codec: codec for parameters, approximate. Workers send encoded differences to what both partners have of each other; the
+            mean of the two stays exact (docs/gossip.md). Set it for slow networks.
+        stochastic_rounding: whether the codec rounds up or down at random.
         **options: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`.
 
     Attributes:
         report, consensus, result: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`.
 
     Raises:
-        ValueError: an argument is none of these, or a number below 1.
+        ValueError: an invalid argument, or a number that is too small.
     """
 
     strategy_name = "gossip"
@@ -65,7 +70,7 @@ class GossipStrategy(ClusterStrategy):
     @classmethod
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterator[Mapping[str, Any]]:
-        return iter(())  # as fast as cluster_allreduce where all workers are alike
+        return iter(())  # as fast as cluster_allreduce if all workers are equally fast
 
     def __init__(
         self,
@@ -109,18 +114,18 @@ class GossipStrategy(ClusterStrategy):
 class ClusterAllReduceStrategy(ClusterStrategy):
     """Synchronous training on clusters; ``Trainer(strategy="cluster_allreduce")``. On one device, plain Cluster-GCN.
 
-    Each worker has an equal share of the clusters, and steps with its own optimizer after each. Every `average_every_n_batches`
-    batches all workers average at once (Algorithms 3 and 4); a worker that fails ends the run. Otherwise as
-    :class:`GossipStrategy`.
+    Each worker has an equal share of the clusters, and steps with a separate optimizer after each batch. Every
+    `average_every_n_batches` batches, all workers average at once (Algorithms 3 and 4). A worker that fails ends the run.
+    Otherwise as :class:`GossipStrategy`.
 
     Args:
         average_every_n_batches: see :class:`GossipStrategy`.
         average: ``"gradients"`` or ``"parameters"``, before the step.
-        **options: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`; `timeout` bounds waits for
-        others.
+        **options: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`; `timeout` is the limit of waits
+            for other workers.
 
     Raises:
-        ValueError: an argument is none of these, or a number below 1.
+        ValueError: an invalid argument, or a number below 1.
     """
 
     strategy_name = "cluster_allreduce"

@@ -1,4 +1,4 @@
-"""A worker: the pool and the pairing, carried out between processes, and what it counts of them."""
+"""Worker: executes the operations of pool and pairing between processes, and counts them."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ from lightning_gnn.strategies.gossip.pool import Pool
 T = TypeVar("T")
 
 Scores: TypeAlias = tuple[float | None, ...]
-"""What workers are compared by, the first that any of them has a number in; the least is best."""
+"""Values by which workers are compared; the first one that any of them has decides, and the lowest is best."""
 
 _LOOK_S = 0.5
-"""How often who waits for a partner looks whether it lives."""
+"""Seconds between two checks whether an awaited partner is alive."""
 
 _REST_S = 0.02
-"""How often who has nothing left to do looks whether others need its help."""
+"""Seconds between two checks of an idle worker whether others need help."""
 
 SKETCH_SIZE = 1024
-"""Numbers in a sketch. Squared distances are right in the mean; their standard deviation is at most sqrt(2 / 1024), 4.4 %."""
+"""Numbers in a sketch. Squared distances are unbiased; their standard deviation is at most sqrt(2 / 1024), 4.4 %."""
 
 
 @dataclass
 class Counts:
-    """What a worker has done (Tables 4.8 and 4.9 of the thesis, and what it took).
+    """Work done by a worker (Tables 4.8 and 4.9 of the thesis, and times).
 
     Attributes:
-        averages: exchanges with others; with push-sum, how often it took in what had come.
-        partners: how often with whom; with push-sum, to whom it has sent.
-        waits: partners that it waited for; in vain: those that did not come in time.
-        waited, idle, seconds: seconds of waiting for partners; without anything to do at the end; of all.
+        batches: batches trained on.
+        averages: exchanges with others; with push-sum, additions of received mass.
+        partners: exchanges by partner; with push-sum, messages by receiver.
+        waits, in_vain: partners that it waited for, and the ones of these that did not come in time.
+        waited, idle, seconds: seconds of waiting for partners, of idling at the end, and in total.
         taken_over: batches of workers that had died or stopped.
-        sent: bytes of vectors that others got.
-        lives: how often it has been started again after it was killed; what it had done since its last epoch's end is lost.
+        sent: bytes of vectors sent to others.
+        lives: number of restarts; the counts since the last end of an epoch before a restart are lost.
     """
 
     batches: int = 0
@@ -76,8 +77,15 @@ class Counts:
 
 @dataclass
 class Peers:
-    """How a worker reaches the others: the place of the store that all share, and its keys; and the servers where they connect to
-    each other. `life` is how often this one has been started again."""
+    """Connections of a worker to the others.
+
+    Attributes:
+        place: address of the shared store, with the prefix of the keys.
+        keys: keys in the store.
+        heartbeat: heartbeats of the workers.
+        server: server of this worker that others connect to.
+        life: number of restarts of this worker.
+    """
 
     place: str
     keys: SharedKeys
@@ -86,29 +94,40 @@ class Peers:
     life: int = 0
 
     def address_of(self, worker: int) -> str:
-        """Returns where a worker's server is: not the same in all of its lives."""
+        """Returns the address of a worker's server; it changes when the worker is restarted."""
         found = self.keys.find(f"address/{worker}")
         assert found is not None
         return found.decode()
 
 
 class Worker:
-    """One worker of a run; `patience` is in seconds that it waits for a partner. With `differences`, workers that meet send each
-    other these."""
+    """One worker of a run.
+
+    Args:
+        pool: pool of batches.
+        pairing: choice of partners.
+        interval: number of batches between two averages.
+        peers: connections to the others; None without others.
+        patience: seconds that it waits for a partner.
+        seed: random seed of the choice of partners.
+
+    Attributes:
+        differences: codec state, if partners send each other encoded differences; None for plain vectors.
+    """
 
     differences: Differences | None = None
 
     through_host = True
-    """Whether what workers average passes through the memory of their hosts."""
+    """Whether averaged values are transferred through host memory."""
 
     def __init__(self, pool: Pool, pairing: Pairing, interval: int, peers: Peers | None, patience: float, seed: int) -> None:
         self.pool, self.pairing, self.interval = pool, pairing, interval
         self.peers = peers
         self.me, self.size = pairing.me, pairing.size
-        self.pairs = self.size > 1  # it may meet another
+        self.pairs = self.size > 1  # may meet another worker
         self.counts = Counts()
         self.left = False
-        self.reached = 0  # items that had been taken, by all workers, when this one took its last
+        self.reached = 0  # items taken by all workers when this worker took its last one
         self.keys = SharedKeys() if peers is None else peers.keys
         self.life = self.pairing.life = 0 if peers is None else peers.life
         self._patience = patience
@@ -127,7 +146,7 @@ class Worker:
         self._carry_out(self.pool.give_back(self.me, item))
 
     def left_over(self) -> list[int]:
-        """Waits until all items are done; or sooner, if some are nobody's any more: returns these, now this worker's."""
+        """Wait until all items are done; returns earlier with items of dead workers, which are now this worker's."""
         began = time.perf_counter()
         while True:
             mine, others = self._carry_out(self.pool.take_over(self.me))
@@ -138,11 +157,11 @@ class Worker:
             time.sleep(_REST_S)
 
     def position(self) -> tuple[int, list[int]]:
-        """Returns where the pool is: see :meth:`~lightning_gnn.strategies.gossip.pool.Pool.position`."""
+        """Returns the position of the pool: see :meth:`~lightning_gnn.strategies.gossip.pool.Pool.position`."""
         return self._carry_out(self.pool.position())
 
     def undone(self) -> int:
-        """Returns how many items nobody has done."""
+        """Returns the number of items that are not done; 0 if the number of epochs is unlimited."""
         if self.pool.end is None:
             return 0
         begin, done = self.position()
@@ -153,7 +172,7 @@ class Worker:
         self._carry_out(self.pool.give_back_all(self.me))
 
     def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Takes part from now on; in the place of one that was killed, goes on with its counts, and returns as :meth:`meet`."""
+        """Join the other workers; after a restart, restore the counts. Returns as :meth:`meet`."""
         if self.peers is None or not self.pairs:
             return None
         self.keys.put(f"address/{self.me}", self.peers.server.address.encode())
@@ -165,15 +184,19 @@ class Worker:
         return self._meet(self.pairing.enter(), own)
 
     def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
-        """After a batch: returns the sum of what those have that met, if it is time to and another is found; None otherwise.
-        `own` returns what the partner gets, float, on the CPU if it passes there; with `differences` it gets that rounded."""
+        """Meet after a batch; returns the sum of both workers' vectors, None if it is not due or there is no partner.
+
+        Args:
+            own: function that returns the vector for the partner, float, on the CPU if it is transferred through host memory.
+                With `differences`, the partner gets it rounded.
+        """
         self.counts.batches += 1
         if self.left:
             return None
         return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), own)
 
     def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
-        """Is not chosen from now on; gives its own to who waits for it."""
+        """Become unavailable; send this worker's vector to a worker that waits for it."""
         if self.pairs and not self.left:
             self._meet(self.pairing.leave(for_good), own)
         self.left = self.left or for_good
@@ -229,7 +252,7 @@ class Worker:
                 return exchange(operation)
             if not isinstance(operation, IsAlive | Notify | Notified):
                 return answer(self.keys, operation)
-            assert self.peers is not None  # one that is alone asks nothing of others
+            assert self.peers is not None  # a single worker needs no others
             if isinstance(operation, IsAlive):
                 return self.peers.heartbeat.is_alive(operation.worker)
             if isinstance(operation, Notified):
@@ -239,11 +262,11 @@ class Worker:
         return carry_out(steps, how)
 
     def agrees(self, decision: bool, all: bool) -> bool:
-        """Returns what comes of a decision that Lightning asks all ranks for: each worker decides for itself."""
+        """Returns the result of a decision that Lightning requires of all ranks: each worker decides for itself."""
         return decision
 
     def publish(self, parameters: Iterable[Tensor]) -> None:
-        """Lets the others know what this worker has done so far, and where its parameters are."""
+        """Publish this worker's counts and a sketch of its parameters for the others."""
         self.counts.seconds = time.perf_counter() - self._began
         if self.peers is not None:
             self.counts.sent = self._sent_before + self.peers.server.sent_bytes
@@ -251,19 +274,18 @@ class Worker:
         self.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
 
     def all_counts(self) -> dict[int, Counts]:
-        """Returns what each worker has published last, by worker."""
+        """Returns the last published counts of each worker, by worker."""
         found = {worker: self.keys.find(f"counts/{worker}") for worker in range(self.size)}
         return {worker: Counts(**json.loads(text)) for worker, text in found.items() if text is not None}
 
     def consensus(self, workers: Collection[int]) -> float:
-        """Returns how far the parameters of some workers were from each other when each has published last: :func:`distance`,
-        estimated from sketches (:func:`sketch`)."""
+        """Returns the :func:`distance` of the workers' last published parameters, estimated from sketches (:func:`sketch`)."""
         found = [self.keys.find(f"sketch/{worker}") for worker in workers]
         sketches = [torch.frombuffer(bytearray(each), dtype=torch.float64) for each in found if each is not None]
         return distance(sketches) if sketches else 0.0
 
     def leave_snapshot(self, snapshot: bytes) -> None:
-        """Leaves what a worker that is started again begins with; of the last two, in turns, none changes while it is read."""
+        """Publish the state for a restarted worker, in two slots in turn, so that a slot does not change while it is read."""
         keys, number = self.keys, self.keys.add("snapshots", 1)
         before = keys.get(f"snapshot/{self.me}")
         slot = 1 - int(before.split()[1]) if before else 0
@@ -271,7 +293,7 @@ class Worker:
         keys.swap(f"snapshot/{self.me}", before, f"{number} {slot}")
 
     def newest_snapshot(self) -> tuple[int, bytes]:
-        """Returns the snapshot that any other worker has left last, and whose it is."""
+        """Returns the newest snapshot of the other workers: its worker and its bytes."""
         keys = self.keys
         while True:
             left = {worker: keys.get(f"snapshot/{worker}") for worker in range(self.size) if worker != self.me}
@@ -281,10 +303,12 @@ class Worker:
                 return worker, found
 
     def agree(self, scores: Scores, weights: bytes, seconds: float) -> dict[int, Scores]:
-        """Returns the scores of each worker that has come to the end, the same on all of them; waits for those that live, for
-        some seconds. Their weights are then there for :meth:`weights_of`."""
+        """Returns the scores of each worker that reached the end, equal on all workers.
+
+        Waits for workers that are alive, for `seconds` seconds at most. Their weights are then available by :meth:`weights_of`.
+        """
         keys, deadline = self.keys, time.monotonic() + seconds
-        if not keys.get(f"score/{self.me}"):  # else it was killed after this, and others may have begun to read
+        if not keys.get(f"score/{self.me}"):  # else it was killed after this point, and others may already read
             keys.put(f"weights/{self.me}", weights)
             keys.put(f"score/{self.me}", json.dumps(scores).encode())
         while not (agreed := keys.get("agreed")):
@@ -293,7 +317,7 @@ class Worker:
             waits = self.peers is not None and any(self.peers.heartbeat.is_alive(worker) for worker in missing)
             if time.monotonic() > deadline or not waits:
                 scores_of = {worker: json.loads(text) for worker, text in found.items() if text is not None}
-                # Who is first decides who has come to the end.
+                # The first worker decides which workers reached the end.
                 keys.swap("agreed", "", json.dumps(scores_of))
             else:
                 time.sleep(_REST_S)
@@ -305,7 +329,7 @@ class Worker:
         return found
 
     def part(self) -> None:
-        """Parts from the others."""
+        """Leave the other workers at the end of the run."""
         if self.peers is not None:
             self.peers.keys.add(f"gone/{self.me}", 1)
         self.close()
@@ -317,9 +341,9 @@ class Worker:
 
 
 def sketch(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns a projection ``[SKETCH_SIZE]``, float64, of all values of some tensors, which keeps distances.
+    """Returns a projection of all values of some tensors, float64 ``[SKETCH_SIZE]``, which preserves distances.
 
-    Each value is added to one of the numbers, drawn at random, with a random sign; the same for all workers. Source: count
+    Each value is added, with a random sign, to a random entry; signs and entries are the same for all workers. Source: count
     sketch, Charikar, Chen and Farach-Colton (2002); as a random projection, Weinberger et al., "Feature Hashing for Large Scale
     Multitask Learning" (ICML 2009), Lemma 2.
     """
@@ -330,8 +354,8 @@ def sketch(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def distance(vectors: Sequence[Tensor]) -> float:
-    """Returns how far vectors x_1..x_P are from their mean m, relative to it: sqrt(sum of ``|x_r - m|^2`` / P) / ``|m|``."""
+    """Returns the distance of vectors x_1..x_P to their mean m, relative to it: sqrt(sum of ``|x_r - m|^2`` / P) / ``|m|``."""
     rows = torch.stack(list(vectors)).double()
-    offsets = rows - rows[0]  # so that equal ones give 0, whatever is rounded
+    offsets = rows - rows[0]  # exactly 0 for equal vectors, regardless of rounding
     root = (offsets - offsets.mean(0)).square().sum(1).mean().sqrt()
     return float(root / rows.mean(0).norm()) if root else 0.0
