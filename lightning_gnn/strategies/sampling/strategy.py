@@ -91,7 +91,7 @@ class SamplingStrategy(GNNStrategy):
     complete neighborhoods, exactly as under ``dgcl``.
 
     For a ``HeteroData``, batches are ``HeteroData``. Validation, test and prediction then also run in batches, with all neighbors
-    over the number of hops in `num_neighbors`. This is exact for models with the same number of layers. The exception are layers
+    over the number of hops in `num_neighbors`. This is exact for models with the same number of layers. Exceptions are layers
     that use the degrees of sources, such as GCN: nodes of the last hop have no in-edges in the batch. With
     ``evaluation="layerwise"``, these phases run as under ``dgcl``: a step gets the rank's shard, and each layer computes each row
     once.

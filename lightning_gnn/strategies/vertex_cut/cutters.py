@@ -273,8 +273,8 @@ def assign_edges(
         method: one of `METHODS`, see the module's docstring; or the rank of each edge, ``[E]``. ``"auto"`` is the first of
             ``"ne"``, ``"ebv"`` and ``"streaming"`` whose predicted memory is available (:mod:`~lightning_gnn.partition.budget`).
         groups: ranks by host, the outermost level: ``((0, 1), (2, 3))``; None for one host.
-        host_weight: cost of a replica on a new host, relative to a replica on a new rank, the paper's gamma; from 0, which
-            ignores hosts, to 1. Used by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
+        host_weight: the paper's gamma, 0 to 1: weight of a replica on a new host; a replica on a new rank has the weight 1 -
+            gamma. 0 ignores hosts. Used by ``"ebv"``, the streamed part of ``"ne"``, and the choice of masters.
         seed: random seed of ``"random"``, ``"dbh"``, ``"grid"``, ``"streaming"`` and ``"dne"``.
         masks: bool ``[N]`` each; every rank becomes the master of a node of each mask that has at least P nodes.
         part: output for the ranks of edges, ``[E]`` of :func:`part_dtype`, such as a memory-mapped file.

@@ -149,8 +149,8 @@ class VertexCutStrategy(GNNStrategy):
             - ``"dne"``, ``"hdrf"``, ``"dbh"``, ``"grid"``, ``"random"``: for comparison.
         num_machines: number of machines, with equal numbers of ranks, between which ``"ebv"`` and the choice of masters avoid
             traffic. By default the Trainer's ``num_nodes``.
-        host_weight: gamma of equation 24: cost of a replica on another machine, relative to a replica on the same machine; 0 to
-            1.
+        host_weight: gamma of equation 24, 0 to 1: weight of a replica on a new machine; a replica on a new rank has the weight 1
+            - gamma. 0 ignores machines.
         cache: rows that are sent. None sends all rows: exact. The last epoch, validation, test and predict are exact for all
             values.
 
