@@ -5,9 +5,9 @@ Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 
 product multiplies with the transpose: in the sparse form, its rows go in the opposite direction; in the other forms, in the same
 direction.
 
-n nodes, f columns, E edges, P ranks, S stages, c the replication factor, R = P / c block rows, q the side of a square or cube and
-L its layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` is the first node of each rank and the end, ``[P +
-1]``. `edge_index` has relabeled ids, source and target, ``[2, E]``.
+n nodes, f columns, E edges, P ranks, S stages. c is the replication factor, with R = P / c block rows. q is the side of a square
+or cube, and L its number of layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` is the first node of each rank
+and the end, ``[P + 1]``. `edge_index` has relabeled ids, source and target, ``[2, E]``.
 """
 
 from __future__ import annotations
