@@ -1,1 +1,1 @@
-"""The strategy that all schemes share: ranks, steps, checks, and the contract of a scheme."""
+"""Base strategy of all schemes: ranks, steps, checks, and the interface of a scheme."""

@@ -1,4 +1,4 @@
-"""GNNStrategy: launching, groups, row semantics, gradient sums; the communication scheme is a replaceable part."""
+"""`GNNStrategy`: base class of all strategies; the communication scheme is a replaceable part."""
 
 from __future__ import annotations
 
@@ -55,66 +55,77 @@ samplers=num_workers score=edge_score_fn"""),
 
 
 def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
-    """Raises ValueError if an option of a strategy is set that its scheme cannot have; the text says why, and what to do."""
+    """Raises ValueError if an option is set that the scheme does not support.
+
+    Args:
+        options: options of the strategy by name; None and False count as not set.
+        names: unsupported options.
+        because: end of the error message: the reason and a fix.
+    """
     for name in names:
         if options.get(name) not in (None, False):
             raise ValueError(f"{name}={options[name]!r} is of no use. {because}")
 
 
 class GNNStrategy(RankStrategy):
-    """Trains any PyG model, unchanged, on one graph over several ranks, with the numbers of one device.
+    """Base strategy: trains an unmodified PyG model on one graph over several ranks, with the results of one device.
 
-    Every node has one owner. A rank's batch holds the rows that it owns. Inside a step on the whole graph, every tensor stands
-    for that of the whole graph (docs/rows.md), and gradients are summed over ranks.
+    Every node has one owner. A rank's batch contains its local nodes. Inside a full-graph step, a tensor of local rows stands for
+    the tensor of all rows (docs/rows.md). Gradients are summed over ranks.
 
     Args:
-        scheme: how rows travel between ranks.
-        start_method: how ranks are started: ``"popen"`` runs the script once per rank, ``"spawn"`` and ``"fork"`` start
-            processes that run the Trainer's call only. Raise it to ``"fork"`` in notebooks. Under ``torchrun`` and SLURM
-            ranks are there already.
-        predictions: what ``trainer.predict`` returns for tensors with one row per node or per edge: ``"all"`` all rows in
-            original order on every rank, ``"rank0"`` the same on rank 0 only, ``"shards"`` each rank's own rows
-            (``batch.n_id`` and ``batch.e_id`` tell which); ``"file"`` all rows, memory-mapped: each rank writes its own to a
-            ``.npy`` file in the folder ``predictions`` of the Trainer's ``default_root_dir``, which all machines see.
-        shared_memory: let CPU ranks on one machine exchange through shared memory; sockets otherwise.
-        timeout: seconds after which a wait for another rank is an error that names operation, layer and rank; ranks that have
-            taken different ways are told before (docs/errors.md, "When a run hangs").
-        self_check: before a stage starts, run its step on a small random graph, whole and split in two, and refuse a
-            model that gives other numbers on the parts.
-        reuse_buffers: let CPU ranks keep what a step frees for the next one instead of giving it back to the system: faster
-            steps, somewhat more memory.
-        codec: send rows in fewer bytes in training steps, approximately: as ``"int8"``, ``"int4"`` or ``"int2"`` between a row's
-            least and largest entry, as ``"bfp8"`` or ``"bfp4"`` around 0, or as ``"bf16"``;
-            exactly in the last epoch. None sends them as they are. Set it where the
-            network is what you wait for (docs/codecs.md).
-        stochastic_rounding: let the codec round up or down at random, so that its errors are 0 in the mean.
-        cache_input_aggregation: keep what the layers' sums over neighbours make of the graph's own features, which is the same in
-            every step: at most four times the memory of the features. Without, it is computed and sent anew.
-        checkpoint_convs: let each conv keep its arguments only, and make the rest again in the backward, where halo rows are
-            fetched once more, as in SAR: less memory, more time and bytes, the same numbers (docs/memory.md). Full-graph
-            strategies.
+        scheme: communication scheme: the layout and the exchange.
+        start_method: launcher of the ranks. ``"popen"`` runs the script once per rank. ``"spawn"`` and ``"fork"`` start processes
+            that run only the call of the Trainer. Use ``"fork"`` in notebooks. Under ``torchrun`` and SLURM the ranks already
+            run.
+        predictions: return value of ``trainer.predict`` for tensors with one row per node or edge. ``"all"``: all rows in the
+            original order, on every rank. ``"rank0"``: all rows on rank 0 only. ``"shards"``: the local rows of each rank, with
+            the original ids in ``batch.n_id`` and ``batch.e_id``. ``"file"``: all rows, memory-mapped; each rank writes its rows
+            to a ``.npy`` file in the folder ``predictions`` of the Trainer's ``default_root_dir``, which must be visible to all
+            machines.
+        shared_memory: whether CPU ranks of one machine exchange data through shared memory; otherwise they use sockets.
+        timeout: seconds to wait for another rank before an error that names operation, layer and rank. Diverging ranks raise an
+            error earlier (docs/errors.md, "When a run hangs").
+        self_check: whether the step of a stage runs on a small random graph, unpartitioned and split in two, before the stage
+            starts. Models whose results differ raise an error.
+        reuse_buffers: whether CPU ranks keep the memory that a step frees for the next step instead of returning it to the
+            system. Steps are faster and need somewhat more memory.
+        codec: lossy encoding of messages in training steps; the last epoch is exact. ``"int8"``, ``"int4"`` and ``"int2"``
+            quantize between the least and largest entry of a row, ``"bfp8"`` and ``"bfp4"`` around 0; ``"bf16"`` rounds. None: no
+            encoding. Use it where the network is the bottleneck (docs/codecs.md).
+        stochastic_rounding: whether the codec rounds up or down at random, so that the mean of its errors is 0.
+        cache_input_aggregation: whether the first layers cache the aggregation of the graph's input features, which is equal in
+            every step. The cache takes at most four times the memory of the features. Without it, the aggregation is exchanged
+            and computed in every step.
+        checkpoint_convs: whether each conv stores only its arguments and is recomputed in the backward pass, where halo features
+            are exchanged again, as in SAR. This takes less memory and more time and bytes, with equal results (docs/memory.md).
+            Full-graph strategies only.
+        memory_limit: memory of this machine that its CPU ranks share, in bytes or such as ``"4GB"``; tensors beyond it are in
+            files (docs/memory.md, "Beyond memory"). None: no limit.
+        spill_dir: folder of these files. Default: the Trainer's ``default_root_dir``.
+        **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 
     strategy_name = "gnn"
     equal_buffers = True
-    """Whether buffers are the same on all ranks while it trains, as parameters are."""
+    """True if module buffers, like parameters, are equal on all ranks during training."""
 
     @classmethod
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
-        """Returns arguments under which ``lightning-gnn advise`` compares the strategy with others, if it can run so.
+        """Returns the argument sets under which ``lightning-gnn advise`` compares the strategy; empty if it cannot run.
 
         Args:
-            ranks: how many.
-            links_alike: between all of them; else plans over relays may be worth a look.
+            ranks: number of ranks.
+            links_alike: whether all links between ranks are equal; if not, plans with relays may be faster.
         """
         return [{}]
 
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """What the losses of steps on a rank's own batch are over its rows; a loss of the whole graph is taken as it is."""
+    """Reduction of the losses of mini-batch steps; a loss of a full-graph step is used unchanged."""
     dropout_seed_every_n_epochs = 1
-    """Epochs whose training steps draw the same random numbers; 1: each draws on from the rank's stream."""
+    """Number of epochs whose training steps draw the same random numbers; with 1, each step continues the rank's stream."""
     trains_on_batches = False
-    """An epoch has many steps, on parts of the graph; else one step, on all of it."""
+    """True if an epoch has many mini-batch steps; False if it has one full-graph step."""
 
     def __init__(
         self,
@@ -159,28 +170,28 @@ class GNNStrategy(RankStrategy):
 
     @property
     def approximation(self) -> str:
-        """What makes training differ from that of one device, in a few words; empty if nothing does."""
+        """Short description of the differences from training on one device; empty if there are none."""
         return ", ".join(filter(None, [self.scheme.approximation, f"codec {self.codec}" if self.codec else ""]))
 
     def layout(self) -> LayoutSpec:
-        """Returns what the datamodule must give each rank."""
+        """Returns the layout that the datamodule must provide."""
         return self.scheme.layout(self.world_size, self.num_nodes)
 
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
-        """Returns the stages whose steps must give the numbers of one device in what the Trainer does now."""
+        """Returns the stages of the Trainer's current call whose steps must give the results of one device."""
         assert trainer.state.fn is not None
         return ("fit", "validate") if trainer.state.fn == TrainerFn.FITTING else (trainer.state.fn.value,)
 
     def binds(self, shard: Shard) -> bool:
-        """Returns whether layers see the rank's part of the graph; else steps see nothing but their batches."""
+        """Returns whether layers use the rank's part of the graph; otherwise steps use only their batches."""
         return True
 
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
-        """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph; on every rank."""
+        """Raises :class:`UnsupportedModelError` if the model cannot run on the graph; called on every rank."""
         check_model(module, of, self.checkpoint_convs)
 
     def check_data(self, data: Any) -> GraphDataModule:
-        """Returns the datamodule of a run; raises ValueError for any that has no graph."""
+        """Returns the datamodule of a run; raises ValueError if it is not a `GraphDataModule`."""
         if not isinstance(data, GraphDataModule):
             given = "no datamodule" if data is None else type(data).__name__
             raise ValueError(
@@ -190,7 +201,7 @@ class GNNStrategy(RankStrategy):
         return data
 
     def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer) -> Run:
-        """Returns what checks look at."""
+        """Returns the description of the run for checks."""
         first = self.node_rank * self.num_processes
         return Run(
             type(self).__name__,
@@ -209,10 +220,11 @@ class GNNStrategy(RankStrategy):
         )
 
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
-        """Finds what is wrong while there is one process only; called by launchers in the process that starts the ranks.
+        """Checks data, model and memory before ranks start; called by launchers in the process that starts the ranks.
 
         Args:
-            trainer, given: whose call it is, and its arguments.
+            trainer: Trainer of the call.
+            given: arguments of the call.
             self_check: whether the self-check may run here.
         """
         if trainer is None or self.world_size == 1:
@@ -221,12 +233,12 @@ class GNNStrategy(RankStrategy):
         found = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
         data = self.check_data(found or getattr(trainer, "datamodule", None))
         if module is None:
-            return  # Lightning says so
+            return  # Lightning raises an error
         layout = self.layout()
-        if not layout.samples:  # else the graph decides what the model may be
+        if not layout.samples:  # otherwise the supported models depend on the graph
             check_for_layout(module, layout)
         if self.num_nodes > 1:
-            return  # the graph comes to machines when their ranks have met, and none waits for one that stops here
+            return  # machines receive the graph only after their ranks have connected
         data.prepare_ahead(layout)
         cut = data.stored_cut()
         check_fits(module, cut)
@@ -256,7 +268,7 @@ class GNNStrategy(RankStrategy):
         self.checks.module_alike(run, self.world)
         self.check_model(module, shard)
         if self.binds(shard):
-            # One rank of a machine compiles, and the others load what it has kept.
+            # One rank of a machine compiles; the others load the compiled kernels from the cache.
             if self.local_rank == 0:
                 self._warm_up(module, trainer)
             self.world.barrier()
@@ -269,7 +281,7 @@ class GNNStrategy(RankStrategy):
         self.begin_stage(trainer, shard)
 
     def _warm_up(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        """Compiles what layers run, unless PyG's own code runs in all steps: then there is none to check either."""
+        """Compile the kernels of layers, unless PyG's own code runs in all steps; then no stage is checked either."""
         if self.root_device.type != "cpu" or not self.checked_stages(trainer):
             return
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -281,7 +293,7 @@ class GNNStrategy(RankStrategy):
             rank_zero_info(f"Compiled in {seconds:.1f} s")
 
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Binds the model, which is on its device, and wraps what its steps give; on all ranks."""
+        """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
         steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs)
@@ -304,12 +316,12 @@ class GNNStrategy(RankStrategy):
             self.log_exchange(trainer, shard)
 
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
-        """Tells the loggers how rows travel in this run, where arguments do not."""
+        """Log the communication plan of the run if arguments do not determine it."""
         if isinstance(self.scheme, EdgeCutScheme):
             log_config(trainer, {"plan": {"name": "p2p"}})
 
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
-        """Returns the callbacks that a stage adds to the user's."""
+        """Returns the callbacks that a stage adds to the callbacks of the user."""
         steps = self.steps
         of_steps = None if steps.rows is None else steps.rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, of_steps)
@@ -317,7 +329,7 @@ class GNNStrategy(RankStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, OneBatch) and dataloader != []:  # nothing, where no node is in the mask
+        if not isinstance(dataloader, OneBatch) and dataloader != []:  # Lightning has an empty list if no node is in the mask
             raise ValueError(
                 f"{type(self).__name__} trains on its rank's part of the graph and cannot use a {type(dataloader).__name__}. "
                 "Pass datamodule=GraphDataModule(...) in place of dataloaders."
@@ -351,11 +363,11 @@ class GNNStrategy(RankStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def kept_state(self) -> dict[str, Any]:
-        """Returns what checkpoints keep beside Lightning's; on all ranks."""
+        """Returns the state that checkpoints store in addition to Lightning's; called on all ranks."""
         return {"scheme": self.scheme.state_dict(), **self.steps.state()}
 
     def outcome(self) -> dict[str, Any]:
-        """Returns attributes that a call of the Trainer has set; ranks that last for one call send them back to the caller."""
+        """Returns attributes that a call of the Trainer has set; processes started for one call send them to the caller."""
         return {}
 
     @override
@@ -383,8 +395,8 @@ class GNNStrategy(RankStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # As Lightning's, but gradients are summed before on_after_backward, which precision.post_backward calls, and
-        # on_before_backward is given the loss as the step returned it.
+        # Equal to Lightning's, except that gradients are summed before on_after_backward, which precision.post_backward calls,
+        # and on_before_backward receives the loss as the step returned it.
         module, precision, steps = self._module, self.precision_plugin, self.steps
         with steps.in_backward():
             with steps.random.inside(False):
@@ -406,13 +418,16 @@ class GNNStrategy(RankStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator:
-        """Leaves gradients unsummed while open: those of an accumulation are summed once, at its end."""
+        """Context manager that skips gradient sums: accumulated gradients are summed once, in the last backward pass."""
         with self.steps.shared.gradients.blocked():
             yield None
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Returns the mean over ranks, by the labelled rows of the stage's mask as in logs, or the sum, as `reduce_op` says."""
+        """Returns the sum over ranks, or the mean.
+
+        The mean weights each rank by its labeled nodes in the mask of the stage, as in logs.
+        """
         if not isinstance(tensor, Tensor):
             return tensor
         if active_mode() is not None:
@@ -424,13 +439,15 @@ class GNNStrategy(RankStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        with local_rows():  # decisions of ranks are counted
+        with local_rows():  # counts one decision per rank
             return super().reduce_boolean_decision(decision, all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all ranks, which may have different numbers of rows; see
-        :func:`~lightning_gnn.steps.weights.gather_rows`."""
+        """Returns the tensors of all ranks, which may have different numbers of rows; see `gather_rows`.
+
+        The function is :func:`~lightning_gnn.steps.weights.gather_rows`.
+        """
         if self._world is None or self._world.size == 1:
             return tensor
         if group not in (None, self.world.everyone):
@@ -438,7 +455,7 @@ class GNNStrategy(RankStrategy):
         mode = active_mode()
         of = placement_of(tensor)
         if mode is not None and tensor.requires_grad and of is not None and of.rows is None:
-            return tensor.expand(self.world.size, *tensor.shape)  # whose gradient is that of one value
+            return tensor.expand(self.world.size, *tensor.shape)  # its gradient is the gradient of one value
         with local_rows():
             found = gather_rows(tensor, self.world, self.steps.weights if mode is None else None, sync_grads)
         return found if mode is None else place(found, FROM_ROWS)

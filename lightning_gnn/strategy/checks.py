@@ -1,6 +1,6 @@
-"""What is checked before a run and in it: that ranks can give, and go on giving, the numbers of one device.
+"""Checks before and during a run: whether ranks give, and continue to give, the results of one device.
 
-Most of it is imported where there are several ranks.
+Most imports are local: only runs with several ranks need them.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ if TYPE_CHECKING:
     from lightning_gnn.checks.self_check import SelfCheck
 
 _trained: WeakSet[pl.LightningModule] = WeakSet()
-"""Modules with which a stage has begun: steps may have left values of a rank in their attributes."""
+"""Modules with which a stage has begun: their attributes may contain values of one rank."""
 
 
 class Checks(pl.Callback):
-    """Checks before a stage. Of the self-check, one rank tries out a step, and tells the others; ``check/seconds`` is what it has
-    taken."""
+    """Checks before a stage.
+
+    One rank runs the self-check of a step and broadcasts the outcome. ``check/seconds`` is the time of the self-check.
+    """
 
     def __init__(self) -> None:
         self._outcomes: Mapping[str, SelfCheck] = {}
-        self._done = False  # before ranks were started
+        self._done = False  # checked before ranks started
         self._seconds = 0.0
 
     def ahead(self, run: Run, cut: Cut) -> None:
-        """Runs the self-check in the process that starts the ranks."""
+        """Run the self-check in the process that starts the ranks."""
         from lightning_gnn.strategy.self_checks import checkers, judged, outcome_of
 
         found = checkers(run, cut.shard(0))
         outcomes = {stage: outcome_of(run, cut.shard(rank), stage) for stage, rank in found.items()}
-        # Else once more on the ranks: the module's own setup() may still make its layers.
+        # Otherwise the check is repeated on the ranks: setup() of the module may create its layers.
         if all(outcome.not_run is None for outcome in outcomes.values()):
             self._seconds += judged(run, outcomes)
             self._outcomes, self._done = outcomes, True
 
     def memory_ahead(self, run: Run, cut: Cut) -> None:
-        """Looks whether CPU ranks of this machine have memory, in the process that starts them."""
+        """Check the memory of this machine's CPU ranks, in the process that starts them."""
         if predicts_memory(cut):
             from lightning_gnn.strategy.memory_checks import check_memory
 
             check_memory(run, cut)
 
     def module_alike(self, run: Run, world: World) -> None:
-        """Refuses, on all ranks, modules or Trainers that are not the same on all."""
+        """Raises an error on all ranks if modules or Trainers differ between ranks."""
         has_begun = run.module in _trained
         _trained.add(run.module)
         if world.size > 1:
@@ -69,10 +71,10 @@ class Checks(pl.Callback):
             check_alike(world, module_and_trainer(run.module, run.trainer, has_begun))
 
     def before_stage(self, run: Run, world: World, shard: Shard) -> None:
-        """Runs the self-check on ranks, unless that has been done before they were started; and looks at their memory."""
+        """Run the self-check on ranks, unless it ran before they started, and check their memory."""
         done, self._done = self._done, False
         if world.size > 1 and world.broadcast_object(done):
-            # Of the process that has started the others, perhaps: they check later with it.
+            # The process that started the others may have these outcomes, and checks them again later.
             self._outcomes = world.broadcast_object(self._outcomes)
         elif world.size > 1:
             from lightning_gnn.strategy.self_checks import judged, outcomes_of_ranks
@@ -87,7 +89,7 @@ class Checks(pl.Callback):
     def optimizers(
         self, run: Run, world: World, data: GraphDataModule, optimizers: Sequence[Optimizer], schedulers: Iterable[Any]
     ) -> None:
-        """Refuses, on all ranks, what ``configure_optimizers`` has returned, if ranks could not train it together."""
+        """Raises an error on all ranks if ranks cannot train the result of ``configure_optimizers`` together."""
         failure: ValueError | None = None
         if run.on_batches and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             failure = ValueError(
@@ -111,10 +113,10 @@ class Checks(pl.Callback):
 
 
 class RunChecks(pl.Callback):
-    """Refuses what has changed since the stage began, and ranks would not follow, before the next epoch's first step.
+    """Raises an error before the first step of an epoch if changes since the start of the stage are not supported.
 
-    Beside the graph, that is what optimizers hold, in callbacks that unfreeze layers, say. Looks at it again where groups of
-    parameters have come or gone, and in the first step at what its loss comes from.
+    Checked are the graph and the parameters in optimizers, which callbacks may change, for example to unfreeze layers. Optimizers
+    are checked again if parameter groups change. In the first step, the inputs of the loss are checked too.
     """
 
     def __init__(self) -> None:
@@ -154,7 +156,7 @@ class RunChecks(pl.Callback):
 
 
 def _may_lack_memory(run: Run, shard: Shard) -> bool:
-    """Returns whether it is predicted what this rank needs; several CPU ranks were looked at before they were started."""
+    """Returns whether to predict the memory of this rank; several CPU ranks were checked before they started."""
     if run.device.type != "cpu":
         return run.keeps_activations
     if run.world_size > 1 or not run.keeps_activations:

@@ -1,4 +1,4 @@
-"""What a run does that depends on whether its graph has node and edge types."""
+"""The parts of a run that depend on whether its graph has node and edge types."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def check_model(module: torch.nn.Module, of: Shard | Cut, checkpoint_convs: bool) -> None:
-    """Raises :class:`UnsupportedModelError` for a model that cannot run on such a graph."""
+    """Raises :class:`UnsupportedModelError` for a model that cannot run on the graph."""
     if of.types.is_hetero and checkpoint_convs:
         raise ValueError("checkpoint_convs=True is for graphs of one type. Leave it out for a HeteroData.")
     (feature("check_typed_module") if of.types.is_hetero else check_module)(module)
 
 
 def bind(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> Binding:
-    """Returns the module bound to a rank's shard, of which `make` makes graphs."""
+    """Returns the module bound to a rank's shard; `make` creates the graph context."""
     if shard.types.is_hetero:
         return feature("TypedBinding")(module, feature("TypedGraph")(shard, world, make))
     return Binding(module, context_of(module, shard, world, make))
 
 
 def make_small_graph(shard: Shard) -> Callable[..., SmallGraph]:
-    """Returns what makes small graphs that look like a shard's."""
+    """Returns a function that makes small graphs with the attributes of a shard."""
     from lightning_gnn.checks.small_graph import small_graph
 
     types = shard.types
@@ -42,12 +42,12 @@ def make_small_graph(shard: Shard) -> Callable[..., SmallGraph]:
 
 
 def predicts_memory(of: Shard | Cut) -> bool:
-    """Returns whether it is predicted what training takes."""
+    """Returns whether the memory of training can be predicted."""
     return not of.types.is_hetero
 
 
 def described(shard: Shard) -> dict[str, Any]:
-    """Returns what a run's configuration tells of the graph's columns, or types."""
+    """Returns the entries of a run's configuration for the graph: its number of features, or its types."""
     types = shard.types
     if not types.is_hetero:
         return {"features": shard.batch.x.size(1)}
@@ -58,5 +58,5 @@ def described(shard: Shard) -> dict[str, Any]:
 
 
 def check_for_layout(module: torch.nn.Module, layout: LayoutSpec) -> None:
-    """As :func:`check_model`, before it is known whether the graph has types."""
+    """Raises as :func:`check_model`, before the types of the graph are available."""
     check_module(module, layout.takes_types)

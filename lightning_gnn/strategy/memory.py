@@ -1,4 +1,4 @@
-"""What is known of the memory of schemes."""
+"""Predictions of the memory of schemes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 PLENTY = 1000
-"""Times what ranks hold at the least: more than layers ever keep, so nothing is predicted where so much is available."""
+"""Factor on the minimal memory of ranks above which nothing is predicted: layers never store this much."""
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """What is known of the memory that ranks need under a scheme.
+    """Memory model of a scheme.
 
     Attributes:
-        rehearsed: the scheme whose steps on two ranks tell what each rank keeps.
-        working_bytes: given the owned rows of each rank, and the bytes of a node's features, returns what a rank needs beside
-            its part of the graph, at the least.
-        less: given the number of ranks, says how a run takes less memory.
+        rehearsed: the scheme of the trial steps on two ranks, which measure the memory of each rank.
+        working_bytes: function of the number of local nodes of each rank and of the bytes of a node's features; returns the
+            minimal memory of a rank in addition to its part of the graph.
+        less: function of the number of ranks; returns advice on using less memory.
     """
 
     rehearsed: Scheme
@@ -45,7 +45,7 @@ class MemoryAdvice:
         device: torch.device | None = None,
         cache_input_aggregation: bool = True,
     ) -> Predicted:
-        """Returns what training steps keep; arguments as of :class:`~lightning_gnn.checks.footprint.Predicted`."""
+        """Returns the memory of training steps; for arguments see :class:`~lightning_gnn.checks.footprint.Predicted`."""
         from lightning_gnn.checks.footprint import Predicted
 
         bind = partial(bind_module, self.rehearsed, meter=Meter(), cache_input_aggregation=cache_input_aggregation)
@@ -54,5 +54,5 @@ class MemoryAdvice:
 
 @singledispatch
 def memory_advice(scheme: Scheme) -> MemoryAdvice:
-    """Returns what is known of the memory of a scheme; ``@memory_advice.register`` adds a function for a class of schemes."""
+    """Returns the memory model of a scheme; ``@memory_advice.register`` adds a function for a class of schemes."""
     return MemoryAdvice(twin_of(scheme))

@@ -1,4 +1,4 @@
-"""Whether a run will fit into memory, said before it starts, with what would."""
+"""Checks before a run whether it fits into memory, with suggestions that would fit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIMES_RANKS = (2, 4, 8, 16, 32, 64)
 
 
 def check_memory(run: Run, cut: Cut) -> None:
-    """Refuses a run whose graph and weights do not fit into this machine's memory, and warns if training will not.
+    """Raises an error if graph and weights exceed this machine's memory; warns if training is predicted to exceed it.
 
-    In the process that starts the ranks, which are CPU ranks; others look at their devices themselves.
+    Called in the process that starts CPU ranks. Ranks on other devices check their own device.
     """
     available = devices.available_bytes()
     if run.device.type != "cpu" or available is None:
@@ -49,26 +49,26 @@ def check_memory(run: Run, cut: Cut) -> None:
 
 
 def check_own_memory(run: Run, world: World, shard: Shard) -> None:
-    """Warns if what a rank needs does not fit onto its device."""
+    """Warns if the predicted memory of a rank exceeds its device."""
     on_cpu = run.device.type == "cpu"
     own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", run.module)][world.rank])
     free = devices.available_bytes() if on_cpu else devices.free_bytes(run.device)
-    here = sum(memory_of(shard.batch).values())  # of the graph; on a device it is not there yet
+    here = sum(memory_of(shard.batch).values())  # bytes of the graph, which is not on a device yet
     found = [(free + here * on_cpu, own)] if free is not None and free < PLENTY * here else []
     found = [each for of_rank in world.all_gather_object(found) for each in of_rank]
-    if found and world.rank == 0:  # the rank that holds most, on the device that has least
+    if found and world.rank == 0:  # the largest rank, on the device with the least free memory
         least, _ = min(found, key=lambda each: each[0])
         warn_of_memory(run, shard, [max((sizes for _, sizes in found), key=sum)], least)
 
 
 def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: int, working_bytes: int = 0) -> None:
-    """Warns if ranks that share memory will need more than there is; names what would fit.
+    """Warns if ranks that share memory are predicted to need more than is available, and suggests what would fit.
 
     Args:
-        shard: of one of the ranks, on the CPU.
-        sizes: of the ranks that share the memory.
-        available: bytes of it.
-        working_bytes: that each rank needs beside.
+        shard: shard of one of the ranks, on the CPU.
+        sizes: sizes of the ranks that share the memory.
+        available: available bytes.
+        working_bytes: bytes that each rank needs in addition.
     """
     try:
         steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation)
@@ -98,7 +98,7 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
 
 
 def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]:
-    """Yields what would fit, and what takes less in any case."""
+    """Yields suggestions that would fit, and suggestions that reduce memory in any case."""
     least = needed(True)
     if least <= available:
         yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
@@ -106,7 +106,7 @@ def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]
     if replication is not None and replication > 1:
         yield f"a smaller replication than {replication}"
     for times in _TIMES_RANKS:
-        # As many halo rows for each as now, which is more than there will be.
+        # Assumes the current number of halo nodes for each rank, an upper bound.
         least = needed(run.checkpoint_convs, times)
         if least <= available:
             more, each = f"num_nodes={times * run.machines}", "a machine"

@@ -1,4 +1,4 @@
-"""RankStrategy: devices, processes, the world of ranks, whole checkpoints; it knows nothing of graphs."""
+"""`RankStrategy`: devices, processes, connections between ranks, and atomic checkpoints, independent of graphs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.private_lightning import TRAINER, WrappingCheckpointIO, compilation
 
 MOST_SECONDS = 10**8
-"""Three years; torch counts deadlines in milliseconds, in 64 bits of nanoseconds in places."""
+"""Maximal timeout, three years: torch counts timeouts in milliseconds, and in places in 64-bit nanoseconds."""
 
 
 class SideBySide:
-    """Ranks that compute side by side, each with all it needs in memory; an extension may have others in their place.
+    """Ranks that compute at the same time, each fully in memory; an extension may replace it.
 
     Args:
-        shared_memory: let CPU ranks of one machine exchange through it.
+        shared_memory: whether CPU ranks of one machine exchange data through shared memory.
     """
 
     most_bytes: int | None = None
@@ -41,14 +41,14 @@ class SideBySide:
         self._shared_memory = shared_memory
 
     def check(self, devices: Sequence[torch.device], machines: int) -> None:
-        """Any devices will do."""
+        """No-op: all devices are supported."""
 
     def make_world(self, folder: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> World:
-        """Returns the ranks of a run; all ranks call it."""
+        """Returns the connected ranks of a run; collective."""
         return World(rank, size, device, timeout, self._shared_memory)
 
     def turn(self) -> AbstractContextManager[None]:
-        """While open, this rank computes."""
+        """Context manager that surrounds the computation of this rank."""
         return nullcontext()
 
 
@@ -56,7 +56,7 @@ class RankStrategy(ParallelStrategy):
     """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
-        ranks: connects them, and has them compute side by side, or one after the other.
+        ranks: object that connects the ranks, and runs them at the same time or in turns.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RankStrategy(ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        """Takes the Trainer's module, before Lightning looks whether it was compiled."""
+        """Set the Trainer's module; called before Lightning checks whether it is compiled."""
         if module is not None and compilation(module) is not None:
             raise ValueError(
                 f"{type(self).__name__} looks into the layers and steps of a module, and torch.compile(module) hides them. "
@@ -117,23 +117,23 @@ class RankStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning that ranks may differ in what they log."""
+        """True: Lightning then accounts for ranks that log different values."""
         return True
 
     @property
     def world(self) -> World:
-        """All ranks; there between ``setup_environment`` and ``teardown``."""
+        """All ranks, available between ``setup_environment`` and ``teardown``."""
         if self._world is None:
             raise RuntimeError("The strategy's ranks are connected during fit, validate, test and predict only.")
         return self._world
 
     def set_world_ranks(self) -> None:
-        """Tells the environment which rank this is; called by Lightning before and after ranks are started."""
+        """Set the rank of this process in the environment; called by Lightning before and after ranks start."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -170,7 +170,7 @@ class RankStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if self._world is not None:
             self._world.barrier(f"Barrier {name}" if name else "Barrier")
-        elif self.world_size > 1:  # after fit: others read what rank 0 writes
+        elif self.world_size > 1:  # after fit, other ranks read files of rank 0
             wait_for_all(self.global_rank, self.world_size, self.timeout)
 
     @override
@@ -180,7 +180,7 @@ class RankStrategy(ParallelStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """Ours, unless ``Trainer(plugins=...)`` names another; under a wrapper, such as AsyncCheckpointIO, too."""
+        """Atomic checkpoint IO, also under a wrapper such as AsyncCheckpointIO, unless ``Trainer(plugins=...)`` sets another."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
@@ -201,7 +201,7 @@ class RankStrategy(ParallelStrategy):
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
-    """Returns what to type so that there are as many ranks as the Trainer asks for."""
+    """Returns a command that starts the number of ranks in the Trainer's arguments."""
     kind = type(environment).__name__
     if kind == "SLURMEnvironment":
         return (

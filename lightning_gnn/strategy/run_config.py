@@ -1,4 +1,4 @@
-"""What loggers are told of a run: strategy and arguments, ranks, graph, partition; plain values."""
+"""Configuration of a run for loggers: strategy and arguments, ranks, graph and partition, as plain values."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NOT_TOLD = (
 
 
 def arguments_of(strategy: Any) -> dict[str, Any]:
-    """Returns the arguments of a strategy's constructor by name, its base's included, as they are in use; plain values.
+    """Returns the arguments in use of a strategy's constructor and its bases by name, as plain values.
 
-    Strategies and their schemes keep them under their names, or as ``num_name`` or ``_name``.
+    Strategies and their schemes store arguments under their names, or as ``num_name`` or ``_name``.
     """
     kept = {**vars(strategy.scheme), **vars(strategy)}
     found = {}
@@ -47,7 +47,7 @@ def arguments_of(strategy: Any) -> dict[str, Any]:
 
 
 def run_config(strategy: Any, shard: Shard) -> dict[str, Any]:
-    """Returns the configuration of a run beside that of its module: ``strategy``, ``graph``, ``partition``, and sizes."""
+    """Returns the configuration of a run without its module: ``strategy``, ``graph``, ``partition``, and sizes."""
     nodes, edges = sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
     graph.update(described(shard))
@@ -87,7 +87,7 @@ def part_sizes(shard: Shard) -> list[PartSize]:
 
 
 def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
-    """Returns the files that tell of the parts: JSON, the tables of ``lightning-gnn partition``, and perhaps a picture."""
+    """Returns the files that describe the partition: JSON, the tables of ``lightning-gnn partition``, optionally a picture."""
     parts = part_sizes(shard)
     counts = {name: [asdict(part)[name] for part in parts] for name in ("nodes", "edges", "halo_rows")}
     report = {**counts, **{name: list(of) for name, of in shard.mask_counts.items()}, **shard.report}
@@ -105,7 +105,7 @@ def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
 
 
 def log_run(strategy: Any, trainer: pl.Trainer, shard: Shard) -> None:
-    """Tells the loggers what is trained, on which parts of which graph."""
+    """Log the configuration of the run, its graph and its partition."""
     log_config(trainer, run_config(strategy, shard))
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
         log_files(trainer, "partition", partition_report(shard, uploads(trainer)))

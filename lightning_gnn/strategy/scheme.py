@@ -1,4 +1,4 @@
-"""A communication scheme: who holds what, and how rows travel."""
+"""Communication schemes: the layout of the graph and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -24,48 +24,51 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategy.graph_kinds import bind
 
 TIMES_FEATURES = 4
-"""Memory of what layers keep of the graph's own features, in times that of the features."""
+"""Maximal memory of cached input aggregations, as a multiple of the memory of the features."""
 
 
 class Scheme(ABC):
-    """A communication scheme: who holds what, how rows get there, and what it is not exact in.
+    """Communication scheme: the layout, the exchange, and a description of approximations.
 
-    What else can be said of a scheme is registered for its class, and optional: the scheme that the self-check runs
-    (:func:`twin_of`), advice on memory (:func:`~lightning_gnn.strategy.memory.memory_advice`), and what one exchange costs
+    Further properties of a scheme are optional, and registered for its class: the scheme of the self-check (:func:`twin_of`), its
+    memory model (:func:`~lightning_gnn.strategy.memory.memory_advice`), and the cost of one exchange
     (:func:`~lightning_gnn.extensions.plans.exchanges.exchange_costs`).
 
     Attributes:
-        approximation: what makes training differ from that of one device, in a few words; empty if nothing does.
+        approximation: short description of the differences from training on one device; empty if there are none.
     """
 
     approximation: str = ""
 
     @abstractmethod
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        """Returns what each rank must hold.
+        """Returns the layout of the shards.
 
         Args:
-            world_size: P.
-            num_hosts: machines, on which the ranks lie in order, equally many on each.
+            world_size: number of ranks, P.
+            num_hosts: number of machines; each has equally many consecutive ranks.
         """
 
     @abstractmethod
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        """Returns how rows get to and from this rank, whose `shard` has its tensors on the rank's device; runs on every rank.
+        """Returns the exchange of this rank, with the tensors of `shard` on the rank's device; called on every rank.
 
-        Of a module that reads out-edges it is asked twice, the first time for the graph whose edges go the other way.
+        For a module that uses out-edges it is called twice, first for the graph with reversed edges.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, plain values."""
+        """Returns the state for a checkpoint, as plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes what :meth:`state_dict` gave, perhaps of another scheme."""
+        """Load the result of :meth:`state_dict`, possibly of another scheme."""
 
 
 class EdgeCutScheme(Scheme):
-    """Each rank holds all in-edges of its nodes; S fetches the halo rows directly from their owners, R is the identity."""
+    """Edge cut: each rank has all in-edges of its local nodes.
+
+    S receives halo nodes directly from their owners. R is the identity.
+    """
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
@@ -78,15 +81,15 @@ class EdgeCutScheme(Scheme):
 
 @dataclass(frozen=True)
 class Run:
-    """A call of the Trainer under a scheme, as checks look at it.
+    """Call of the Trainer under a scheme, as input of checks.
 
     Attributes:
-        strategy: the name of the strategy's class.
-        stages: whose steps must give the numbers of one device.
-        on_batches: training steps are on batches, else on the whole graph.
-        self_check, cache_input_aggregation, checkpoint_convs: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
-        device: of this rank.
-        here: the ranks on this machine.
+        strategy: name of the strategy's class.
+        stages: stages whose steps must give the results of one device.
+        on_batches: whether training steps use mini-batches; otherwise the whole graph.
+        self_check, cache_input_aggregation, checkpoint_convs: arguments of :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+        device: device of this rank.
+        here: ranks on this machine.
     """
 
     strategy: str
@@ -109,15 +112,15 @@ class Run:
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether its steps are a fit's on the whole graph, whose activations may not fit into memory."""
+        """True if the run fits with full-graph steps, whose activations may exceed memory."""
         return self.trainer.state.fn == TrainerFn.FITTING and not self.on_batches
 
 
 @singledispatch
 def twin_of(scheme: Scheme) -> Scheme:
-    """Returns the scheme that the self-check runs on two ranks in one process, without what holds for the run's own ranks only.
+    """Returns the scheme of the self-check, for two ranks in one process, without settings for the ranks of the run.
 
-    By default the scheme itself; ``@twin_of.register`` adds a function for a class of schemes.
+    The default is the scheme itself. ``@twin_of.register`` adds a function for a class of schemes.
     """
     return scheme
 
@@ -125,17 +128,17 @@ def twin_of(scheme: Scheme) -> Scheme:
 def bind_module(
     scheme: Scheme, module: torch.nn.Module, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool = True
 ) -> Binding:
-    """Binds `module` to this rank's `shard`, whose rows travel as the scheme has them; runs on every rank.
+    """Bind `module` to this rank's `shard`, with the exchange of the scheme; called on every rank.
 
     Args:
-        cache_input_aggregation: layers keep what they make of the graph's own features alone, which is the same in every step.
+        cache_input_aggregation: whether layers cache results that depend only on the graph's input features.
     """
     make = partial(_context, scheme, world=world, meter=meter, cache_input_aggregation=cache_input_aggregation)
     return bind(module, shard, world, make)
 
 
 def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool) -> GraphContext:
-    """Returns what bound layers know of this rank; runs on every rank."""
+    """Returns the graph context of this rank for bound layers; called on every rank."""
     exchange, batch = scheme.exchange(shard, world, meter), shard.batch
     node_ids = target_ids = None
     if exchange.products is not None:

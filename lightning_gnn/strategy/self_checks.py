@@ -1,4 +1,4 @@
-"""The self-check of a run: which stages' steps are tried out, on which rank, and what follows from the outcome."""
+"""Self-check of a run: selection of stages and ranks, and evaluation of the outcomes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Outcomes = Mapping[str, SelfCheck]
 
 
 def checkers(run: Run, shard: Shard) -> dict[str, int]:
-    """Returns the stages whose steps are tried out, and on which rank: one that has many rows to draw from."""
+    """Returns the stages to check, each with a rank whose shard has enough nodes to sample from."""
     if not run.self_check:
         return {}
     stages, module, trainer = run.stages, run.module, run.trainer
@@ -41,7 +41,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
         counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
         if sum(counts) and not unused and is_overridden(step, module, pl.LightningModule):
-            # Ranks try out steps side by side; steps may read other masks than their own.
+            # Ranks run checks at the same time. Steps may use other masks than their own.
             busy, most = Counter(found.values()), max(counts)
             found[stage] = min(
                 (lacks[rank], 2 * count < most, busy[rank], -count, -shard.counts[rank], rank)
@@ -52,7 +52,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
 
 
 def outcomes_of_ranks(run: Run, world: World, shard: Shard) -> Outcomes:
-    """Returns the outcomes of all stages; on all ranks."""
+    """Returns the outcomes of all stages; collective."""
     by_stage = checkers(run, shard)
     own: dict[str, Any] = {stage: outcome_of(run, shard, stage) for stage, rank in by_stage.items() if rank == world.rank}
     found: dict[str, Any] = {stage: world.broadcast_object(own.get(stage), rank) for stage, rank in by_stage.items()}
@@ -60,17 +60,16 @@ def outcomes_of_ranks(run: Run, world: World, shard: Shard) -> Outcomes:
 
 
 def outcome_of(run: Run, shard: Shard, stage: str) -> SelfCheck:
-    """Returns the outcome of a stage's step, on a small graph that looks like a shard's."""
+    """Returns the outcome of a stage's step on a small graph with the attributes of a shard."""
     scheme = twin_of(run.scheme)
-    # Layers keep what they make, also under checkpoint_convs=True: dropout that does nothing here would do its work in a
-    # backward.
+    # Layers store their activations even with checkpoint_convs=True: dropout, disabled here, would be active in a recomputation.
     bind = partial(bind_module, scheme, meter=Meter(), cache_input_aggregation=run.cache_input_aggregation)
     batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard)
     return self_check(run.module, batch, bind, stage, run.trainer, scheme.layout(2), shard.num_classes, make)
 
 
 def judged(run: Run, outcomes: Outcomes) -> float:
-    """Says what was found, or raises :class:`UnsupportedModelError`. Returns the seconds that it took."""
+    """Log the outcomes, or raise :class:`UnsupportedModelError`. Returns the seconds of the checks."""
     seconds, name = sum(outcome.seconds for outcome in outcomes.values()), type(run.module).__name__
     same: list[str] = []
     for stage, outcome in outcomes.items():

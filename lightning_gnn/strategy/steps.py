@@ -1,4 +1,4 @@
-"""The steps of a stage on a rank: what they give is made that of all ranks."""
+"""Steps of a stage on a rank, with outputs that are combined over all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_gnn.steps.weights import RowWeights
 
 
 class Unbound:
-    """In place of a binding, and of its context, where steps take their batches as they are."""
+    """Null object for a binding and its context, in stages whose steps use their batches unchanged."""
 
     propagations: Mapping[str, int] = {}
 
@@ -40,41 +40,43 @@ class Unbound:
         return self
 
     def bind(self) -> None:
-        """There is nothing to bind."""
+        """No-op."""
 
     def release(self) -> None:
-        """Nothing is bound."""
+        """No-op."""
 
     def begin_step(self, step: Step) -> None:
-        """Nothing travels."""
+        """No-op: nothing is exchanged."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """No-op: no exchange is pending."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
+        """No-op: there is no state."""
 
 
 class Steps:
-    """The steps of a stage on this rank. What they need is given to :meth:`share`, :meth:`bind`, :meth:`see_whole_graph` and
-    :meth:`begin`, in this order; only the first and the last are called in every stage. :meth:`end` undoes all.
+    """Steps of a stage on this rank.
+
+    Call :meth:`share`, :meth:`bind`, :meth:`see_whole_graph` and :meth:`begin` in this order. Only the first and the last are
+    called in every stage. :meth:`end` undoes all of them.
 
     Args:
-        turn: is open while this rank computes.
-        keeps_memory: what a step frees stays with this process for the next one.
-        redraws_every: epochs whose training steps draw the same random numbers.
+        turn: context manager around the computation of this rank.
+        keeps_memory: whether the process keeps the memory that a step frees for the next step.
+        redraws_every: number of epochs whose training steps draw the same random numbers.
 
     Attributes:
         random: streams of random numbers.
-        progress: where this rank is.
-        rounding: what rounds the rows that travel, with a state of its own; None if none does.
-        binding: of the module to the rank's part of the graph.
-        shared: the module as all ranks have it.
-        values: what steps give.
-        rows: of the whole graph, where layers are bound to it.
-        weights: of the ranks' values; None outside of stages.
-        loss: that of all ranks, after the backward of a step.
-        in_use: what is open until the end.
+        progress: current position of this rank.
+        rounding: codec of messages, with a random state of its own; None without a codec.
+        binding: binding of the module to the rank's part of the graph.
+        shared: the replicated module.
+        values: outputs of steps.
+        rows: rows of the whole graph, where layers are bound to it.
+        weights: weights of the ranks' values; None outside of stages.
+        loss: loss over all ranks, set after the backward pass of a step.
+        in_use: stack of context managers that are open until the end.
     """
 
     shared: SharedModel
@@ -104,13 +106,13 @@ class Steps:
         self.in_use.callback(shared.release)
 
     def bind(self, binding: Any) -> None:
-        """Lets layers see the graph that a module is bound to."""
+        """Make the graph of a binding available to layers."""
         self.binding = binding
         self.in_use.callback(binding.release)
         self.in_use.enter_context(graph_in_use(binding.context))
 
     def see_whole_graph(self, module: pl.LightningModule, shard: Shard) -> None:
-        """Lets steps stand for those on the whole graph, of which this rank has a part."""
+        """Enable row semantics: steps on this rank's part stand for steps on the whole graph."""
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
         self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
@@ -118,11 +120,11 @@ class Steps:
         rows.place_state(module, self._world)
 
     def begin(self, module: pl.LightningModule, shard: Shard, loss_reduction: str, on_batches: bool) -> None:
-        """Makes what steps give that of all ranks.
+        """Combine the outputs of steps over all ranks.
 
         Args:
-            loss_reduction: of losses of a rank's own batch.
-            on_batches: training steps are on a rank's own batch.
+            loss_reduction: reduction of the losses of mini-batch steps.
+            on_batches: whether training steps use mini-batches.
         """
         self._module, self._on_batches, trainer = module, on_batches, self._trainer
         self.values = values = StepValues(module, self._world, shard, loss_reduction, self.rows)
@@ -133,12 +135,12 @@ class Steps:
         self.in_use.enter_context(asking_whether_to_end(trainer, self._world))
 
     def add_callbacks(self, *callbacks: pl.Callback, place: int = 0) -> None:
-        """Adds callbacks to those of the Trainer, from a `place` on."""
+        """Insert callbacks into the Trainer's callbacks at `place`."""
         known: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         known[place:place] = callbacks
 
         def remove() -> None:
-            # A LearningRateFinder that fails leaves others in their place.
+            # A LearningRateFinder that fails leaves other callbacks in the list.
             known: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
             known[:] = [each for each in known if each not in callbacks]
 
@@ -146,14 +148,14 @@ class Steps:
 
     @property
     def gradient_seconds(self) -> tuple[float, float]:
-        """Seconds spent after backwards on sums of gradients until now, and of these in collectives."""
+        """Seconds spent so far on gradient sums after backward passes, and the share in collectives."""
         gradients = self.shared.gradients
         return gradients.seconds, gradients.collective_seconds
 
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `step` returns, Lightning's training step; or `SKIPPED`."""
+        """Returns the output of `step`, Lightning's training step; or `SKIPPED`."""
         self._count += 1
-        # From the second on: the first frees much that no later one needs.
+        # From the second step on: the first step frees much memory that later steps do not need.
         if self._count == 2 and self._keeps_memory:
             self.in_use.enter_context(keeping_freed_memory())
         self.loss = None
@@ -165,7 +167,7 @@ class Steps:
             output = step(batch, *args, **kwargs)
         self.values.leave(output, trains=True)
         if output is None and self._trainer.world_size > 1 and self._module.automatic_optimization:
-            # Ranks whose step has returned a loss meet this one, which has none, where they sum gradients: all are told.
+            # Ranks whose step returned a loss wait for this rank in the gradient sum: all ranks raise the error.
             none = torch.zeros((), device=self._world.device)
             self.shared.gradients.before()
             self.values.check_loss(none, self.shared.gradients.after(none))
@@ -173,7 +175,7 @@ class Steps:
         return output
 
     def evaluate(self, step: Callable[..., Any], stage: str, mask: str | None, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `step` returns, Lightning's step of a stage whose values count a mask; none where it predicts."""
+        """Returns the output of `step`, Lightning's step of a stage; `mask` selects its nodes or edges, None in prediction."""
         with self._computing(stage), self.random.inside(), self.values.step(batch, mask):
             output = step(batch, *args, **kwargs)
         if mask is not None:
@@ -181,7 +183,7 @@ class Steps:
         return output
 
     def predicted(self, output: Any, mode: Predictions) -> Any:
-        """Returns what one device predicts in a step; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
+        """Returns the predictions of one device; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
         assert self.rows is not None
         return PredictedRows(self._world, self.rows.mode, mode, self.predictions_folder)(output)
 
@@ -191,7 +193,7 @@ class Steps:
 
     @contextmanager
     def _computing(self, stage: str) -> Iterator[None]:
-        """While open, a step of a stage runs."""
+        """Context manager around the step of a stage."""
         self.binding.context.begin_step(self.progress.begin_step(stage, self._trainer, self._world))
         try:
             with self._turn():
@@ -204,12 +206,15 @@ class Steps:
             raise AttributeError(said) from error
 
     def _approximating(self) -> AbstractContextManager[None]:
-        """Rows may travel approximately while this is open, except in the last epoch: what it learns is exact."""
+        """Context manager that allows lossy messages, except in the last epoch, which is exact."""
         return self._world.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """While open, a backward and its hooks run; these draw alike on all ranks, in manual optimisation too."""
+        """Context manager around a backward pass and its hooks, which draw equal numbers on all ranks.
+
+        This holds in manual optimization too.
+        """
         self.progress.at("backward", self._trainer)
         with self._turn(), local_rows():
             yield
@@ -217,7 +222,10 @@ class Steps:
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
-        """While open, gradients are computed. What that computes again, such as checkpoints, is what it was the first time."""
+        """Context manager around the computation of gradients.
+
+        Recomputations, such as checkpoints, repeat the results of the forward pass.
+        """
         self.shared.gradients.before()
         with ExitStack() as stack:
             stack.enter_context(self._approximating())
@@ -227,18 +235,18 @@ class Steps:
             yield
 
     def sum_gradients(self, loss: Tensor) -> None:
-        """Sums what the backward of a loss has given."""
+        """All-reduce the gradients of the backward pass of a loss."""
         self.loss = self.shared.gradients.after(loss.detach() * self.values.scale)
         self.values.check_loss(loss.detach(), self.loss)
 
     def end_training(self) -> None:
-        """Waits for what is under way, and compares the ranks' models."""
+        """Wait for pending exchanges, and compare the models of the ranks."""
         self._world.watch.place = "end of training"
         self.binding.context.drain()
         self.shared.end_training()
 
     def state(self) -> dict[str, Any]:
-        """Returns what checkpoints keep of ranks; on all ranks."""
+        """Returns the state of ranks for checkpoints; collective."""
         kept, world = dict[str, Any](), self._world
         if world.size > 1:
             common, own = self.random.state()
@@ -252,7 +260,7 @@ class Steps:
         return kept
 
     def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """Goes on with what :meth:`state` returned, perhaps on other ranks."""
+        """Restore the result of :meth:`state`, possibly on other ranks."""
         exchanges, streams = state.get("exchanges", []), state.get("random_streams", {"own": []})
         if len(exchanges) == world_size:
             self.binding.context.load_state_dict(exchanges[rank])
@@ -264,12 +272,12 @@ class Steps:
                 self.rounding.set_random_state(streams["rounding"][rank])
 
     def end(self) -> None:
-        """Leaves the module, the Trainer and this process as they were."""
+        """Restore the module, the Trainer and this process."""
         self.in_use.close()
 
 
 class NoSteps(Steps):
-    """Before and after a stage."""
+    """Null object before and after a stage."""
 
     gradient_seconds = 0.0, 0.0  # type: ignore[assignment]
 
