@@ -1,4 +1,4 @@
-"""Callbacks."""
+"""Callbacks that log communication metrics and pictures."""
 
 from lightning_gnn.callbacks.communication import CommunicationMetrics, CommunicationMonitor
 

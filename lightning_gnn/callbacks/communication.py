@@ -1,4 +1,4 @@
-"""Communication, throughput and waiting as logged metrics, and who sends how much to whom as pictures."""
+"""Communication, throughput and wait time as logged metrics, and traffic between ranks as pictures."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_gnn.comm.traffic import ByLayer, Meter, Traffic
 from lightning_gnn.rows.ranks import Ranks
 
 ENOUGH_S, ENOUGH_EPOCHS = 1.0, 2
-"""So much of a run, after its first epoch, tells who waits."""
+"""Minimal seconds and epochs of a run, after its first epoch, for a statement about wait times."""
 
 TOO_MUCH = 0.3
 """Share of the time that a rank may wait before a warning."""
 
 LIGHT = 1.1
-"""A part no larger than this, of the average, is not what makes its rank slow."""
+"""Size of a part relative to the average up to which the part is not the cause of a slow rank."""
 
 
 @dataclass(frozen=True)
 class PartSize:
-    """What a rank has to compute and to receive: its nodes, their in-edges, and its halo rows."""
+    """Work of a rank: its nodes, their in-edges, and its halo nodes."""
 
     nodes: int
     edges: int
@@ -39,31 +39,31 @@ class PartSize:
 
 
 class CommunicationMetrics(pl.Callback):
-    """Logs what the ranks did in each training epoch; every strategy whose ranks exchange rows brings one.
+    """Callback that logs communication and throughput of each training epoch; added by strategies that exchange features.
 
-    ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the last training
-    epoch ended (so that a validation epoch in between counts too). ``comm/halo_rows``: rows sent by all ranks.
-    ``comm/seconds``: the longest time that a rank spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: how often
-    the steps' own operations, such as a mean loss, communicated, and the bytes that all ranks sent for them.
-    ``comm/wait_fraction``: the largest share of the time of training steps that a rank waited for others; not of CUDA ranks,
-    whose devices wait. With a codec ``codec/error``: the error of all that was encoded, sqrt(sum of squared errors / sum of
-    squares).
+    ``comm/bytes_sent``: payload bytes of graph traffic sent by all ranks, forward and backward, since the end of the last
+    training epoch (including a validation epoch in between). ``comm/halo_rows``: rows sent by all ranks. ``comm/seconds``:
+    maximum over ranks of the time spent in it. ``comm/step_messages``, ``comm/step_bytes_sent``: number of messages of operations
+    in steps, such as a mean loss, and the bytes that all ranks sent for them. ``comm/wait_fraction``: maximum over ranks of the
+    share of training time spent waiting for other ranks; not on CUDA, where the devices wait. ``codec/error``, with a codec:
+    relative error of all encoded values, sqrt(sum of squared errors / sum of squares).
 
-    ``throughput/nodes_per_s``, ``throughput/edges_per_s``: nodes and edges of all batches, of all ranks, over the time of the
-    slowest rank, without validation.
+    ``throughput/nodes_per_s``, ``throughput/edges_per_s``: nodes and edges of all batches on all ranks, divided by the time of
+    the slowest rank, without validation.
 
-    Warns once, early in a run, if a rank waits too much, and names the one that it waits for. What was sent by whom to whom in
-    the last epoch is kept by the loggers as ``communication.json``.
+    Warns once, early in a run, if a rank waits too long, and names the rank that it waits for. Loggers store the traffic between
+    ranks in the last epoch as ``communication.json``.
 
     Args:
-        meter: where the strategy counts.
-        parts: of each rank.
-        replicas: compares the ranks' models at each epoch's end.
-        of_steps: what counts the messages of steps; None where steps run on a rank's own batch.
+        meter: traffic counter of the strategy.
+        world: all ranks.
+        parts: sizes of each rank's part.
+        replicas: comparison of the ranks' models at the end of each epoch.
+        of_steps: counter of messages of steps; None for mini-batch steps.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
-        epoch: its sum.
+        epoch: sum of `by_layer`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class CommunicationMetrics(pl.Callback):
         self._pause()
 
     def _pause(self) -> None:
-        """Leaves out what has passed since the last batch."""
+        """Exclude the time since the last batch."""
         self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
 
     def _take_steps(self) -> tuple[int, int]:
-        """Returns messages and bytes of steps since the last call."""
+        """Returns the number of messages and bytes of steps since the last call."""
         if self._of_steps is None:
             return 0, 0
         (messages, sent), before = (self._of_steps.messages.total(), self._of_steps.bytes_sent), self._steps_before
@@ -103,7 +103,7 @@ class CommunicationMetrics(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._world.transport.take_sums()
         self._take_steps()
-        self._meter.take()  # what the sanity check sent belongs to no epoch
+        self._meter.take()  # exclude the traffic of the sanity check
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -160,7 +160,7 @@ class CommunicationMetrics(pl.Callback):
         log_values(trainer, values | self._world.transport.metrics(total[9:]))
 
     def _watch(self, waited: torch.Tensor, seconds: float) -> None:
-        """Warns once of ranks that wait too much; the first epoch, in which much is made, does not count."""
+        """Warn once about long waits. The first epoch, which includes initialization, does not count."""
         self._epochs += 1
         if self._warned or self._world.size == 1 or self._epochs == 1:
             return
@@ -173,7 +173,7 @@ class CommunicationMetrics(pl.Callback):
             rank_zero_warn(found)
 
     def of_all_ranks(self) -> list[ByLayer]:
-        """Returns the traffic of all ranks in the last epoch, ``[P]``; all ranks call it."""
+        """Returns the traffic of all ranks in the last epoch, ``[P]``; collective."""
         return self._world.all_gather_object(self.by_layer)
 
     @override
@@ -191,7 +191,7 @@ class CommunicationMetrics(pl.Callback):
 
 
 def traffic_table(by_rank: Sequence[ByLayer]) -> list[dict[str, Any]]:
-    """Returns the traffic of each rank as plain values, a row for each layer, direction and rank."""
+    """Returns the traffic of each rank as plain values, with an entry for each layer, direction and rank."""
     keys = dict.fromkeys(key for by_layer in by_rank for key in by_layer)
     return [
         {
@@ -211,12 +211,15 @@ def traffic_table(by_rank: Sequence[ByLayer]) -> list[dict[str, Any]]:
 
 
 def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[PartSize]) -> str | None:
-    """Returns what to tell of ranks that wait too much; None if none does.
+    """Returns a warning about ranks that wait too long; None if no rank does.
 
-    The straggler is the rank that waits least while another waits much. Where all wait alike, it is for messages.
+    The straggler is the rank with the least wait time while another rank waits long. If all ranks wait for similar times,
+    communication is the bottleneck.
 
     Args:
-        waited: seconds that each rank has waited for others, ``[P]``.
+        waited: seconds that each rank waited for others, ``[P]``.
+        seconds: seconds of training steps.
+        parts: sizes of each rank's part.
     """
     ranks = range(len(waited))
     slowest, most = min(ranks, key=waited.__getitem__), max(ranks, key=waited.__getitem__)
@@ -247,7 +250,7 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
 
 
 def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
-    """Returns the strategy's own callback; raises ValueError if it has none, since its ranks exchange no rows."""
+    """Returns the strategy's own callback; raises ValueError if its ranks exchange nothing and it has none."""
     found = next((each for each in trainer.callbacks if isinstance(each, CommunicationMetrics)), None)  # type: ignore[attr-defined]
     if found is None:
         raise ValueError(
@@ -258,13 +261,15 @@ def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
 
 
 class CommunicationMonitor(pl.Callback):
-    """Draws a heat map per layer and direction, bytes from rank to rank, in W&B and TensorBoard; beside CSV logs as a file.
+    """Callback that draws a heat map of bytes between ranks for each layer and direction.
+
+    The pictures go to W&B and TensorBoard, and to a file in the folder of CSV logs.
 
     Args:
-        every_n_epochs: epochs from one picture to the next; each is of one epoch. The last epoch is always drawn.
+        every_n_epochs: number of epochs between pictures, which show one epoch each. The last epoch is always drawn.
 
     Raises:
-        ValueError: a number below 1; from ``fit``, a strategy whose ranks exchange no rows.
+        ValueError: a number below 1; from ``fit``, a strategy whose ranks exchange no features.
     """
 
     def __init__(self, every_n_epochs: int = 50) -> None:
@@ -285,7 +290,7 @@ class CommunicationMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # By now the epoch has been counted.
+        # current_epoch is already incremented.
         self._draw(trainer, trainer.current_epoch - 1)
 
     def _draw(self, trainer: pl.Trainer, epoch: int) -> None:

@@ -1,7 +1,7 @@
-"""What goes to the loggers of a run beside what modules log: values, the run's configuration, pictures, and reports as files.
+"""Values, configuration, pictures and reports for the loggers of a run, in addition to values that modules log.
 
-W&B and TensorBoard show pictures; for W&B reports are artifacts of the run; for loggers with a folder, such as CSVLogger,
-pictures and reports are files in it. Other loggers get values and configuration only. All of it is written by rank 0.
+W&B and TensorBoard show pictures. W&B stores reports as artifacts of the run. Loggers with a folder, such as CSVLogger, store
+pictures and reports as files in it. Other loggers get only values and configuration. Rank 0 writes all of it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-if TYPE_CHECKING:  # matplotlib takes its time, and most runs draw nothing
+if TYPE_CHECKING:  # importing matplotlib is slow, and most runs draw nothing
     from matplotlib.figure import Figure
 
 
 def log_values(trainer: pl.Trainer, values: Mapping[str, float | Tensor]) -> None:
-    """Logs values that are those of all ranks already; runs on every rank.
+    """Log values that are already global; called on every rank.
 
-    Past ``self.log``, which would reduce over ranks what is global, at a millisecond an epoch.
+    ``self.log`` is not used: it would reduce global values over ranks, and take a millisecond per epoch.
     """
     for name, value in values.items():
         trainer.callback_metrics[name] = torch.as_tensor(value, dtype=torch.float64)
@@ -32,26 +32,26 @@ def log_values(trainer: pl.Trainer, values: Mapping[str, float | Tensor]) -> Non
 
 
 def log_config(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
-    """Adds to the configuration of the run, nested plain values; runs on every rank."""
+    """Add nested plain values to the configuration of the run; called on every rank."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_hyperparams(dict(values))
 
 
 def begin_runs(trainer: pl.Trainer) -> None:
-    """Begins W&B's run in this process, for ranks that are started by it and end before: they write to the same run."""
+    """Start W&B's run in this process, so that ranks that it starts, which end earlier, write to the same run."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             _ = logger.experiment
 
 
 def uploads(trainer: pl.Trainer) -> bool:
-    """Returns whether a logger keeps pictures and reports with the run, not just on this machine."""
+    """Returns whether a logger stores pictures and reports with the run, not only on this machine."""
     return any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
 
 
 def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
-    """Shows a figure in the loggers; as a file ``NAME-step=STEP.png`` for those with no more than a folder. On rank 0."""
+    """Log a figure; loggers with only a folder store a file ``NAME-step=STEP.png``. Rank 0 only."""
     step = trainer.global_step
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
@@ -65,9 +65,9 @@ def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
 
 
 def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure]) -> None:
-    """Keeps a report of several files, texts or figures, by their names; in W&B as artifact ``NAME-RUN``, figures shown as well.
+    """Log a report of several files, texts or figures, by name. Rank 0 only.
 
-    On rank 0.
+    W&B stores them as artifact ``NAME-RUN``, and shows figures as well.
     """
     content = {file: each.encode() if isinstance(each, str) else _png(each) for file, each in files.items()}
     for logger in trainer.loggers:
@@ -90,7 +90,7 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
 
 def _folder(logger: Logger) -> Path | None:
     folder = getattr(logger, "log_dir", None)
-    return Path(folder) if isinstance(folder, str | Path) else None  # DummyLogger has everything
+    return Path(folder) if isinstance(folder, str | Path) else None  # DummyLogger has any attribute
 
 
 def _png(figure: Figure) -> bytes:

@@ -1,4 +1,4 @@
-"""Callbacks of strategies."""
+"""Base class of callbacks that strategies add."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 
 class StrategyCallback(LambdaCallback):
-    """A ``LambdaCallback`` of a strategy. Its hooks run without row semantics, unlike those of users."""
+    """``LambdaCallback`` of a strategy. Its hooks run without row semantics, unlike callbacks of users."""

@@ -1,4 +1,4 @@
-"""Pictures of parts and of what ranks sent each other. Drawn without a display.
+"""Pictures of partitions and of traffic between ranks, drawn without a display.
 
 Functions return a figure; :func:`save_picture` writes it as PNG and SVG, with text as text.
 """
@@ -20,11 +20,11 @@ INK, GREY, PALE = "#222222", "#8a8f98", "#eef1f5"
 KINDS = ("#2f6fb5", "#e07b39", "#3a9d6e", "#b0468c", "#8c6d31", "#5b5bd6", "#c9a227", "#7f7f7f")
 
 NUMBERED = 8
-"""Up to so many ranks, each cell says its bytes."""
+"""Maximal number of ranks for which cells show their bytes."""
 
 
 def save_picture(figure: Figure, path: Path) -> list[Path]:
-    """Writes `figure` beside `path` as ``.png`` and ``.svg`` and returns the files; the same figure gives the same SVG."""
+    """Write `figure` to `path` with suffixes ``.png`` and ``.svg``; returns the files. Equal figures give equal SVGs."""
     files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(files[0], dpi=150)
@@ -33,7 +33,7 @@ def save_picture(figure: Figure, path: Path) -> list[Path]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure of so many inches that is drawn without a display."""
+    """Returns an empty figure of `width` and `height` in inches that is drawn without a display."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
@@ -52,7 +52,7 @@ def traffic_matrices(by_rank: Sequence[ByLayer]) -> dict[tuple[str, str], NDArra
 
 
 def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
-    """Returns a heat map for each layer and direction: which rank sent how many bytes to which, all on one scale."""
+    """Returns a heat map of bytes between ranks for each layer and direction, all on one scale."""
     matrices = traffic_matrices(by_rank)
     layers, directions = list(dict.fromkeys(key[0] for key in matrices)), ["forward", "backward"]
     size = max(2.6, 0.28 * len(by_rank))
@@ -86,7 +86,7 @@ def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
 
 
 def draw_parts(counts: Mapping[str, Sequence[int]], title: str) -> Figure:
-    """Returns a picture of the parts' sizes beside each other, over their averages; counts of each rank, by what is counted."""
+    """Returns a bar chart of the parts' sizes relative to their averages; `counts` has the sizes of each rank by name."""
     num_parts = len(next(iter(counts.values())))
     figure = Figure(figsize=(min(16.0, 3 + 0.5 * num_parts * len(counts)), 3.6), layout="constrained")
     FigureCanvasAgg(figure)

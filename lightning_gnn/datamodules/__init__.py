@@ -1,4 +1,4 @@
-"""Graphs as Lightning data: :class:`GraphDataModule` and its store."""
+"""Graphs as Lightning data: :class:`GraphDataModule` and its partition directory."""
 
 from lightning_gnn.datamodules.graph import GraphDataModule
 

@@ -1,9 +1,9 @@
 """``python -m lightning_gnn.datamodules.build``: partitions one graph, described in JSON on standard input.
 
-A process of its own, so that the whole graph and the partitioner's memory are gone when training starts.
-Prints JSON as its last line: the folder under the store and whether the source drew random numbers, or the error, whose
-traceback goes to standard error.
-Ends with the process that has started it: what it makes would be of no use to a run that is gone, and nobody would end it.
+A separate process releases the memory of the whole graph and of the partitioner before training starts.
+The last line of the output is JSON: the folder in the partition directory and whether the source drew random numbers, or the
+error. The traceback goes to standard error.
+The process ends with its parent, since the result is useless without the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GraphDataModule: any PyG graph, laid out as the Trainer's strategy needs it."""
+"""`GraphDataModule`: any PyG graph, in the layout that the Trainer's strategy needs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Partitioner, Prediction
 
 EDGE_S = 1.5e-6
-"""Seconds that partitioning takes for an edge, about: METIS takes 0.5e-6 to 2e-6, and others less."""
+"""Approximate seconds of partitioning per edge: METIS takes 0.5e-6 to 2e-6, other partitioners less."""
 
 Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
@@ -74,13 +74,12 @@ _REMOVED = renamed(
 
 
 class OneBatch:
-    """The loader of a full-graph scheme: one batch an epoch, the rank's part of the graph.
+    """Loader of a full-graph scheme: one batch per epoch, the rank's part of the graph.
 
     Args:
-        batch: the part; in prediction with types, the loader whose batches are predicted one after the other.
-        data: that it is of. A strategy that trains on other batches takes it from here, and gives its own loader in place
-            of this one, by Lightning's ``process_dataloader``.
-        mask: whose nodes, or edges, count; None for all.
+        batch: the part; in prediction with types, a loader whose batches are predicted in sequence.
+        data: its datamodule. Strategies with mini-batches use it to make their own loader in Lightning's ``process_dataloader``.
+        mask: mask of the nodes or edges that count; None for all.
     """
 
     def __init__(self, batch: Any, data: GraphDataModule, mask: str | None) -> None:
@@ -90,62 +89,61 @@ class OneBatch:
         return 1
 
     def __iter__(self) -> Iterator[Any]:
-        # A shallow copy: a step may set attributes on its batch without changing the next epoch's.
+        # A shallow copy: attributes that a step sets on its batch do not persist to the next epoch.
         yield copy.copy(self.batch)
 
 
 class GraphDataModule(L.LightningDataModule):
-    """One graph for any strategy: whole on one device, partitioned over the ranks of a `lightning_gnn` strategy.
+    """One graph for any strategy: unpartitioned on one device, partitioned over the ranks of a `lightning_gnn` strategy.
 
-    Partitioned once, by rank 0: the result is stored, memory-mapped by all ranks, and found again in later runs. Machines whose
-    stores lack it fetch it from others.
+    Rank 0 partitions the graph once. The result is stored, memory-mapped by all ranks, and reused in later runs. Machines without
+    the stored partition receive it from other machines.
 
-    One datamodule has one graph, in all stages and on all ranks, also where its source draws at random, such as a dataset with
-    ``transform=T.RandomNodeSplit()``: what is drawn while it is loaded follows from torch's seed and `seed`, and takes nothing
-    from the random numbers of the run.
+    A datamodule has one graph, in all stages and on all ranks. This includes sources that draw at random, such as a dataset with
+    ``transform=T.RandomNodeSplit()``: their draws depend on torch's seed and on `seed`, and leave the random streams of the run
+    unchanged.
 
     Args:
-        source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, a pair ``(feature_store, graph_store)`` as
-            PyG's loaders take it, a callable that returns one of these, or its dotted path, e.g.
-            ``"torch_geometric.datasets.Planetoid"``; or the path of a folder with a graph's files, which are
-            memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it; an
-            import path or a folder is loaded only where it must be partitioned, in a process of its own. Changes of a
-            ``Data`` between stages are followed; those of rank 0, where ranks are processes of their own.
+        source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, or a pair ``(feature_store, graph_store)`` as in PyG's
+            loaders. Also a callable that returns one of these, or its dotted path, such as
+            ``"torch_geometric.datasets.Planetoid"``. Also the path of a folder with the files of a graph, which are memory-mapped
+            (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it. An import path or a
+            folder is loaded only where the graph must be partitioned, in a separate process. Changes of a ``Data`` between stages
+            take effect; if ranks are separate processes, only the changes on rank 0.
         source_kwargs: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
-        split: fractions of training, validation and test nodes, ``(0.6, 0.2, 0.2)``, for a random split of the labelled
-            nodes. Without it, the graph's masks or the dataset's ``get_idx_split()`` (OGB) are used.
-        split_index: which split, where masks have shape ``[N, splits]``.
+        split: fractions of training, validation and test nodes, such as ``(0.6, 0.2, 0.2)``, for a random split of the labeled
+            nodes. Default: the masks of the graph or the dataset's ``get_idx_split()`` (OGB).
+        split_index: index of the split, if masks have shape ``[N, splits]``.
         partition: ``"metis"``, ``"metis_masks"``, ``"metis_cover"``, ``"kaminpar"``, ``"kaminpar_compressed"``, ``"streaming"``,
-            ``"auto"`` (the best of these for which there is memory), ``"random"``, ``"contiguous"`` (ranges of the graph's own
-            order), or the rank of every node, ``[N]``. By default what suits the strategy, in most cases METIS; of a folder,
-            ``"auto"``. Of a vertex cut one of
-            :class:`~lightning_gnn.strategies.vertex_cut.strategy.VertexCutStrategy`'s that have these names, and by default the
-            strategy's own, of a folder too.
-        seed: of the random split and of the partitioner; added to torch's seed for what the source draws.
-        input_type: of a ``HeteroData``, the node type whose nodes are predicted; by default the one that has a ``train_mask``, or
-            that of the targets of edges that are predicted.
-        partition_dir: folder for partitioned graphs; default ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
-        num_neighbors, batch_size: of mini-batches, for a strategy that trains on samples, see
-            :class:`~lightning_gnn.SamplingStrategy`; by default what the strategy says.
-        partition_memory_limit: bytes that sorting the edges of a graph in files may take beside what grows with its nodes, such
-            as ``"4GB"``; by default a third of what is available.
-        feature_dtype: of ``x`` in batches, such as ``"float32"`` where the store has float16; by default that of the store.
+            ``"auto"`` (the best of these that fits into memory), ``"random"``, ``"contiguous"`` (ranges of the original node
+            order), or the rank of every node, ``[N]``. Default: the choice of the strategy, in most cases METIS; for a folder,
+            ``"auto"``. For a vertex cut: one of the names in
+            :class:`~lightning_gnn.strategies.vertex_cut.strategy.VertexCutStrategy`; default the choice of the strategy, also for
+            a folder.
+        seed: seed of the random split and of the partitioner; added to torch's seed for the draws of the source.
+        input_type: node type of a ``HeteroData`` whose nodes are predicted. Default: the type with a ``train_mask``, or the
+            target type of the predicted edges.
+        partition_dir: partition directory. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+        num_neighbors, batch_size: options of mini-batches, for a strategy that samples; see
+            :class:`~lightning_gnn.SamplingStrategy`. Default: the values of the strategy.
+        partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``, without the
+            memory that grows with the number of nodes. Default: a third of the available memory.
+        feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.
 
     Raises:
-        ValueError: an argument, or the graph, is not as described; the source gave another graph when it was loaded once more;
-            fan-outs or a batch size are given and the strategy trains on no samples; from ``setup``, on all
-            ranks.
-        StoreError: the store is full, cannot be written, has been altered, or another machine's could not be fetched; from
-            ``setup``, on all ranks.
+        ValueError: invalid argument or graph; a different graph when the source is loaded again; `num_neighbors` or `batch_size`
+            with a strategy that does not sample. Raised from ``setup``, on all ranks.
+        StoreError: the partition directory is full, not writable or modified, or a partition could not be received from another
+            machine. Raised from ``setup``, on all ranks.
 
-    Labels of -1 mark nodes without a label. Every tensor of the graph with one row per node or edge goes with its node
-    or edge. The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``,
-    ``train_mask``, ``val_mask``, ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph whose links are to be
-    predicted has ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs none of nodes; of a
-    ``HeteroData``, one edge type has them.
+    Nodes with label -1 are unlabeled. Tensors of the graph with one row per node or edge are partitioned with the nodes or edges.
+    The batch of a step is a PyG ``Data``: ``x [N, F]``, ``edge_index [2, E]`` (local ids), ``y``, ``train_mask``, ``val_mask``,
+    ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph for link prediction has ``edge_train_mask``,
+    ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs no node masks. In a ``HeteroData``, one edge type has these
+    masks.
 
-    Of a ``HeteroData``, batches are ``HeteroData``: under ``dgcl``, ``vertex_cut`` and ``spmm_1d`` a rank's part of the whole
-    graph, under ``sampling`` samples.
+    For a ``HeteroData``, batches are ``HeteroData``: a rank's part of the whole graph under ``dgcl``, ``vertex_cut`` and
+    ``spmm_1d``, samples under ``sampling``.
     """
 
     built_from = ("source", "source_kwargs", "split", "split_index", "partition", "seed", "input_type", "partition_memory_limit")
@@ -171,7 +169,7 @@ class GraphDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         leave_out_missing_validation()
-        self.prepare_data_per_node = False  # other machines get what rank 0 has made
+        self.prepare_data_per_node = False  # other machines receive the partition of rank 0
         self.num_neighbors, self.batch_size = checked_batches(num_neighbors, batch_size), batch_size
         if not isinstance(source_kwargs, (Mapping, NoneType)):
             raise ValueError(f"source_kwargs must be a dict of keyword arguments (got {shown(source_kwargs)}).")
@@ -193,18 +191,18 @@ class GraphDataModule(L.LightningDataModule):
         self.partition_dir = Path(partition_dir) if partition_dir is not None else default_root()
         self.predicting = False
         self._folder: str | None = None
-        # The graph, where this process has it whole; what it is known by, and its entries in the store by what they are.
+        # The graph, if this process has it unpartitioned; its digests; and its stored partitions by description.
         self._graph: Graph | None = None
         self._digests: Mapping[str, str] | None = None
         self._entries: dict[str, str] = {}
         self._draw_seed: int | None = None
         self.drew = False
-        self._versions_of_source = Versions()  # of the graph that the source gave in this process
+        self._versions_of_source = Versions()  # of the graph loaded in this process
         self._prepared_ahead: LayoutSpec | None = None
         self._failure: Exception | None = None
         self._shard: Shard | None = None
-        self._shard_of: tuple[str, LayoutSpec] | None = None  # the entry and layout that it was read for
-        self._versions: Mapping[str, int] = {}  # of its tensors, before the first step
+        self._shard_of: tuple[str, LayoutSpec] | None = None  # folder and layout of the shard
+        self._versions: Mapping[str, int] = {}  # of the shard's tensors, before the first step
 
     def predicted(self, data: Graph) -> Predicted:
         return Predicted.of(data, self.input_type)
@@ -213,11 +211,11 @@ class GraphDataModule(L.LightningDataModule):
         return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _asked_for(self) -> LayoutSpec | None:
-        """Returns what a strategy of this package asks for; None for any other."""
+        """Returns the layout of a strategy of this package; None for other strategies."""
         return getattr(getattr(self.trainer, "strategy", None), "layout", lambda: None)()
 
     def _layout(self) -> LayoutSpec:
-        """Returns what the Trainer's strategy wants; the whole graph for one device of any other strategy."""
+        """Returns the layout of the Trainer's strategy; for other strategies, the whole graph on one device."""
         layout, strategy = self._asked_for(), getattr(self.trainer, "strategy", None)
         if layout is not None:
             return layout
@@ -231,30 +229,29 @@ class GraphDataModule(L.LightningDataModule):
 
     @property
     def shard(self) -> Shard:
-        """What this rank holds; there from ``setup`` on."""
+        """Shard of this rank; available after ``setup``."""
         if self._shard is None:
             raise RuntimeError("GraphDataModule has no data before setup(): pass it to the Trainer, datamodule=...")
         return self._shard
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process holds the whole graph, uncut, on one device of a strategy that knows nothing of graphs."""
+        """True if this process has the unpartitioned graph, for one device and a strategy of another package."""
         return self._layout().kind == "whole"
 
     @property
     def num_classes(self) -> int:
-        """Number of classes in the whole graph; there from ``setup`` on."""
+        """Number of classes in the whole graph; available after ``setup``."""
         return self.shard.num_classes
 
     @property
     def num_features(self) -> int:
-        """Columns of ``x``, of the input type if there are types; there from ``setup`` on."""
+        """Number of columns of ``x``, with types of the input type; available after ``setup``."""
         return self.shard.predicted(self.shard.batch).x.size(1)
 
     @override
     def prepare_data(self) -> None:
-        # Runs on rank 0 while the others wait without a deadline: an error must reach them as well, so it is raised in setup(),
-        # on all.
+        # Runs on rank 0 while the others wait without a timeout. An error must reach all ranks, so setup() raises it.
         self._failure = None
         layout, ahead, self._prepared_ahead = self._asked_for(), self._prepared_ahead, None
         if layout is None or layout == ahead:
@@ -265,22 +262,22 @@ class GraphDataModule(L.LightningDataModule):
             self._failure = error
 
     def prepare_for(self, layout: LayoutSpec) -> None:
-        """Loads and partitions the graph for a layout, unless the store holds it; on rank 0, where there are ranks."""
+        """Load and partition the graph for a layout, unless it is stored; called on rank 0."""
         self.partition_for(layout)
-        if self._shard_of is None:  # the whole graph, of an earlier run on one device
+        if self._shard_of is None:  # the unpartitioned graph of an earlier run on one device
             self._shard = None
 
     def prepare_ahead(self, layout: LayoutSpec) -> None:
-        """As :meth:`prepare_for`, before ranks are started: ``prepare_data`` of the same call does not look at the graph again.
+        """Call :meth:`prepare_for` before ranks start, so that ``prepare_data`` of the same call skips it.
 
-        That of any later call does, since the graph may have changed.
+        Later calls check the graph again, since it may have changed.
         """
         self.prepare_for(layout)
         self._prepared_ahead = layout
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._prepared_ahead = None  # the call has ended, perhaps before its prepare_data
+        self._prepared_ahead = None  # the call ended, possibly before its prepare_data
 
     @override
     def setup(self, stage: str) -> None:
@@ -292,7 +289,7 @@ class GraphDataModule(L.LightningDataModule):
             data = self.load()
             if isinstance(data, Data):
                 data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
-                data.edge_index = data.edge_index.long()  # of a graph in files, perhaps int32
+                data.edge_index = data.edge_index.long()  # may be int32 for a graph in files
             self._shard = whole_graph(data, self.input_type)
         else:
             self._shard = self._read_shard(layout)
@@ -314,7 +311,7 @@ class GraphDataModule(L.LightningDataModule):
             raise ValueError(f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}.")
 
     def _check_sampled(self, layout: LayoutSpec) -> None:
-        """Refuses fan-outs and batch sizes that a strategy would ignore, and to look for one where a batch is the graph."""
+        """Raises ValueError for sampling options that the strategy ignores, and for BatchSizeFinder without a batch size."""
         callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
             raise ValueError(
@@ -334,7 +331,7 @@ class GraphDataModule(L.LightningDataModule):
         return counted_mask(mask, getattr(self.trainer, "lightning_module", None))
 
     def _read_shard(self, layout: LayoutSpec) -> Shard:
-        """Returns this rank's part of the partitioned graph; raises on all ranks if one of them has none."""
+        """Returns this rank's shard; raises on all ranks if a rank cannot read its shard."""
         assert self.trainer is not None
         strategy: Any = self.trainer.strategy
         world = strategy.world
@@ -342,11 +339,11 @@ class GraphDataModule(L.LightningDataModule):
         folder = self.agree(world, layout, leads=strategy.local_rank == 0)
         with world.together("The partitioned graph could not be read"):
             if self._shard is not None and self._shard_of == (folder, layout):
-                shard = self._shard  # as the last stage has left it, like the whole graph on one device
+                shard = self._shard  # unchanged since the last stage, like the whole graph on one device
                 shard.batch.cpu()
             else:
                 self.tell_of_changes("the parts are other ones now")
-                self._shard = None  # before the next one takes its memory
+                self._shard = None  # release the memory before the next shard is read
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types)
                 shard = cut.shard(self.trainer.global_rank, layout.replicas, with_edges)
@@ -360,7 +357,7 @@ class GraphDataModule(L.LightningDataModule):
         return self._batches("train_mask")
 
     def val_dataloader(self) -> Any:
-        # No validation nodes: no validation, rather than a mean over nothing.
+        # Without validation nodes there is no validation, since the mean is undefined.
         return self._batches("val_mask") if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
 
     def test_dataloader(self) -> Any:
@@ -375,7 +372,7 @@ class GraphDataModule(L.LightningDataModule):
         return OneBatch(self.shard.batch, self, mask)
 
     def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
-        """Returns an error for an optimizer that is to train a tensor of the graph, of which batches have copies."""
+        """Returns an error if an optimizer has a tensor of the graph as a parameter: batches contain copies of it."""
         of_graph = self._versions_of_source.named()
         for optimizer in optimizers:
             names = [of_graph.get(id(each)) for group in optimizer.param_groups for each in group["params"]]
@@ -390,7 +387,7 @@ class GraphDataModule(L.LightningDataModule):
         return None
 
     def tell_of_changes(self, why: str) -> None:
-        """Warns of changes of the batch in place, which are lost now; on one device they would have stayed."""
+        """Warn about in-place changes of the batch, which are discarded now; on one device they persist."""
         versions, self._versions = self._versions, {}
         if self._shard is None or self._shard_of is None:
             return
@@ -403,20 +400,22 @@ class GraphDataModule(L.LightningDataModule):
                 f"batch.{changed[0]} = batch.{changed[0]} * 0.5, which changes nothing for later steps."
             )
 
-    # Its graph, loaded once and kept in the store ##################################
+    # Loading and storing the graph ##################################
 
     @property
     def origin(self) -> GraphSource:
-        """What gives the graph of the source."""
+        """Loader of the source's graph."""
         return source_of(self)
 
     def known(self) -> dict[str, Any]:
-        """Returns the attributes by which another process loads the same graph."""
+        """Returns the attributes with which another process loads an equal graph."""
         return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
 
     def agree(self, world: World, layout: LayoutSpec, leads: bool) -> str:
-        """Takes the entry and the seed of rank 0 on all ranks, has one that `leads` its machine fetch the entry where it is not,
-        and returns the entry's folder."""
+        """Returns the folder of the stored partition of rank 0; sets it and the seed on all ranks.
+
+        Machines without the partition receive it; on each, the rank with `leads` does so.
+        """
         self._folder, self._digests, self._draw_seed = world.broadcast_object((self._folder, self._digests, self._draw_seed))
         assert self._folder is not None
         spread_entry(world, leads, self.partition_dir / self._folder, self._lock)
@@ -425,21 +424,21 @@ class GraphDataModule(L.LightningDataModule):
 
     @property
     def is_given(self) -> bool:
-        """Whether the source is the graph itself, which stays the same unless the user changes it."""
+        """True if the source is the graph itself, which changes only if the user modifies it."""
         return isinstance(self.source, Graph)
 
     def load(self) -> Graph:
-        """Returns the whole graph, checked, with boolean masks; the same in all stages.
+        """Returns the whole graph, checked, with boolean masks; equal in all stages.
 
         Raises:
-            ValueError: it cannot be trained on, or is another than this datamodule has loaded before.
+            ValueError: the graph cannot be trained on, or differs from the graph that was loaded before.
         """
         if self._graph is None or self.is_given:
             self._graph = self._read_back() or self._load()
         return self._graph
 
     def _read_back(self) -> Graph | None:
-        """Returns the graph from one of its entries in the store; None where there is none any more."""
+        """Returns the graph from one of its stored partitions; None if no partition is left."""
         known = None if self.is_given else self._digests
         self._check_unchanged()
         for folder in self._entries.values() if known else ():
@@ -449,7 +448,7 @@ class GraphDataModule(L.LightningDataModule):
         return None
 
     def _prepared_graph(self) -> Graph:
-        """Returns the graph of the source checked, with masks."""
+        """Returns the graph of the source, checked, with masks."""
         data, index_split = self.origin.load(self.source_kwargs, self.partition_dir)
         self._versions_of_source = Versions(data)
         options = self.split, self.split_index, self.seed, not self.predicts()
@@ -469,11 +468,11 @@ class GraphDataModule(L.LightningDataModule):
         return graph
 
     def changed_in_stage(self) -> list[str]:
-        """Returns what has been changed in place of the graph that was given, since the stage has begun on this rank."""
+        """Returns the names of the given graph's tensors that changed in place since the stage began on this rank."""
         return self._versions_of_source.changed()
 
     def _check_unchanged(self) -> None:
-        """Raises ValueError if the graph of a source that is asked once has changed in place since it was partitioned."""
+        """Raises ValueError if the graph of a source that is loaded once changed in place since it was partitioned."""
         changed = [] if self.is_given or self._digests is None else self._versions_of_source.changed()
         if changed:
             raise ValueError(
@@ -486,11 +485,11 @@ class GraphDataModule(L.LightningDataModule):
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def predicts(self) -> bool:
-        """Returns whether the graph is predicted on only, and may have neither masks nor labels."""
+        """Returns whether the graph is only used for prediction, and may lack masks and labels."""
         return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
     def stored_cut(self, by_rows: bool = False) -> Cut:
-        """Returns the graph as it has been cut, as ``read_cut`` of the store does; there after :meth:`prepare_for`."""
+        """Returns the partitioned graph as ``read_cut`` of the store does; available after :meth:`prepare_for`."""
         assert self._folder is not None
         return self._read_cut(self._folder, by_rows=by_rows)
 
@@ -498,12 +497,12 @@ class GraphDataModule(L.LightningDataModule):
         return replace(read_cut(self.partition_dir / folder, layout, by_rows), feature_dtype=self.feature_dtype)
 
     def partition_for(self, layout: LayoutSpec) -> Path:
-        """Partitions the graph, unless the store holds it, and returns the folder of its entry; needs no Trainer."""
+        """Partition the graph, unless it is stored, and return the folder of the partition; needs no Trainer."""
         self._folder = self._ensure_stored(layout)
         return self.partition_dir / self._folder
 
     def predictions(self, layout: LayoutSpec) -> tuple[list[Prediction], str | np.ndarray]:
-        """Returns what partitioners would take, and which is asked for; loads the graph, and needs no Trainer."""
+        """Returns the predicted costs of partitioners, and the selected one; loads the graph, and needs no Trainer."""
         from lightning_gnn.partition.budget import predictions
 
         joined, method = JoinedGraph.of(self.load()), self._method(layout)
@@ -513,7 +512,7 @@ class GraphDataModule(L.LightningDataModule):
         return predictions(*cut, self.origin.partitioners(self.partition_dir)), method
 
     def _ensure_stored(self, layout: LayoutSpec) -> str:
-        """Returns the folder's name under the store; loads and partitions only if nothing before has. Rank 0."""
+        """Returns the folder's name in the partition directory; loads and partitions only if it is not stored. Rank 0."""
         key = self._entry_key(layout)
         self._check_unchanged()
         if not self.is_given:
@@ -526,7 +525,7 @@ class GraphDataModule(L.LightningDataModule):
         else:
             folder = self.build(layout)
         self._entries[key] = folder
-        # Made again: loading may have written processed files beside the raw ones.
+        # Computed again: loading may have written processed files next to the raw files.
         notes = self._notes(layout)
         if notes:
             with writing(self.partition_dir):
@@ -537,9 +536,9 @@ class GraphDataModule(L.LightningDataModule):
         return json.dumps(self._options(layout))
 
     def _notes(self, layout: LayoutSpec) -> list[str]:
-        """Returns the keys under which an entry of a source that is given by its path is found without loading it.
+        """Returns the keys under which the partition of a source with a path is found without loading the source.
 
-        The first is of a source that draws no random numbers, the second of one that does. None for other sources.
+        The first key is for sources without random draws, the second for sources with random draws. Empty for other sources.
         """
         if not isinstance(self.source, str):
             return []
@@ -549,7 +548,7 @@ class GraphDataModule(L.LightningDataModule):
         return [key for key in keys if key is not None]
 
     def build(self, layout: LayoutSpec) -> str:
-        """Loads and partitions the graph in this process, unless the store holds it; returns the folder's name."""
+        """Load and partition the graph in this process, unless it is stored; returns the folder's name."""
         data = self.load()
         predicted = self.predicted(data)
         if not layout.takes(predicted.has_types):
@@ -558,7 +557,7 @@ class GraphDataModule(L.LightningDataModule):
         described_as = json.dumps([digests, left_out_of(data), self._options(layout)])
         name = f"{layout.kind}-{layout.parts}-{hashlib.blake2b(described_as.encode(), digest_size=12).hexdigest()}"
         folder = self.partition_dir / name
-        # Not kept: what is read from now on is the entry.
+        # Not kept: from now on the stored partition is read.
         self._graph, self._digests = None, digests
         self._versions_of_source.renew()
         with self._lock(name):
@@ -579,7 +578,10 @@ class GraphDataModule(L.LightningDataModule):
     def assigned(
         self, data: Graph, layout: LayoutSpec, others: Mapping[str, Partitioner] | None = None, holders: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
-        """Returns the owner of each node, the rank of each edge in a vertex cut, in `holders` if given, and a report."""
+        """Returns the owner of each node, the rank of each edge, and a report.
+
+        The second result is None except for a vertex cut; `holders` is an optional array for it.
+        """
         method = self._method(layout)
         joined = JoinedGraph.of(data)
         predicted = self.predicted(data)
@@ -589,7 +591,7 @@ class GraphDataModule(L.LightningDataModule):
         if layout.kind == "vertex_cut":
             edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        from lightning_gnn.partition.edge_cut import assign_nodes  # of no use to ranks that find the graph in the store
+        from lightning_gnn.partition.edge_cut import assign_nodes  # imported here: ranks that find the graph in the store do not need it
 
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, others=others)
         report = {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
@@ -598,7 +600,7 @@ class GraphDataModule(L.LightningDataModule):
         return nodes.part, None, report
 
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
-        """Runs :meth:`build` in a process of its own, whose memory is given back when it is done."""
+        """Run :meth:`build` in a separate process, which releases its memory at the end."""
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
         request = {
@@ -621,7 +623,7 @@ class GraphDataModule(L.LightningDataModule):
                 f"Loading or partitioning {self.source} failed: its process was ended by signal {-done.returncode}. "
                 "If that is 9, most likely this machine has too little memory for the graph and its partitioner."
             )
-        # The user's own code may print, too; the answer is the last line.
+        # The user's code may print, too; the answer is the last line.
         lines = done.stdout.splitlines() or ['{"error": "see the error above."}']
         answer = json.loads(lines[-1])
         if "error" in answer:
@@ -643,7 +645,7 @@ class GraphDataModule(L.LightningDataModule):
         return hashlib.blake2b(array.data, digest_size=16).hexdigest()
 
     def _noted(self, key: str) -> str | None:
-        """Returns the folder that an earlier run made from the same description."""
+        """Returns the folder that an earlier run made from an equal description."""
         note = self.partition_dir / f"{key}.known"
         if not note.is_file():
             return None
@@ -652,19 +654,21 @@ class GraphDataModule(L.LightningDataModule):
         return folder if text == _note(key, folder) else None
 
     def _is_entry(self, folder: str, layout: LayoutSpec) -> bool:
-        """Returns whether the store still has a folder, with the graph that this datamodule has, if it has one already."""
+        """Returns whether a folder is in the partition directory, with the graph of this datamodule if it is loaded."""
         if not (self.partition_dir / folder / "manifest.json").exists():
             return False
         manifest = read_manifest(self.partition_dir / folder, layout)
         if not layout.takes(manifest["types"] is not None):
-            return False  # loaded again, and refused
+            return False  # loading the source again raises the error
         if self._digests is None:
             self._digests = manifest["graph"]
         return self._digests == manifest["graph"]
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Lets one process partition; others log whom they wait for. Freed by the system if its owner dies."""
+        """Context manager that lets one process partition; waiting processes log the owner. The system frees it if the owner
+        dies.
+        """
         owner = self.partition_dir / f"{name}.owner"
         lock = FileLock(self.partition_dir / f"{name}.lock")
         with writing(self.partition_dir):
@@ -684,12 +688,17 @@ class GraphDataModule(L.LightningDataModule):
 
 
 def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None:
-    """Raises ValueError for a module that predicts edges which the graph has none of, or not under this strategy, which `samples`
-    or does not."""
+    """Raises ValueError for a link predictor whose edges are missing in the graph or not supported by the strategy.
+
+    Args:
+        module: module of the run.
+        of: the graph.
+        samples: whether the strategy trains on samples.
+    """
     if not getattr(module, "predicts_edges", False):
         return
     name = type(module).__name__
-    ready = hasattr(module, "is_ready_made")  # a module of this package, and none of the user's
+    ready = hasattr(module, "is_ready_made")  # a module of this package
     edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
@@ -732,11 +741,11 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
 
 
 def _held_by(owner: Path) -> str:
-    with suppress(OSError):  # gone in between: it has finished, or has not written it yet
+    with suppress(OSError):  # the file may be deleted or not yet written
         return f"{owner.read_text(errors='replace')[:200]} (for {time.time() - owner.stat().st_mtime:.0f} s)"
     return "another process"
 
 
 def _note(key: str, folder: str) -> str:
-    """Returns what is written under `key` of the entry that it stands for; a copied or altered note is another."""
+    """Returns the content of the note under `key`, with a checksum that detects copied or modified notes."""
     return f"{folder} {hashlib.blake2b(f'{key} {folder}'.encode(), digest_size=8).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Which pairs of nodes are edges of the graph, wherever these lie: what a filtered ranking leaves out.
+"""Lookup of node pairs that are edges of the graph, for filtered ranking.
 
 N nodes and E edges of the whole graph, P ranks.
 """
@@ -14,17 +14,22 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 
 
 def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: bool = False) -> Tensor:
-    """Returns for some edges (s, t) and other nodes t' which (s, t') are edges as well, bool ``[n, K]``.
+    """Returns for edges (s, t) and other nodes t' whether (s, t') is an edge too, bool ``[n, K]``.
 
-    Ids are original ones, of `edges` int64 ``[n]`` and of `others` ``[n, K]``; if `typed`, (s, t') has the same ``edge_type``.
+    Reads the stored graph part by part, with memory for the edges of one part. Not collective: any rank may call it after
+    `setup`.
 
-    Reads the stored graph part by part, so it takes memory for the edges of one. On any rank, without others; after `setup`.
+    Args:
+        data: datamodule of the graph.
+        edges: original ids of the edges, int64 ``[n]``.
+        others: original ids of the nodes t', ``[n, K]``.
+        typed: whether (s, t') must have the same ``edge_type`` as (s, t).
     """
     num_nodes = sum(data.shard.counts)
     distinct, each = edges.unique(return_inverse=True)
     source, kind = torch.zeros_like(distinct), torch.zeros_like(distinct)
     for e_id, ends, types in _parts(data, typed):
-        # Each edge lies in one part.
+        # Each edge is in one part.
         place = torch.searchsorted(distinct, e_id).clamp(max=max(0, len(distinct) - 1))
         found = distinct[place] == e_id if len(distinct) else torch.zeros_like(e_id, dtype=torch.bool)
         source[place[found]], kind[place[found]] = ends[0, found], types[found]
@@ -40,7 +45,8 @@ def _keys(source: Tensor, target: Tensor, kind: Tensor, num_nodes: int) -> Tenso
 
 
 def _parts(data: GraphDataModule, typed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields the edges of part after part: original ids ``[E_p]``, original ids of ends ``[2, E_p]``, and types ``[E_p]``."""
+    """Yields per part the original ids of edges ``[E_p]``, the original ids of their endpoints ``[2, E_p]``, and types ``[E_p]``.
+    """
     batch = data.shard.batch
     if data.is_whole:
         types = batch.edge_type.cpu() if typed else torch.zeros_like(batch.e_id).cpu()

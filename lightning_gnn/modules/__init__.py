@@ -1,4 +1,4 @@
-"""LightningModules; that of links is imported when it is asked for."""
+"""LightningModules; the link predictor is imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

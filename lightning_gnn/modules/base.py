@@ -1,4 +1,4 @@
-"""What ready-made modules have in common."""
+"""Base class and helpers of the modules of this package."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from typing_extensions import override
 from lightning_gnn.nn.commnet import CommNet
 
 OptimizerCallable = Callable[[Iterable], Optimizer]
-"""As in ``lightning.pytorch.cli``, which takes long to import."""
+"""Type of ``lightning.pytorch.cli``, repeated here because that import is slow."""
 
 
 class GraphModule(L.LightningModule):
-    """A module whose stages look at one batch, a graph or a part of it.
+    """Base module whose stages use one batch, a graph or a part of it.
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.
-        is_ready_made: of which graphs it is, its arguments say: see :func:`~lightning_gnn.datamodules.graph.check_fits`.
+        is_ready_made: marker of modules whose arguments define the supported graphs; see
+            :func:`~lightning_gnn.datamodules.graph.check_fits`.
     """
 
     is_ready_made = True
@@ -35,7 +36,7 @@ class GraphModule(L.LightningModule):
 
     @abstractmethod
     def _evaluate(self, batch: Data, stage: str) -> None:
-        """Logs the metrics of a stage, ``"val"`` or ``"test"``."""
+        """Log the metrics of a stage, ``"val"`` or ``"test"``."""
 
     @override
     def validation_step(self, batch: Data, batch_idx: int) -> None:
@@ -57,8 +58,8 @@ class GraphModule(L.LightningModule):
 
 
 def check_width(model: torch.nn.Module, num_features: int) -> None:
-    """Raises ``ValueError`` where a library model takes features of another width than the graph's."""
-    # A model of the user's own may call something else in_channels.
+    """Raises ``ValueError`` if the ``in_channels`` of a library model differ from the graph's number of features."""
+    # In a user's model, in_channels may have another meaning.
     width = model.in_channels if isinstance(model, (BasicGNN, CommNet)) else None
     if isinstance(width, int) and 0 < width != num_features:
         raise ValueError(
@@ -68,7 +69,8 @@ def check_width(model: torch.nn.Module, num_features: int) -> None:
 
 
 def edge_inputs(model: torch.nn.Module, by_type: bool) -> list[str]:
-    """Returns which of ``edge_weight`` and ``edge_attr`` the model takes, or takes as dicts, such as ``edge_attr_dict``."""
+    """Returns the names among ``edge_weight`` and ``edge_attr`` that the model accepts, or accepts as dicts (``edge_attr_dict``).
+    """
     names = "edge_weight", "edge_attr"
     if not by_type:
         return [name for name in names if _accepts(model, name)]
@@ -77,9 +79,9 @@ def edge_inputs(model: torch.nn.Module, by_type: bool) -> list[str]:
 
 
 def _accepts(model: torch.nn.Module, name: str) -> bool:
-    """Returns whether the model takes `name`; PyG's ready models say so, their forwards take what not every conv does."""
+    """Returns whether the model accepts `name`; PyG's models declare it, since not every conv accepts the forward arguments."""
     if hasattr(model, f"supports_{name}"):
-        # A GAT takes edge features only where its convs were told how many columns they have.
+        # A GAT accepts edge features only if its convs have an edge_dim.
         wanted = name != "edge_attr" or any(getattr(child, "edge_dim", None) is not None for child in model.modules())
         return bool(getattr(model, f"supports_{name}")) and wanted
     return name in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""LinkPredictor: a ready LightningModule that learns which nodes are joined, around any PyG model."""
+"""`LinkPredictor`: a LightningModule for link prediction with any PyG model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lightning_gnn.rows.graph import place_selected
 from lightning_gnn.rows.mode import local_rows
 
 _SCORED_AT_ONCE = 1 << 16
-"""Pairs whose rows are in memory at once in evaluation."""
+"""Number of pairs whose embeddings are in memory at once in evaluation."""
 _EVALUATION = -1
-"""In place of a step's number: evaluation draws the same negatives each time."""
+"""Value for the step number in evaluation, which draws equal negatives each time."""
 
 
 class MeanOfRanks(Metric):
-    """The mean of what is made of each edge's rank among its negatives.
+    """Mean of a function of each edge's rank among its negatives.
 
-    torchmetrics' RetrievalMRR and RetrievalHitRate, whose values it has, would gather all scores on every rank and then take edge
-    after edge; its MeanMetric would add in float32, in which a sum depends on how edges lie on ranks: it forgets ``set_dtype``
-    when it is moved to a device.
+    The values equal torchmetrics' RetrievalMRR and RetrievalHitRate, which gather all scores on every rank and iterate over
+    edges. torchmetrics' MeanMetric adds in float32, because moving it to a device resets ``set_dtype``. A float32 sum depends on
+    the partition of the edges.
     """
 
     full_state_update = False
@@ -59,56 +59,57 @@ class MeanOfRanks(Metric):
 
 
 class LinkPredictor(GraphModule):
-    """Trains a PyG model to tell edges from pairs of nodes that are none, by their scores.
+    """Trains a PyG model to distinguish edges from other pairs of nodes by scores.
 
-    The model makes a row of each node, from messages over training edges only, in evaluation as well. The decoder scores pairs of
-    rows. Each edge ``(s, t)`` is compared with pairs ``(s, t')`` whose ``t'`` is drawn from all nodes but t; some of them may be
-    edges. What is drawn depends on the edge, the step and the seed only, and so not on the number of ranks.
+    The model computes an embedding of each node from messages over training edges only, also in evaluation. The decoder scores
+    pairs of embeddings. Each edge ``(s, t)`` is compared with negatives ``(s, t')``, where ``t'`` is drawn from all nodes except
+    t; some negatives may be edges. The draws depend only on the edge, the step and the seed, not on the number of ranks.
 
-    Logs ``train_loss``, ``val_loss``, ``val_mrr`` (the mean of 1 / rank of an edge among its negatives, tied ones before it),
-    ``val_hits@10`` (the share of edges whose rank is at most 10), and the same of ``test``; predicts the rows, ``[N, F]``.
+    Logs ``train_loss``, ``val_loss``, ``val_mrr`` (mean of 1 / rank of an edge among its negatives, with ties before it),
+    ``val_hits@10`` (share of edges with a rank of at most 10), and the corresponding values of ``test``. Predicts the embeddings,
+    ``[N, F]``.
 
-    The graph must have ``edge_train_mask``, ``edge_val_mask`` and ``edge_test_mask``, as
-    :func:`~lightning_gnn.split_edges` makes them.
+    The graph must have ``edge_train_mask``, ``edge_val_mask`` and ``edge_test_mask``, as returned by
+    :func:`~lightning_gnn.split_edges`.
 
-    Of a ``HeteroData``, edges of one type are predicted, under ``strategy="sampling"``: ``s`` and ``t'`` are nodes of the types
-    at its ends. The model is called as ``model(x_dict, edge_index_dict)``, as those of ``to_hetero``, and returns rows by type;
-    types without ``x`` are not in ``x_dict``. What is predicted are the rows of the datamodule's ``input_type``, by default the
-    targets of the edges.
+    In a ``HeteroData``, edges of one type are predicted, under ``strategy="sampling"``: ``s`` and ``t'`` are nodes of the types
+    at its ends. The model is called as ``model(x_dict, edge_index_dict)``, like models of ``to_hetero``, and returns embeddings
+    by type. Types without ``x`` are not in ``x_dict``. Predictions are the embeddings of the datamodule's ``input_type``, by
+    default the target type of the edges.
 
     Args:
-        model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the model
-            takes them; returns ``[N, F]``.
-        decoder: ``"dot"``, the rows' dot product; ``"distmult"``, the same weighted by a learned row of the edge's type (Yang et
-            al., ICLR 2015), for graphs with ``edge_type``, int64 ``[E]``, and models that have ``out_channels``; or a module that
-            takes two tensors ``[..., F]`` and returns scores ``[...]``.
-        negatives: ``"uniform"``, or ``"in_batch"``: the targets of other edges of the batch, for mini-batches
-            (``strategy="sampling"``), where they cost nothing. Evaluation always draws uniformly.
-        num_negatives: for each edge in training.
-        eval_negatives: for each edge in validation and test.
-        hits: the k of ``hits@k``.
-        seed: of what is drawn.
-        loss: ``"bce"``, the binary cross-entropy of an edge and of its negatives; ``"margin"``, by how much a negative's score
-            exceeds the edge's less `margin`, in the mean.
-        margin: above 0.
-        num_relations: types of edges, from 0 on, for ``"distmult"``.
-        filtered: leave negatives that are edges of the graph, of any mask, and of the same type for ``"distmult"``, out of
-            the ranking (Bordes et al., NeurIPS 2013). The loss has them.
-        edge_type: of a ``HeteroData``, the type whose edges are predicted, as their masks tell. ``"distmult"`` and ``filtered``
-            are for graphs of one type.
-        optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
-        lr, weight_decay: of the default optimizer.
+        model: model called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` if the graph has them and the
+            model accepts them; returns ``[N, F]``.
+        decoder: ``"dot"``: dot product of the embeddings. ``"distmult"``: dot product weighted by a learned vector per edge type
+            (Yang et al., ICLR 2015), for graphs with ``edge_type``, int64 ``[E]``, and models with ``out_channels``. Or a module
+            of two tensors ``[..., F]`` that returns scores ``[...]``.
+        negatives: ``"uniform"``, or ``"in_batch"``: the targets of other edges of the mini-batch, at no extra cost, for
+            ``strategy="sampling"``. Evaluation always draws uniformly.
+        num_negatives: negatives per edge in training.
+        eval_negatives: negatives per edge in validation and test.
+        hits: values of k in ``hits@k``.
+        seed: seed of the negatives.
+        loss: ``"bce"``: binary cross-entropy of an edge and its negatives. ``"margin"``: mean of max(0, margin - score of the
+            edge + score of a negative).
+        margin: margin of the loss, above 0.
+        num_relations: number of edge types, numbered from 0, for ``"distmult"``.
+        filtered: whether the ranking excludes negatives that are edges of the graph, in any mask, and for ``"distmult"`` of the
+            same type (Bordes et al., NeurIPS 2013). The loss includes them.
+        edge_type: type of the predicted edges of a ``HeteroData``, the type with edge masks. ``"distmult"`` and ``filtered`` are
+            only for graphs of one type.
+        optimizer: function from the parameters to an optimizer. Default: Adam with `lr` and `weight_decay`.
+        lr, weight_decay: options of the default optimizer.
 
     Raises:
-        ValueError: a decoder, negatives or a loss of another name, counts below 1, a margin of 0 or less, relations without
-            ``"distmult"`` or the other way round, an edge type with what is for graphs of one type; from ``setup``, where model
-            and graph do not fit.
-        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, F]``, by
-            type if there are types, or the decoder a score per pair.
+        ValueError: unknown decoder, negatives or loss; counts below 1; a margin of 0 or less; ``num_relations`` without
+            ``"distmult"`` or the reverse; an edge type with options for graphs of one type. From ``setup``: a model that does not
+            match the graph.
+        UnsupportedModelError: the model does not return ``[N, F]``, by type if there are types, or the decoder does not return a
+            score per pair. Raised from a step, and from the strategy's self-check before it.
     """
 
     predicts_edges = True
-    """Tells strategies and the datamodule that means are over edges in a mask, not over nodes."""
+    """Marker for strategies and the datamodule: means are over edges in a mask, not over nodes."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class LinkPredictor(GraphModule):
         for name, count in [*counts, ("num_relations", 1 if num_relations is None else num_relations)]:
             if count < 1:
                 raise ValueError(f"{name} must be at least 1 (got {count}).")
-        # A module among the hyperparameters could not be loaded with weights_only.
+        # Modules are excluded: hyperparameters with a module could not be loaded with weights_only.
         self.save_hyperparameters(ignore=["model", "decoder", "optimizer"])
         self.model, self.decoder, self.negatives, self.optimizer = model, decoder, negatives, optimizer
         self.num_negatives, self.eval_negatives, self.seed = num_negatives, eval_negatives, seed
@@ -195,14 +196,14 @@ class LinkPredictor(GraphModule):
 
     @property
     def sampled_negatives(self) -> int:
-        """Negatives that each edge of a mini-batch is to come with."""
+        """Number of negatives to sample for each edge of a mini-batch."""
         return self.num_negatives if self.negatives == "uniform" else 0
 
-    # Rows and scores ##########################################################
+    # Embeddings and scores ##########################################################
 
     @override
     def forward(self, batch: Data | HeteroData) -> Any:
-        """Returns a row of each node of the batch, ``[N, F]``; if there are types by type, of which the model makes some."""
+        """Returns the embeddings of the batch's nodes, ``[N, F]``; with types, a mapping by type as the model returns it."""
         if isinstance(batch, HeteroData):
             return self._rows_by_type(batch)
         names = [name for name in self._takes if batch.get(name) is not None]
@@ -247,36 +248,36 @@ class LinkPredictor(GraphModule):
         return out
 
     def _related(self, sources: Tensor, types: Tensor | None) -> Tensor:
-        """Returns the rows of edges' sources as they are compared with those of targets, ``[n, F]``."""
+        """Returns the source embeddings of edges, multiplied by the vectors of their types if there are types, ``[n, F]``."""
         return sources if self.relations is None else sources * self.relations(types)
 
     def _scores(self, batch: Data, mask: str, count: int, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the scores of this rank's edges in a mask, ``[n]``, and of the negatives of each, ``[n, count]``; of a
-        mini-batch, those of its own.
+        """Returns the scores of this rank's edges in a mask, ``[n]``, and of their negatives, ``[n, count]``.
 
-        Filtered, in evaluation, also which negatives are edges, bool ``[n, count]``.
+        For a mini-batch, these are the scores of its own edges. With `filtered`, in evaluation, the third result is bool ``[n,
+        count]``: whether a negative is an edge; otherwise None.
         """
         if isinstance(batch, HeteroData) or _is_sampled(batch):
             return *self._sampled_scores(batch), None
         z = self(batch)
         with local_rows():
-            chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicas of edges count elsewhere
+            chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicated edges count on another rank
             source, target = stored_ids(batch.edge_index)[:, chosen].long()
             types = None if self.relations is None else batch.edge_type[chosen]
             sources, targets = self._related(gather_halo(z)[source], types), z[target]
             e_id = stored_ids(batch.e_id)[chosen].long()
             others = draw_others(e_id, batch.n_id[target], count, global_num_nodes(z), self.seed, step)
             known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
-            # All ranks fetch, also one without edges.
+            # gather_nodes is collective: ranks without edges call it too.
             others, place = others.unique(return_inverse=True)
             scores = self._decode(sources, targets), self._score_each(sources, gather_nodes(z, others), place)
             place_selected(batch.edge_index, chosen, *scores, known)
         return *scores, known
 
     def _known_of(self, edges: Tensor, others: Tensor) -> Tensor:
-        """Returns which negatives of evaluation are edges: looked up once, since they are the same each time."""
-        # By number of edges: validation and test take turns. In the self-check they are of another graph, and found like any.
-        # And by device: the next trainer may have another.
+        """Returns whether negatives of evaluation are edges; looked up once, since they are equal each time."""
+        # The key has the number of edges, since validation and test alternate. The self-check uses another graph, whose edges are
+        # looked up in the same way. It has the device, since the next Trainer may use another.
         key = len(edges), edges.device
         kept, known = self._known.get(key, (None, None))
         if kept is None or known is None or not torch.equal(kept, edges):
@@ -286,7 +287,10 @@ class LinkPredictor(GraphModule):
         return known
 
     def _sampled_scores(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor]:
-        """Returns the same of a mini-batch: its positive pairs come first, then the negatives of each, unless all are its own."""
+        """Returns the scores of a mini-batch, ``[n]`` and ``[n, count]``.
+
+        The batch has its positive pairs first, then the negatives of each, unless negatives are in-batch.
+        """
         z, edges = self(batch), batch if self.edge_type is None else batch[self.edge_type]
         z_source, z = (z, z) if self.edge_type is None else (z[self.edge_type[0]], z[self.edge_type[2]])
         num = len(edges.input_id)
@@ -299,13 +303,13 @@ class LinkPredictor(GraphModule):
         return self._decode(sources, z[target[:num]]), self._score_each(sources, z, place)
 
     def _score_each(self, sources: Tensor, rows: Tensor, place: Tensor) -> Tensor:
-        """Returns the scores of source i with rows ``place[i]``, ``[n, K]``."""
+        """Returns the scores of source i with embeddings ``rows[place[i]]``, ``[n, K]``."""
         at_once = max(1, _SCORED_AT_ONCE // max(1, place.size(1)))
         parts = zip(sources.split(at_once), place.split(at_once))
         return torch.cat([self._decode(a.unsqueeze(1).expand(*b.shape, -1), rows[b]) for a, b in parts])
 
     def _loss(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Returns the mean over edges of what an edge costs and, in the mean, its negatives."""
+        """Returns the mean over edges of the loss of an edge plus the mean loss of its negatives."""
         if self.loss == "margin":
             own, each = torch.zeros_like(positive), (self.margin - positive.unsqueeze(1) + negative).relu()
         else:
@@ -339,7 +343,7 @@ class LinkPredictor(GraphModule):
         positive, negative, known = self._scores(batch, f"edge_{stage}_mask", self.eval_negatives, _EVALUATION)
         count = len(positive)
         self.log(f"{stage}_loss", self._loss(positive, negative), prog_bar=True, batch_size=count)
-        # Tied ones first, else a model whose scores are all alike would be perfect; and so is nan last.
+        # Ties count as ranked before the edge: otherwise a model with constant scores would be perfect. NaN scores rank last.
         ahead = ~(negative < positive.unsqueeze(1))
         rank = 1 + (ahead if known is None else ahead & ~known).sum(1)
         values = {"mrr": 1 / rank.double(), **{f"hits@{k}": (rank <= k).double() for k in self.hits}}
@@ -354,7 +358,7 @@ def _is_sampled(batch: Data) -> bool:
 
 
 def _check_types(types: Tensor | None, num_relations: int) -> None:
-    """Refuses types of edges, ``[E]``, that have no row."""
+    """Raises ValueError if edge types, ``[E]``, are missing or outside of the relations."""
     if types is None or types.is_floating_point() or types.dim() != 1:
         found = "none" if types is None else f"{types.dtype} {list(types.shape)}"
         raise ValueError(f"decoder='distmult' needs edge_type of the graph, one integer per edge (got {found}).")

@@ -1,4 +1,4 @@
-"""NodeClassifier: a ready LightningModule around any PyG model."""
+"""`NodeClassifier`: a LightningModule for node classification with any PyG model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ UNLABELLED = -1
 class NodeClassifier(GraphModule):
     """Trains a PyG model to classify nodes: cross-entropy for integer labels, binary cross-entropy for ``[N, C]`` targets.
 
-    Logs ``train_loss``, ``val_loss``, ``val_acc``, ``val_f1``, ``test_loss``, ``test_acc``, ``test_f1``; predicts logits.
+    Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc``, ``val_f1``, ``test_loss``, ``test_acc``, ``test_f1``; predicts
+    logits.
 
     Args:
-        model: called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` where the graph has them and the
-            model takes them; returns logits ``[N, C]``. With `node_type`, as ``model(x_dict, edge_index_dict)``, with
-            ``edge_weight_dict`` and ``edge_attr_dict`` where its forward names them; returns a dict with logits of that type.
-        num_classes: C; default ``model.out_channels``.
+        model: model called as ``model(x, edge_index)``, with ``edge_weight`` and ``edge_attr`` if the graph has them and the
+            model accepts them; returns logits ``[N, C]``. With `node_type`: called as ``model(x_dict, edge_index_dict)``, with
+            ``edge_weight_dict`` and ``edge_attr_dict`` if they are arguments of its forward; returns a dict with logits of that
+            type.
+        num_classes: number of classes C. Default: ``model.out_channels``.
         task: ``"multiclass"`` for labels ``y [N]`` or ``[N, 1]``, ``"multilabel"`` for targets ``y [N, C]``.
-        optimizer: makes the optimizer from the parameters; default Adam with `lr` and `weight_decay`.
-        lr, weight_decay: of the default optimizer.
-        node_type: of a ``HeteroData``, whose nodes are classified: the datamodule's ``input_type``. Types without ``x`` are
-            not in ``x_dict``.
+        optimizer: function from the parameters to an optimizer. Default: Adam with `lr` and `weight_decay`.
+        lr, weight_decay: options of the default optimizer.
+        node_type: node type of a ``HeteroData`` to classify: the datamodule's ``input_type``. Types without ``x`` are not in
+            ``x_dict``.
 
     Raises:
-        ValueError: from ``setup``, where model and graph do not fit: labels missing, of another kind than `task`, of more
-            classes than C; features of another width than ``model.in_channels``.
-        UnsupportedModelError: from a step, and before it from the strategy's self-check: the model does not return ``[N, C]``.
+        ValueError: from ``setup``, if the model does not match the graph: labels are missing, do not match `task`, or have more
+            than C classes; or ``model.in_channels`` differs from the number of features.
+        UnsupportedModelError: the model does not return ``[N, C]``. Raised from a step, and from the strategy's self-check before
+            it.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class NodeClassifier(GraphModule):
         node_type: str | None = None,
     ) -> None:
         super().__init__()
-        # A module among the hyperparameters could not be loaded with weights_only.
+        # Modules are excluded: hyperparameters with a module could not be loaded with weights_only.
         self.save_hyperparameters(ignore=["model", "optimizer"])
         num_classes = num_classes or getattr(model, "out_channels", None)
         if num_classes is None:
@@ -76,18 +79,18 @@ class NodeClassifier(GraphModule):
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, GraphDataModule):
             return
-        # Of the whole graph, or alike in all of its parts: what is refused on one rank is refused on all.
+        # The checked values are global or equal in all parts, so all ranks raise the error.
         if self.node_type is None:
             check_width(self.model, data.num_features)
         if stage != "predict":
             self._check_labels(self._nodes(data.shard.batch).get("y"), data.num_classes)
 
     def _nodes(self, batch: Data | HeteroData) -> Any:
-        """Returns where a batch keeps masks and labels."""
+        """Returns the object of a batch that has the masks and labels."""
         return batch if self.node_type is None else batch[self.node_type]
 
     def _check_labels(self, y: Tensor | None, classes: int) -> None:
-        """Refuses labels that the loss or the metrics could not take; `classes` is the whole graph's number."""
+        """Raises ValueError for labels that do not match the task; `classes` is the number of classes in the whole graph."""
         if y is None:
             raise ValueError("NodeClassifier needs labels, but the graph has no y. Set data.y, one row per node.")
         found = f"y is {str(y.dtype).removeprefix('torch.')} {['N', *y.shape[1:]]}".replace("'", "")
@@ -157,7 +160,7 @@ class NodeClassifier(GraphModule):
         nodes = self._nodes(batch)
         mask = nodes[f"{stage}_mask"]
         y = nodes.y[mask]
-        return mask, y.view(-1) if self.task == "multiclass" else y  # OGB's are [n, 1]
+        return mask, y.view(-1) if self.task == "multiclass" else y  # OGB labels are [n, 1]
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -169,7 +172,8 @@ class NodeClassifier(GraphModule):
         return loss
 
     def _share_right(self, out: Tensor, y: Tensor) -> Tensor:
-        """Returns the share of labelled nodes, or of their targets, that are predicted right: what ``val_acc`` is."""
+        """Returns the accuracy as in ``val_acc``: the share of labeled nodes, or of their targets, that are predicted correctly.
+        """
         if self.task == "multilabel":
             return ((out > 0) == (y > 0.5)).to(torch.promote_types(out.dtype, torch.float32)).mean()
         right = (out.argmax(1) == y).to(torch.promote_types(out.dtype, torch.float32))
