@@ -591,7 +591,7 @@ class GraphDataModule(L.LightningDataModule):
         if layout.kind == "vertex_cut":
             edges = cutter_of(layout.kind).assign_edges(*cut, host_weight=layout.host_weight, **options, part=holders)
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
-        from lightning_gnn.partition.edge_cut import assign_nodes  # imported here: ranks that find the graph in the store do not need it
+        from lightning_gnn.partition.edge_cut import assign_nodes  # ranks with a stored graph skip this import
 
         nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, others=others)
         report = {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
@@ -666,8 +666,9 @@ class GraphDataModule(L.LightningDataModule):
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Context manager that lets one process partition; waiting processes log the owner. The system frees it if the owner
-        dies.
+        """Context manager that lets one process partition; waiting processes log the owner.
+
+        The system frees the lock if the owner dies.
         """
         owner = self.partition_dir / f"{name}.owner"
         lock = FileLock(self.partition_dir / f"{name}.lock")

@@ -45,8 +45,7 @@ def _keys(source: Tensor, target: Tensor, kind: Tensor, num_nodes: int) -> Tenso
 
 
 def _parts(data: GraphDataModule, typed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields per part the original ids of edges ``[E_p]``, the original ids of their endpoints ``[2, E_p]``, and types ``[E_p]``.
-    """
+    """Yields per part the original ids of its edges ``[E_p]`` and of their endpoints ``[2, E_p]``, and types ``[E_p]``."""
     batch = data.shard.batch
     if data.is_whole:
         types = batch.edge_type.cpu() if typed else torch.zeros_like(batch.e_id).cpu()

@@ -69,8 +69,7 @@ def check_width(model: torch.nn.Module, num_features: int) -> None:
 
 
 def edge_inputs(model: torch.nn.Module, by_type: bool) -> list[str]:
-    """Returns the names among ``edge_weight`` and ``edge_attr`` that the model accepts, or accepts as dicts (``edge_attr_dict``).
-    """
+    """Returns which of ``edge_weight`` and ``edge_attr`` the model accepts, or accepts as dicts (``edge_attr_dict``)."""
     names = "edge_weight", "edge_attr"
     if not by_type:
         return [name for name in names if _accepts(model, name)]

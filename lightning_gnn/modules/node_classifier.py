@@ -172,8 +172,7 @@ class NodeClassifier(GraphModule):
         return loss
 
     def _share_right(self, out: Tensor, y: Tensor) -> Tensor:
-        """Returns the accuracy as in ``val_acc``: the share of labeled nodes, or of their targets, that are predicted correctly.
-        """
+        """Returns the accuracy as in ``val_acc``: the share of correct predictions for labeled nodes, or for their targets."""
         if self.task == "multilabel":
             return ((out > 0) == (y > 0.5)).to(torch.promote_types(out.dtype, torch.float32)).mean()
         right = (out.argmax(1) == y).to(torch.promote_types(out.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Rules of functions that treat each row by itself: their rows are the rank's own, and nothing is sent."""
+"""Rules of functions that treat each row separately: their rows are local, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWNERS = (torch, Tensor, F, torch.special, torch.linalg)
 
 
 def register(rule: Rule, names: str, owners: Sequence[Any] = _OWNERS) -> None:
-    """Gives a rule to the functions of some names, wherever torch has them."""
+    """Register a rule for functions by name, for each owner in torch that has them."""
     for name in names.split():
         for owner in owners:
             function = getattr(owner, name, None)
@@ -26,7 +26,7 @@ def register(rule: Rule, names: str, owners: Sequence[Any] = _OWNERS) -> None:
 
 
 def properties(rule: Rule, names: str) -> None:
-    """Gives a rule to the getters of properties of tensors."""
+    """Register a rule for the getters of tensor properties."""
     for name in names.split():
         RULES[getattr(Tensor, name).__get__] = rule
 
@@ -44,7 +44,7 @@ def dim_of(dim: int, dims: int) -> int:
 
 
 def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) -> Tensor:
-    """Returns a tensor as it is combined with one that has `rows` along its dimension `right` from the right."""
+    """Returns a tensor in a form that combines with a tensor that has `rows` along dimension `right` from the right."""
     placement = placement_of(x)
     assert placement is not None
     if isinstance(placement, RowPlacement):
@@ -54,7 +54,7 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
     at = x.dim() - right
     if at < 0:
         return mode.enter(x, placement, name)
-    if x.size(at) == 1:  # expanded for functions that do not broadcast, on ranks without the row
+    if x.size(at) == 1:  # expanded for functions that do not broadcast and for ranks without the row
         return mode.enter(x, placement, name).expand(*x.shape[:at], rows.count, *x.shape[at + 1 :])
     if x.size(at) != rows.total:
         raise OtherSizeError(
@@ -65,7 +65,7 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
 
 
 def whole(mode: RowsMode, x: Tensor, name: str) -> Tensor:
-    """Returns a tensor of all ranks for use with rows of another row set."""
+    """Returns a tensor with the rows of all ranks, for use with another row set."""
     of = placement_of(x)
     if isinstance(of, RowPlacement):
         x, of = mode.gathered(x, of, name), FROM_ROWS
@@ -73,7 +73,7 @@ def whole(mode: RowsMode, x: Tensor, name: str) -> Tensor:
 
 
 def target_of(found: Sequence[tuple[Tensor, RowPlacement]]) -> tuple[RowSet, int]:
-    """Returns along which rows the result of tensors that broadcast is distributed, and the dimension from the right."""
+    """Returns the row set of the result of tensors that broadcast, and its dimension from the right."""
     rows, right = found[0][1].rows, 0
     for x, of in found:
         if x.dim() - of.dim > right:
@@ -82,7 +82,7 @@ def target_of(found: Sequence[tuple[Tensor, RowPlacement]]) -> tuple[RowSet, int
 
 
 def on_all(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions of the rows of all ranks, gathered, or of their number."""
+    """Rule of functions that need the rows of all ranks, gathered, or their number."""
     has_rows = mode.row_tensors(args, kwargs) or has_counts(args, kwargs)
     return (mode.on_all_rows if has_rows else mode.plain)(func, args, kwargs)
 
@@ -91,7 +91,7 @@ RuleOfRows = Callable[[RowsMode, Any, Any, Any, Sequence[tuple[Tensor, RowPlacem
 
 
 def of_rows(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
-    """Returns a rule from one for arguments among which are row tensors, which it is given, and one for others."""
+    """Returns a rule from a rule for arguments with row tensors, which receives them, and a rule for other arguments."""
 
     @wraps(rule)
     def checked(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,9 +102,9 @@ def of_rows(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
 
 
 def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions of the corresponding entries of tensors, which broadcast."""
+    """Rule of functions of corresponding entries of tensors, which broadcast."""
     found = mode.row_tensors(args, kwargs)
-    if not found:  # as of_rows has it, without another call
+    if not found:  # as in of_rows, without another call
         return mode.plain(func, args, kwargs)
     if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
         return mode.on_all_rows(func, args, kwargs)
@@ -124,13 +124,13 @@ def _by_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet,
 
 
 def _compares_ends(func: Any, found: Sequence[tuple[Tensor, RowPlacement]], args: Any) -> bool:
-    """Returns whether the ends of edges are compared with each other: places are equal where nodes are."""
+    """Returns whether endpoints of edges are compared with each other: local ids are equal if the nodes are equal."""
     same = all(of.local_ids and of.rows is found[0][1].rows for _, of in found) and len(found) == len(args)
     return same and name_of(func) in ("eq", "ne", "__eq__", "__ne__")
 
 
 def placed(out: Any, rows: RowSet, right: int) -> Any:
-    """Sets the placement of results that have `rows` along the dimension `right` from the right."""
+    """Set the placement of results that have `rows` along the dimension `right` from the right."""
     if type(out) is Tensor:
         out.__dict__[ATTRIBUTE] = rows.at(out.dim() - right)
         return out
@@ -141,7 +141,7 @@ def placed(out: Any, rows: RowSet, right: int) -> Any:
 
 @of_rows
 def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """The same in place."""
+    """Rule of in-place functions of corresponding entries."""
     into = rows_of(args[0])
     if into is None or any(of.local_ids for _, of in found):
         return mode.on_all_rows(func, args, kwargs)
@@ -149,7 +149,7 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> A
 
 
 def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions whose result has the placement of their first argument."""
+    """Rule of functions whose result has the placement of their first argument."""
     x = args[0] if args else None
     if not isinstance(x, Tensor):
         return on_all(mode, func, args, kwargs)
@@ -161,20 +161,23 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``zeros_like`` and its kind, of new values."""
+    """Rule of ``zeros_like`` and similar functions, which create values."""
     of = rows_of(first_tensor(args, kwargs))
     return mode.plain(func, args, kwargs) if of is None else mode.tagged(func(*args, **kwargs), of.rows.at(of.dim))
 
 
 def random(rule: Rule) -> Rule:
-    """Draws of replicated results are the same on all ranks; those for rows are each rank's own, unless the mode wants those of
-    one device: for the rows of all ranks, on every rank. What has the shape of the first argument stays rows."""
+    """Returns a rule for random draws.
+
+    Replicated results are drawn equally on all ranks. Each rank draws its own rows. With exact draws of the mode, every rank
+    draws the rows of all ranks as one device does. Results with the shape of the first argument remain row tensors.
+    """
 
     def draw(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if not mode.row_tensors(args, kwargs) and not has_counts(args, kwargs):
             with mode.common_draws():
                 return rule(mode, func, args, kwargs)
-        if not mode.exact_draws and kwargs.get("generator") is None:  # which is the same on all ranks
+        if not mode.exact_draws and kwargs.get("generator") is None:  # a generator is equal on all ranks
             return rule(mode, func, args, kwargs)
         out, x = mode.on_all_rows(func, args, kwargs), first_tensor(args, kwargs)
         of = rows_of(x)
@@ -188,14 +191,14 @@ def random(rule: Rule) -> Rule:
 
 
 def first_tensor(args: Any, kwargs: Any) -> Tensor | None:
-    """Returns the tensor that a function is called with first."""
+    """Returns the first tensor among the arguments."""
     if args and isinstance(args[0], Tensor):
         return args[0]
     return next((each for each in kwargs.values() if isinstance(each, Tensor)), None)
 
 
 class Call(NamedTuple):
-    """A call of a function of row tensor `x`, which mixes or reduces the entries along `dims`."""
+    """Call of a function of row tensor `x`, which mixes or reduces the entries along `dims`."""
 
     func: Any
     args: Any
@@ -209,7 +212,7 @@ class Call(NamedTuple):
         return name_of(self.func)
 
     def again(self, x: Tensor) -> Any:
-        """Returns what the function gives for another tensor."""
+        """Returns the function's result for another tensor."""
         kwargs = {key: x if value is self.x else value for key, value in self.kwargs.items()}
         return self.func(*(x if value is self.x else value for value in self.args), **kwargs)
 
@@ -226,8 +229,13 @@ def along(
     over_rows: Callable[[RowsMode, Call], Any] = _gathered,
     without: Rule = RowsMode.plain,
 ) -> Rule:
-    """Functions of one tensor, with replicated weights, that mix or reduce its entries along `own_dims`: row by row, unless rows
-    lie along one of these; then as `over_rows` says; and `without` rows."""
+    """Returns a rule for functions of one tensor, with replicated weights, that mix or reduce its entries.
+
+    Args:
+        own_dims: function that returns the dimensions that are mixed or reduced.
+        over_rows: rule if the rows are along one of these dimensions; otherwise each row is treated separately.
+        without: rule for arguments without rows.
+    """
 
     def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
         x = first_tensor(args, kwargs)
@@ -252,7 +260,7 @@ def along(
 
 
 def dim_argument(place: int, default: int | None = None) -> Dims:
-    """Returns what finds the argument ``dim`` of a function; None of it stands for all dimensions."""
+    """Returns a function that finds the argument ``dim`` of a call; None stands for all dimensions."""
 
     def find(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
         dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
@@ -325,7 +333,7 @@ RULES[torch.where] = _where
 
 
 def _embedding(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """F.embedding: rows of places in a table, which a largest norm would change."""
+    """Rule of F.embedding: lookups in a table, which `max_norm` would change."""
     changes = kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
     return (on_all if changes else by_itself)(mode, func, args, kwargs)
 
@@ -335,7 +343,7 @@ RULES[F.embedding] = _embedding
 
 
 def _isin(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """The first argument's entries, looked up in a table that all ranks have."""
+    """Rule of lookups of the first argument's entries in a table that all ranks have."""
     found = mode.row_tensors(args[1:], kwargs)
     return mode.on_all_rows(func, args, kwargs) if found or has_counts(args, {}) else by_itself(mode, func, args, kwargs)
 

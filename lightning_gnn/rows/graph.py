@@ -1,4 +1,4 @@
-"""The rows of one graph: which tensors of a batch have them, and what bound layers make of them."""
+"""Row sets of a shard, the row semantics of a module's state, and bound layers under row semantics."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from lightning_gnn.rows.ranks import Ranks, digest_of
 
 
 class GraphRows:
-    """The row sets of a rank's shard, and the mode under which steps run; one for each run.
+    """Row sets of a rank's shard, and the mode of its steps; one object per run.
 
     Args:
-        shard: of this rank, on its device.
+        shard: shard of this rank, on its device.
         world: all ranks.
-        common_draws: a context in which random numbers are the same on all ranks.
-        expand, reduce: of bound layers, see :mod:`lightning_gnn.nn.helpers`; None where there is no such thing.
+        common_draws: context manager in which random numbers are equal on all ranks.
+        expand, reduce: halo operations of bound layers, see :mod:`lightning_gnn.nn.helpers`; None if there are none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GraphRows:
         expand: Callable[[Tensor], Tensor] | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        # Tensors that the user keeps from an earlier run on the same batch have the row sets of then.
+        # Tensors that the user stores from an earlier run on the same batch have the row sets of that run.
         self.ranks = ranks = _ranks_of(shard.batch, world)
         self._expand, self._reduce = expand, reduce
         self._shard, rank = shard, world.rank
@@ -79,13 +79,13 @@ class GraphRows:
         self.place(shard.batch)
 
     def _keys_with_halo(self) -> Tensor:
-        """Returns the ids of own and halo rows; all ranks call it."""
+        """Returns the ids of local and halo nodes; collective."""
         assert self._expand is not None
         with self.mode.pause():
             return self._expand(self.nodes[None].keys.double().unsqueeze(1)).view(-1).long()
 
     def place(self, batch: Any) -> Any:
-        """Sets the placements of a batch's tensors, unless they have one; returns the batch."""
+        """Set the placements of a batch's tensors, unless they have one; returns the batch."""
         sets = self.edges | self.nodes
         for kind, store in self._shard.stores(batch).items():
             self._place(store.to_dict(), sets[kind])
@@ -111,10 +111,13 @@ class GraphRows:
         return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
 
     def place_state(self, module: torch.nn.Module, world: World, now: Iterable[Tensor] | None = None) -> None:
-        """Sets the placement of a module's buffers and tensors among attributes: replicated, where all ranks have the same. Other
-        tensors that there are `now`, by default all of the process, are compared where they meet rows."""
+        """Mark a module's buffers and tensor attributes as replicated if they are equal on all ranks.
+
+        Tensors in `now`, by default all tensors of the process, are compared between ranks when they are first combined with
+        rows.
+        """
         found = dict(_state(module))
-        if now is None and world.stand_ins:  # ranks of one process have the same, and look once
+        if now is None and world.stand_ins:  # threads share their tensors: rank 0 collects them
             now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
         now = tensors_now() if now is None else now
         self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))
@@ -124,15 +127,17 @@ class GraphRows:
                 place(x, REPLICATED)
 
     def release(self, module: torch.nn.Module) -> None:
-        """Takes the placements of a module's buffers and other tensors away, and forgets tensors from before the run."""
-        self.mode.forget_constants()  # weak references to them would stop torch from moving their module
+        """Remove the placements of a module's buffers and other tensors, and the references to tensors from before the run."""
+        self.mode.forget_constants()  # weak references would prevent torch from moving their module
         for _, x in _state(module):
             self.mode.untagged(x)
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
-    """Returns the ranks of an earlier run on a batch, with the world of this one, if all ranks have them; else new ones, as where
-    one rank has loaded its part again."""
+    """Returns the ranks of an earlier run on a batch, with the current world, if all ranks have them; otherwise new ones.
+
+    Ranks are new, for example, if one rank has loaded its part again.
+    """
     placement = rows_of(batch.node_stores[0].n_id)
     known = None if placement is None else placement.rows.ranks
     if known is not None and (known.size, known.world.rank) != (world.size, world.rank):
@@ -146,11 +151,11 @@ def _ranks_of(batch: Any, world: World) -> Ranks:
 
 
 _OF_ANY_MODULE = vars(torch.nn.Module()).keys()
-"""Where modules have parameters, parts and buffers, which are looked at by themselves; and hooks."""
+"""Attributes of any module: parameters, submodules and buffers, which are visited separately, and hooks."""
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers and tensors among attributes, by name."""
+    """Yields buffers and tensor attributes by name."""
     for prefix, part in module.named_modules():
         for name, value in {**vars(part), **dict(part.named_buffers(recurse=False, remove_duplicate=False))}.items():
             if name in _OF_ANY_MODULE:
@@ -161,8 +166,10 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
-    """Sets the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`; without
-    effect where row semantics do not hold."""
+    """Set the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`.
+
+    No-op without row semantics.
+    """
     placement = rows_of(of)
     if placement is not None:
         rows = placement.rows.select(mask)
@@ -172,10 +179,10 @@ def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
 
 
 def whole_value(value: Any, reduce_op: Any) -> Any:
-    """Returns what ``strategy.reduce`` of a value of the whole graph is: itself as a mean.
+    """Returns the result of ``strategy.reduce`` for a value of the whole graph: the value as a mean.
 
     Raises:
-        NotExactError: for a sum, which would count it once for each rank.
+        NotExactError: the reduction is a sum, which would count the value once for each rank.
     """
     if isinstance(value, Tensor) and str(reduce_op).lower() not in ("mean", "avg"):
         raise NotExactError(
@@ -186,8 +193,7 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
 
 
 def check_loss(output: Any, mode: RowsMode) -> None:
-    """Raises :class:`NotExactError` unless a step returned a loss that is known to be the same on all ranks, or none; on all
-    ranks."""
+    """Raises :class:`NotExactError` on all ranks unless a step's loss is None or known to be equal on all ranks."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         return
@@ -204,11 +210,12 @@ def check_loss(output: Any, mode: RowsMode) -> None:
 
 
 def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
-    """Returns the forward of a bound layer, which communicates itself: nothing is followed inside, and what it returns has rows.
+    """Returns the forward of a bound layer, which communicates itself: its functions have no rules, and its output has rows.
 
     Args:
-        forward: of the layer, a function of the module.
-        of_edges: it takes edges, and returns rows of the nodes that these end at; else one row for each of its first argument.
+        forward: forward of the layer, a function of the module.
+        of_edges: whether it uses edges and returns rows of their targets; otherwise it returns one row for each of its first
+            argument's.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,8 +238,10 @@ def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
 
 
 def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns arguments with this rank's edges in place of those of the whole graph, which were made of ``edge_index``: they end
-    at its own rows."""
+    """Returns arguments in which edges of the whole graph, computed from ``edge_index``, are replaced by this rank's edges.
+
+    The rank's edges end at its local nodes.
+    """
     given = [*args, *kwargs.values()]
     whole = next((x for x in given if isinstance(x, Tensor) and x.dtype == torch.int64 and x.dim() == 2 and len(x) == 2), None)
     nodes, halo = mode.nodes, mode.halo_rows
@@ -262,8 +271,11 @@ def _edges_of(found: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
 
 
 def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[Any, Any]:
-    """A replicated tensor with a row for each node, such as the weight of an embedding, is the rank's rows of it; and what was
-    reduced from rows gets its gradients from all ranks."""
+    """Returns the inputs of a layer in local form.
+
+    A replicated tensor with a row per node, such as the weight of an embedding, becomes the rank's rows. Tensors that were
+    reduced from rows get gradients from all ranks.
+    """
     edges = _edges_of(found)
     targets = None if edges is None else edges.targets
 
@@ -274,7 +286,7 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
         if isinstance(of, RowPlacement):
             if of.local_ids or of.rows.all_keys is not None or of.rows is edges or targets is None:
                 return x
-            # In another order, perhaps: joined or shuffled.
+            # Possibly in another order: joined or shuffled.
             x, of = mode.tagged(mode.gathered(x, of, "layer"), FROM_ROWS), FROM_ROWS
             if edges is not None and targets is not None and x.size(0) == edges.total != targets.total:
                 return mode.take(x, 0, edges, "layer")
@@ -314,7 +326,7 @@ def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: b
 
 
 def wrapped(layer: torch.nn.Module, of_edges: bool) -> Any:
-    """Returns the layer's own forward, bound or not, as :func:`tracked` has it."""
+    """Returns the layer's forward, bound or not, wrapped by :func:`tracked`."""
     before = layer.__dict__.get("forward")
     forward = type(layer).forward if before is None else before.__func__
     return types.MethodType(tracked(forward, of_edges), layer)

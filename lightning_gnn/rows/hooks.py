@@ -1,4 +1,4 @@
-"""Row semantics in the hooks of a run: the Trainer opens its profiler around each of them, by name."""
+"""Row semantics in the hooks of a run: the Trainer opens its profiler around each hook, by name."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _LIGHTNING = ("lightning", "pytorch_lightning")
 _WITHOUT_TENSORS = """Checkpoint ModelCheckpoint OnExceptionCheckpoint EarlyStopping LearningRateMonitor
 DeviceStatsMonitor Timer GradientAccumulationScheduler ModelSummary RichModelSummary ProgressBar TQDMProgressBar
 RichProgressBar ThroughputMonitor SpikeDetection LearningRateFinder BatchSizeFinder"""
-"""Callbacks of Lightning that compute nothing from the module's tensors, or run steps, which open row semantics; others, such as
-ModelPruning, do compute."""
+"""Callbacks of Lightning that compute nothing from the module's tensors, or run steps, which enable row semantics.
+
+Other callbacks, such as ModelPruning, compute with tensors.
+"""
 _EXCLUDED = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_optimizers", "teardown", "setup")
-"""Hooks that run without row semantics: before or after a run, or around steps, which open it themselves."""
+"""Hooks without row semantics: they run before or after a run, or around steps, which enable it themselves."""
 
 
 @contextmanager
 def in_hooks(trainer: pl.Trainer, opened: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """While open, hooks of the module, its data and callbacks run inside `opened`; not those of callbacks without tensors.
+    """Context manager that runs hooks of the module, its data and callbacks inside `opened`, except callbacks without tensors.
 
     Args:
-        trainer: of the run.
-        opened: opens row semantics, or what a hook has in their place.
+        trainer: Trainer of the run.
+        opened: function that returns the context manager around a hook, which enables row semantics or its replacement.
     """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile, known = profiler.profile, dict[str, bool]()
@@ -62,7 +64,7 @@ def _is_of_user(trainer: Any, action: str) -> bool:
 
 
 def _overrides(callback: pl.Callback, hook: str) -> bool:
-    """As Lightning's ``is_overridden``, which takes no partial functions and other objects that a callback has as a hook."""
+    """Returns whether a callback overrides a hook, like Lightning's ``is_overridden``, which rejects partial functions."""
     return getattr(getattr(callback, hook, None), "__func__", None) is not getattr(pl.Callback, hook, None)
 
 

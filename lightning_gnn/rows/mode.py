@@ -1,7 +1,7 @@
-"""RowsMode: inside it, each function of torch does to row tensors what it does to the tensors of the whole graph on one device.
+"""`RowsMode`: mode in which torch functions of row tensors have the results of the whole graph on one device.
 
-Functions are looked up in :data:`RULES`. Those without a rule get the rows of all ranks, gathered, on every rank: that is
-exact for any function. Rules save messages and memory where rows need not be gathered.
+Functions are looked up in :data:`RULES`. Functions without a rule receive the rows of all ranks, gathered, on every rank, which
+is exact for any function. Rules save messages and memory if rows need not be gathered.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from lightning_gnn.rows.ranks import EnterRows, GatherParts, Ranks, SumOverRanks
 
 Rule = Callable[["RowsMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
-"""By function, what it does to row tensors."""
+"""Rules of functions for row tensors."""
 
 
 class NotExactError(RuntimeError):
-    """An operation that would not give the result of one device; names the user's line."""
+    """Raised for an operation that would not give the result of one device; names the user's line."""
 
 
 class OtherSizeError(RuntimeError):
-    """A tensor has another size than the rows that it is combined with."""
+    """Raised if the size of a tensor differs from the number of rows that it is combined with."""
 
 
 class _Open(threading.local):
@@ -57,19 +57,19 @@ class _Open(threading.local):
         self.modes: list[RowsMode] = []
 
 
-_open = _Open()  # of ranks that are threads
-_everywhere: list[RowsMode] = []  # of this process's rank, in the threads of autograd, too
+_open = _Open()  # for ranks that are threads
+_everywhere: list[RowsMode] = []  # for the rank of this process, also in the threads of autograd
 
 
 def active_mode() -> RowsMode | None:
-    """Returns the mode that is open; None where none is, or where it is paused."""
+    """Returns the active mode; None if there is none, or if it is paused."""
     modes = _open.modes or _everywhere
     return None if not modes or modes[-1].paused else modes[-1]
 
 
 @contextmanager
 def local_rows() -> Iterator[None]:
-    """Switches row semantics off while open: every tensor is the rank's own, and sizes are local."""
+    """Context manager without row semantics: every tensor has the local rows, and sizes are local."""
     mode = active_mode()
     if mode is None:
         yield
@@ -94,37 +94,37 @@ def placement_of(x: Tensor) -> Placement | None:
         if not _is_trusted(made_by):
             return None
         if found.rows is None and not found.from_rows and base_of(x) is not None:
-            of = base_of(x).__dict__.get(ATTRIBUTE)  # a view of what was changed by values reduced from rows
+            of = base_of(x).__dict__.get(ATTRIBUTE)  # a view of a tensor that was changed by values reduced from rows
             return found if of is None or not of.from_rows else FROM_ROWS
     return found
 
 
 def rows_of(x: Any) -> RowPlacement | None:
-    """Returns the placement of a row tensor; None of any other value."""
+    """Returns the placement of a row tensor; None for other values."""
     found = placement_of(x) if isinstance(x, Tensor) else None
     return found if isinstance(found, RowPlacement) else None
 
 
 def _is_of_host(x: Tensor) -> bool:
-    """Returns whether a tensor has the memory of an array of numpy, which rows cannot become."""
+    """Returns whether a tensor shares the memory of a NumPy array; row tensors never do."""
     return (
         type(x) is Tensor
         and x.is_leaf
         and x.device.type == "cpu"
         and x.layout == torch.strided
-        and not is_functorch_wrapped_tensor(x)  # by vmap and the like, which has no memory
+        and not is_functorch_wrapped_tensor(x)  # tensors of vmap have no memory
         and not x.untyped_storage().resizable()
     )
 
 
 @cache
 def _is_trusted(made_by: type) -> bool:
-    """Returns whether a node of autograd is torch's or this package's: what users' functions do backward is not known."""
+    """Returns whether the backward of an autograd node is known: a node of torch or this package, or with a rule."""
     function = getattr(made_by, FORWARD_CLASS, None)
     return (
         function is None
         or function in _row_wise
-        or function.__module__ == "torch.utils.checkpoint"  # which runs again what it was given
+        or function.__module__ == "torch.utils.checkpoint"  # recomputes its inputs
         or function.__name__ in _backwards
         or function.__module__.partition(".")[0] == "lightning_gnn"
     )
@@ -133,17 +133,17 @@ def _is_trusted(made_by: type) -> bool:
 _row_wise: set[Any] = set()
 _GENERATED = "GeneratedBackwardFor_"
 _backwards: set[str] = set()
-"""Names of what ``torch.library`` generates for the backward of operators with a rule."""
+"""Names that ``torch.library`` generates for the backward of operators with a rule."""
 
 
 def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "row_wise") -> None:
-    """Says what a function does to tensors with one row per node or edge, where row semantics do not know it.
+    """Register the behavior of a function on tensors with one row per node or edge, if row semantics has no rule for it.
 
     Args:
-        function: a subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op``
-            or what ``torch.library.custom_op`` returns.
-        rule: ``"row_wise"``: each row of its result depends on the same row of its arguments, forward and backward.
-            ``"all_rows"``: it is given the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
+        function: subclass of ``torch.autograd.Function``, or a function that torch dispatches, such as ``torch.ops.my.op`` or the
+            result of ``torch.library.custom_op``.
+        rule: ``"row_wise"``: each row of the result depends on the same row of the arguments, forward and backward.
+            ``"all_rows"``: the function receives the rows of all ranks, on every rank; not for a ``torch.autograd.Function``.
 
     Raises:
         ValueError: another rule, or ``"all_rows"`` for a ``torch.autograd.Function``.
@@ -163,7 +163,7 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
 
 
 def _called(function: Any) -> list[Any]:
-    """Returns what torch may call for a function: of an operator, all overloads."""
+    """Returns the callables that torch may dispatch for a function: for an operator, all overloads."""
     function = getattr(function, OPERATOR, function)
     packet = getattr(function, "overloadpacket", function)
     overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else []
@@ -171,7 +171,7 @@ def _called(function: Any) -> list[Any]:
 
 
 def unknown_origin(x: Tensor) -> str:
-    """Returns why the placement of a tensor is unknown, and what to do."""
+    """Returns the reason why the placement of a tensor is unknown, and a fix."""
     function = getattr(type(x.grad_fn), FORWARD_CLASS, None)
     made = (
         "by a function that is not followed (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
@@ -192,13 +192,13 @@ def unknown_origin(x: Tensor) -> str:
 
 
 def place(x: Any, placement: Placement) -> Any:
-    """Sets the placement of a tensor; returns the tensor."""
+    """Set the placement of a tensor; returns the tensor."""
     x.__dict__[ATTRIBUTE] = placement
     return x
 
 
 def tensors_now() -> list[Tensor]:
-    """Returns all tensors that there are in this process."""
+    """Returns all tensors of this process."""
     return [x for x in gc.get_objects() if type(x) is Tensor]
 
 
@@ -218,7 +218,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns arguments with each tensor and number changed."""
+    """Returns arguments with `change` applied to each tensor and number."""
     if isinstance(value, (list, tuple)):
         made = [mapped(each, change) for each in value]
         if isinstance(value, tuple):
@@ -232,25 +232,25 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def user_line() -> str:
-    """Returns file and line of the code that called a function, past torch and other libraries."""
+    """Returns file and line of the innermost calling code outside of torch and other libraries."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-@lru_cache(4096)  # of the few files on a stack, which is walked for each message
+@lru_cache(4096)  # a stack has few files, and is walked for each message
 def _is_of_library(file: str) -> bool:
     return any(part in file for part in _SKIPPED)
 
 
 _OWN = str(Path(__file__).parent.parent)
 _SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py", "/threading.py", "/torch_geometric.")
-"""Parts of the names of files; PyG and torch.fx write code to files with names of their own in each process."""
+"""Parts of file names that are skipped; PyG and torch.fx write code to files with different names in each process."""
 
 
 def _by_placement(args: Any, kwargs: Any) -> tuple[list[tuple[Tensor, RowPlacement]], list[Tensor], bool]:
-    """Returns the row tensors in arguments, those of unknown placement, and whether others were made of rows."""
+    """Returns the row tensors in arguments, the tensors of unknown placement, and whether others were reduced from rows."""
     rows, unknown, from_rows = list[tuple[Tensor, RowPlacement]](), list[Tensor](), False
     for given in (args, kwargs) if kwargs else (args,):
         for x in tensors_in(given):
@@ -265,19 +265,19 @@ def _by_placement(args: Any, kwargs: Any) -> tuple[list[tuple[Tensor, RowPlaceme
 
 
 class RowsMode(TorchFunctionMode):
-    """Gives functions of torch the semantics of the whole graph while it is open, in this thread.
+    """Torch function mode with the semantics of the whole graph, in this thread.
 
     Args:
-        ranks: that hold the rows.
-        common_draws: a context in which random numbers are the same on all ranks.
-        expand: returns the rank's own and halo rows of a tensor of node rows; None where local ids are not followed.
-        reduce: returns the sum over ranks of what each has for own and halo rows.
+        ranks: ranks that have the rows.
+        common_draws: context manager in which random numbers are equal on all ranks.
+        expand: function that returns the local and halo rows of a tensor of node rows; None if local ids are not supported.
+        reduce: function that sums values of local and halo rows over ranks at their owners.
 
     Attributes:
-        lets_rows_leave: arrays and lists have the rank's own rows, as in ``predict_step``, whose results are joined.
-        left: arrays and lists that were made of rows then, and the rows, by the number of the object.
-        exact_draws: random numbers for rows are those of one device, which each rank draws for all rows.
-        see: is called with each function before it runs, and its arguments, also where the mode is paused.
+        lets_rows_leave: whether arrays and lists may contain the local rows, as in ``predict_step``, where results are combined.
+        left: arrays and lists made from rows in that case, with the rows, by object id.
+        exact_draws: whether random numbers for rows equal the draws of one device; each rank then draws for all rows.
+        see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
 
     def __init__(
@@ -289,15 +289,15 @@ class RowsMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.ranks, self.common_draws, self.expand, self.reduce = ranks, common_draws, expand, reduce
-        self.nodes: RowSet | None = None  # of a graph without types, and with copies of halo rows behind them
+        self.nodes: RowSet | None = None  # for a graph without types; halo rows follow the local rows
         self.halo_rows: RowSet | None = None
         self.paused = 0
         self.in_backward = self._has_views = False
         self.exact_draws = self.lets_rows_leave = False
         self.left: dict[int, tuple[Any, Tensor]] = {}
         self.see: Callable[[Any, Any], None] | None = None
-        self.twice_at = ""  # where a gradient with create_graph=True was taken last
-        # By their number, tensors from before the run and whether they were found to be the same on all ranks.
+        self.twice_at = ""  # line of the last gradient with create_graph=True
+        # Tensors from before the run by object id, and whether they were found to be equal on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         ranks._where = user_line
 
@@ -314,7 +314,7 @@ class RowsMode(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Functions are torch's own while open."""
+        """Context manager in which functions are torch's own."""
         self.paused += 1
         try:
             yield
@@ -323,9 +323,9 @@ class RowsMode(TorchFunctionMode):
 
     @contextmanager
     def opened(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:
-        """Row semantics hold while open, also where they are paused; in a backward pass, for what is computed again.
+        """Context manager with row semantics, also if it was paused; `in_backward` for recomputations in a backward pass.
 
-        Inside a rule, torch has taken the mode off its stack, so it is opened once more there.
+        Inside a rule, torch has removed the mode from its stack, so it is entered again.
         """
         before, self.paused, self.in_backward = (self.paused, self.in_backward), 0, in_backward
         is_open = self in (_open.modes or _everywhere) and not in_rule
@@ -336,8 +336,8 @@ class RowsMode(TorchFunctionMode):
             self.paused, self.in_backward = before
 
     def _left_eager(self) -> AbstractContextManager[Any]:
-        """While open, what torch.compile has made runs as it was: compiled code would be one rank's."""
-        set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6; of all threads
+        """Returns a context manager in which torch.compile'd code runs eagerly: compiled code would use local rows."""
+        set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6; applies to all threads
         if "torch._dynamo" not in sys.modules or self.ranks.world.stand_ins or set_stance is None:
             return nullcontext()
         found: AbstractContextManager[Any] = set_stance("force_eager")
@@ -352,18 +352,18 @@ class RowsMode(TorchFunctionMode):
         if self.in_backward and not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if func is Tensor.detach and (placement := args[0].__dict__.get(ATTRIBUTE)) is not None:
-                place(out, placement)  # of what a checkpoint computes again
+                place(out, placement)  # for recomputations of a checkpoint
             return out
         if (kwargs or _is_in_place(func)) and _changes(func, args, kwargs):
             return self.change(func, args, kwargs)
         return self.applied(func, args, kwargs)
 
     def applied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function by its rule."""
+        """Run a function by its rule."""
         if kwargs.get("out") is not None:
             out, kwargs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
             if isinstance(out, Tensor) and next(tensors_in((args, kwargs)), None) is None:
-                kwargs.setdefault("dtype", out.dtype)  # of created values
+                kwargs.setdefault("dtype", out.dtype)  # for created values
             return self.written(out, self.applied(func, args, kwargs))
         rule = RULES.get(func, RowsMode.other)
         if self._has_views and rule is not RowsMode.untouched:
@@ -375,15 +375,17 @@ class RowsMode(TorchFunctionMode):
             return self.on_all_rows(func, args, kwargs)
 
     def change(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that changes its first argument in place: where one device has a view, so that the base changes,
-        too."""
+        """Run an in-place function on its first argument.
+
+        If the argument would be a view on one device, its base changes, too.
+        """
         x = args[0]
         found = copied_for(x)
         self.refresh(x)
         out = self.applied(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), base_of(x)
-        if base is not None and not isinstance(base, torch.nn.Parameter):  # it has changed as the view has
+        if base is not None and not isinstance(base, torch.nn.Parameter):  # it changed with the view
             of = placement_of(base)
             if after is None:
                 self.untagged(base)
@@ -407,7 +409,7 @@ class RowsMode(TorchFunctionMode):
         return out
 
     def refresh(self, x: Tensor) -> None:
-        """Copies rows again that one device has a view of, if they have changed in place since."""
+        """Update a copy that stands for a view on one device, if its base changed in place."""
         found = copied_for(x)
         copy, view = (x, None) if found is None else (found[0], found[1].view)
         if view is None or not view.is_stale:
@@ -420,11 +422,11 @@ class RowsMode(TorchFunctionMode):
         copy.copy_(now)
         view.version = version_of(view.base)
 
-    # What rules use #######################################################
+    # Helpers of rules #######################################################
 
     def refuse(self, what: str) -> NotExactError:
         """Returns the error for an operation at the user's line."""
-        line = user_line()  # none where a step is a library's
+        line = user_line()  # empty if the step is in a library
         return NotExactError(f"{line}: {what}" if line else what)
 
     def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, RowPlacement]]:
@@ -440,14 +442,17 @@ class RowsMode(TorchFunctionMode):
         return found
 
     def note_constants(self, found: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> None:
-        """Notes tensors from before the run, see :func:`tensors_now`; `apart` are those of this rank's part of the graph."""
+        """Record tensors from before the run, see :func:`tensors_now`.
+
+        `apart` are tensors of this rank's part of the graph, which are skipped.
+        """
         known = {id(x) for x in apart}
         for x in found:
             if id(x) not in known:
                 self.note_constant(x)
 
     def note_constant(self, x: Tensor) -> None:
-        """Notes a tensor that is a constant if all ranks have the same."""
+        """Record a tensor that is a constant if it is equal on all ranks."""
         if ATTRIBUTE not in x.__dict__ and not self.is_same(x):
             self._constants[id(x)] = weakref.ref(x), False
 
@@ -455,23 +460,25 @@ class RowsMode(TorchFunctionMode):
         self._constants.clear()
 
     def is_same(self, x: Tensor) -> bool | None:
-        """Returns whether all ranks were found to have the same constant; None of what is none."""
+        """Returns whether a constant was compared and found equal on all ranks; None for other tensors."""
         known, is_same = self._constants.get(id(x), (None, False))
         return is_same if known is not None and known() is x else None
 
     def constants_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors from before the run that a tensor of unknown placement was made of, beside replicated ones; none
-        where it was made of others, too."""
+        """Returns the tensors from before the run from which a tensor of unknown placement was computed.
+
+        Replicated inputs are not included. Empty if there were other inputs.
+        """
         if self.is_same(x) is not None:
             return () if x.requires_grad else (x,)
         found: tuple[Tensor, ...] = x.__dict__.get(_MADE_OF, (None, ()))[1]
         return found
 
     def placement_of_constant(self, x: Tensor) -> Placement | None:
-        """Returns the placement of a tensor that was made of those from before the run; None of any other. All ranks call it.
+        """Returns the placement of a tensor computed from tensors from before the run; None for others. Collective.
 
         Raises:
-            NotExactError: ranks have different ones.
+            NotExactError: the tensors differ between ranks.
         """
         if self.is_same(x):
             return REPLICATED
@@ -492,7 +499,7 @@ class RowsMode(TorchFunctionMode):
         return placement if self.is_same(x) else placement_of(place(x, placement))
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function without row tensors; its result is replicated if all of its tensors are."""
+        """Run a function without row tensors; its result is replicated if all its tensors are."""
         _, unknown, from_rows = _by_placement(args, kwargs)
         constants = [self.constants_of(x) for x in unknown]
         out = func(*args, **kwargs)
@@ -508,7 +515,7 @@ class RowsMode(TorchFunctionMode):
         return out
 
     def tagged(self, out: Any, placement: Placement) -> Any:
-        """Sets the placement of all tensors in a result; returns the result."""
+        """Set the placement of all tensors in a result; returns the result."""
         if type(out) is Tensor:
             out.__dict__[ATTRIBUTE] = placement
         else:
@@ -518,7 +525,7 @@ class RowsMode(TorchFunctionMode):
         return out
 
     def viewed(self, out: Tensor, placement: Placement, view: View) -> Tensor:
-        """Sets the placement of what one device has a view of; returns it."""
+        """Set the placement of a copy that stands for a view on one device; returns it."""
         self._has_views = True
         return place(out, placement.with_view(view))
 
@@ -536,7 +543,7 @@ class RowsMode(TorchFunctionMode):
         return x
 
     def take(self, x: Tensor, dim: int, rows: RowSet, operation: str) -> Tensor:
-        """Returns this rank's rows of a replicated tensor with those of all ranks along `dim`."""
+        """Returns this rank's rows of a replicated tensor that has the rows of all ranks along `dim`."""
         if dim == 0:
             return TakeRows.apply(x, rows, operation)
         return TakeRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
@@ -547,8 +554,8 @@ class RowsMode(TorchFunctionMode):
         if placement.local_ids:
             if self.halo_rows is None:
                 raise self.refuse(LOCAL_IDS)
-            x = self.halo_rows.positions[x.long()]  # places in the whole graph
-        if rows.ranks is not self.ranks:  # which would wait for messages that no rank sends
+            x = self.halo_rows.positions[x.long()]  # positions in the whole graph
+        if rows.ranks is not self.ranks:  # its messages would not be received
             raise self.refuse(
                 f"{rows.name} of another run are used, which the module keeps outside of its parameters and buffers."
             )
@@ -559,7 +566,7 @@ class RowsMode(TorchFunctionMode):
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
-        """Says at which line the user asked for second derivatives, which layers on ranks do not have, while open."""
+        """Context manager that converts errors about second derivatives, which bound layers lack, and names the user's line."""
         try:
             yield
         except RuntimeError as error:
@@ -572,7 +579,7 @@ class RowsMode(TorchFunctionMode):
             ) from error
 
     def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
-        """Raises MemoryError where gathered rows would not fit, before they are gathered."""
+        """Raises MemoryError if gathered rows would not fit, before they are gathered."""
         from lightning_gnn.devices import available_bytes
 
         if rows.total < _LARGE or x.device.type != "cpu":
@@ -591,7 +598,7 @@ class RowsMode(TorchFunctionMode):
         return x if rows.owned == rows.count else x.narrow(placement.dim, 0, rows.owned)
 
     def sum(self, x: Tensor, operation: str) -> Tensor:
-        if self.ranks.size == 1:  # a function that returns what it is given would make a view
+        if self.ranks.size == 1:  # a function that returns its argument would create a view
             return x
         return SumOverRanks.apply(x, self.ranks, operation)
 
@@ -599,18 +606,18 @@ class RowsMode(TorchFunctionMode):
         return GatherParts.apply(x, self.ranks, operation)
 
     def untouched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that looks at no values."""
+        """Run a function that does not depend on values."""
         return func(*args, **kwargs)
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that has no rule, on the rows of all ranks."""
+        """Run a function without a rule, on the rows of all ranks."""
         if not self.row_tensors(args, kwargs) and not has_counts(args, kwargs):
-            with self.common_draws():  # multinomial, dropout2d and the like draw
+            with self.common_draws():  # multinomial, dropout2d and similar functions draw
                 return self.plain(func, args, kwargs)
         return self.on_all_rows(func, args, kwargs)
 
     def on_all_rows(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function on the rows of all ranks, gathered, on every rank; the result is replicated."""
+        """Run a function on the rows of all ranks, gathered, on every rank; the result is replicated."""
         name, changes, into = name_of(func), _changes(func, args, kwargs), args[0] if args else kwargs
         if changes and (of := rows_of(into)) is not None and of.local_ids:
             raise self.refuse(_WRITTEN_IDS)
@@ -642,7 +649,7 @@ class RowsMode(TorchFunctionMode):
         return out
 
     def written(self, out: Any, made: Any) -> Any:
-        """Copies results into tensors that were given as ``out``."""
+        """Copy results into tensors that were passed as ``out``."""
         for into, value in zip(tensors_in((out,)), tensors_in((made,))):
             if value.requires_grad:
                 raise self.refuse("functions with out=... have no gradients, and one of the arguments requires them")
@@ -658,7 +665,7 @@ class RowsMode(TorchFunctionMode):
 
 
 _LARGE = 1 << 20
-_MADE_OF = "_lightning_gnn_made_of"  # a placement, if all ranks have the same constants, and these
+_MADE_OF = "_lightning_gnn_made_of"  # a placement that holds if the constants are equal on all ranks, and the constants
 LOCAL_IDS = (
     "edge_index holds local node ids of this rank, which are no ids of the whole graph here. Use batch.n_id[...] of "
     "sources with lightning_gnn.gather_halo(batch.n_id)[batch.edge_index[0]], or a conv"
@@ -686,7 +693,7 @@ def _is_in_place(func: Any) -> bool:
 
 
 def name_of(func: Any) -> str:
-    """Returns the name of a function, of a property's getter that of the property."""
+    """Returns the name of a function, or of the property for a property's getter."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", name)
@@ -694,7 +701,7 @@ def name_of(func: Any) -> str:
 
 
 def has_counts(args: Any, kwargs: Any) -> bool:
-    """Returns whether numbers of rows are among arguments, or in lists and tuples there."""
+    """Returns whether numbers of rows are among the arguments, or in lists and tuples there."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, RowCount):
             return True

@@ -1,7 +1,7 @@
-"""Placements: which dimension of a tensor has one row per node or edge, and which of the rows each rank holds.
+"""Placements: the dimension of a tensor that has one row per node or edge, and the rows that each rank has.
 
-Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank holds some of
-its rows. A *replicated* tensor is whole and equal on every rank. The placement of any other tensor is unknown.
+Inside a step every tensor stands for the tensor of the whole graph. A *row tensor* is distributed: each rank has some of its
+rows. A *replicated* tensor is complete and equal on every rank. The placement of any other tensor is unknown.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from lightning_gnn.private_torch import base_of, version_counter
 from lightning_gnn.rows.ranks import EnterRows, Operation, Ranks, SumOverRanks
 
 ATTRIBUTE = "_lightning_gnn_placement"
-"""The attribute of a tensor that holds its placement."""
+"""Attribute of a tensor with its placement."""
 _SELECTIONS = "_lightning_gnn_selections"
 Made = TypeVar("Made")
 
 
 class RowSet:
-    """Rows that are distributed over ranks: all nodes or edges of a type, or a selection of these.
+    """Rows that are distributed over ranks: all nodes or edges of a type, or a selection of them.
 
-    Two tensors combine element by element without communication if they have the same row set. A rank holds its own rows first,
-    and behind them replicas of rows that other ranks own; sums leave replicas out.
+    Two tensors with the same row set combine element by element without communication. A rank has its own rows first, then
+    replicas of rows that other ranks own. Sums exclude replicas.
 
     Args:
-        ranks: who holds the rows.
-        count: rows of this rank, with replicas.
-        keys: returns for each row of this rank a number by which the rows of all ranks are ordered, int64 ``[count]``.
-        owned: rows of this rank without replicas.
-        total: rows of all ranks; None if it takes a message to know.
-        all_keys: returns the keys of all ranks in rank order and how many each has; None if it takes a message to know.
-        name: of the rows, for errors.
-        replicas: some rank has replicas; None says that all ranks are like this one.
+        ranks: ranks that have the rows.
+        count: number of rows of this rank, including replicas.
+        keys: function that returns a number for each row of this rank, int64 ``[count]``; the numbers define the order over all
+            ranks.
+        owned: number of rows of this rank without replicas.
+        total: number of rows of all ranks; None if it takes a message to compute.
+        all_keys: function that returns the keys of all ranks in rank order, and the number of keys per rank; None if it takes a
+            message.
+        name: name of the rows in errors.
+        replicas: whether any rank has replicas; None if all ranks are like this rank.
 
     Attributes:
-        targets: of edges, the nodes that they end at.
-        places: of a selection, where its rows are among those that they were selected from, on this rank, int64 ``[count]``.
-        entries_of: of entries of rows, see :meth:`repeated`, the rows and how many entries each has.
-        known_total: rows of all ranks; None if it takes a message to know.
+        targets: for edges, the row set of their target nodes.
+        places: for a selection, the positions of its rows in the original rows on this rank, int64 ``[count]``.
+        entries_of: for entries of rows, see :meth:`repeated`, the rows and the number of entries per row.
+        known_total: number of rows of all ranks; None if it takes a message to compute.
     """
 
     targets: RowSet | None = None
@@ -75,7 +77,7 @@ class RowSet:
         return self._at[dim] if dim < 4 else RowPlacement(self, dim)
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Returns what these rows have under a key, which is made when it is first asked for."""
+        """Returns the cached value of a key, which is created on first use."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
@@ -86,7 +88,7 @@ class RowSet:
         return self.once("keys", self._keys)
 
     def _resolve(self) -> tuple[list[int], Tensor, Tensor]:
-        """Returns rows per rank, the order of the gathered rows, and the position of each row of this rank; all ranks call it."""
+        """Returns rows per rank, the order of the gathered rows, and the position of each row of this rank; collective."""
         if self.all_keys is not None:
             keys, counts = self.all_keys()
         else:
@@ -98,32 +100,32 @@ class RowSet:
 
     @property
     def total(self) -> int:
-        """Rows of all ranks; all ranks call it, since it may take a message."""
+        """Number of rows of all ranks; collective, since it may take a message."""
         return len(self.order) if self.known_total is None else self.known_total
 
     def num_rows(self, like: Tensor) -> Tensor | None:
-        """Returns the rows of all ranks as a tensor without dimensions; None if it takes a message to know."""
+        """Returns the number of rows of all ranks as a tensor without dimensions; None if it takes a message to compute."""
         if self._num is None and self.known_total is not None:
             self._num = torch.tensor(float(self.known_total), dtype=torch.float64, device=like.device)
         return self._num
 
     def note_num_rows(self, num: Tensor) -> None:
-        """Keeps the rows of all ranks, as a message has told them."""
+        """Store the number of rows of all ranks, as received in a message."""
         self._num = num
 
     @property
     def counts(self) -> list[int]:
-        """Rows per rank, without replicas; all ranks call it."""
+        """Number of rows per rank, without replicas; collective."""
         return self.once("resolved", self._resolve)[0]
 
     @property
     def order(self) -> Tensor:
-        """Puts gathered rows into the order of the graph, ``[total]``; all ranks call it."""
+        """Permutation of gathered rows to the order of the graph, ``[total]``; collective."""
         return self.once("resolved", self._resolve)[1]
 
     @property
     def positions(self) -> Tensor:
-        """Of each row of this rank among those of all ranks, in the order of the graph, ``[count]``; all ranks call it."""
+        """Position of each row of this rank among all rows, in the order of the graph, ``[count]``; collective."""
         return self.once("resolved", self._resolve)[2]
 
     def select(self, mask: Tensor) -> RowSet:
@@ -140,8 +142,10 @@ class RowSet:
         return self.selected(mask, make)
 
     def choose(self, index: Tensor) -> RowSet:
-        """Returns the rows at positions of the whole graph in the order of `index`, int64 ``[k]``, equal on all ranks: each is on
-        the rank that owns it. All ranks call it."""
+        """Returns the rows at global positions in the order of `index`, int64 ``[k]``, equal on all ranks. Collective.
+
+        Each row is on the rank that owns it.
+        """
 
         def make() -> RowSet:
             index_ = torch.where(index < 0, index + self.total, index).to(self.keys.device)
@@ -158,7 +162,7 @@ class RowSet:
         return self.selected(index, make)
 
     def selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
-        """Returns the rows that `by`, a mask or an index, chooses: made anew where it has changed in place."""
+        """Returns the rows that `by`, a mask or an index, selects; computed again if it changed in place."""
         kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
         known, version = kept.get(self), version_of(by)
         if known is None or known[0] != version:
@@ -166,7 +170,7 @@ class RowSet:
         return known[1]
 
     def repeated(self, times: int) -> RowSet:
-        """Returns the rows that ``x.view(-1)`` of an ``x [count, times]`` has."""
+        """Returns the rows of ``x.view(-1)`` for an ``x [count, times]``."""
 
         def keys() -> Tensor:
             own = self.positions.unsqueeze(1) * times + torch.arange(times, device=self.positions.device)
@@ -182,7 +186,7 @@ class RowSet:
         return self.once(times, make)
 
     def joined(self, others: Sequence[RowSet]) -> RowSet | None:
-        """Returns the rows of ``torch.cat``; None where some rank holds replicas."""
+        """Returns the rows of ``torch.cat``; None if any rank has replicas."""
         parts = (self, *others)
         if any(part.replicas for part in parts):
             return None
@@ -200,7 +204,7 @@ class RowSet:
 
 
 class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
-    """Row sets that an index has made; neither copied nor saved with it."""
+    """Row sets that an index has created; neither copied nor saved with it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Selections:
         return _Selections()
@@ -211,15 +215,16 @@ class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Where the rows of a tensor are.
+    """Location of the rows of a tensor.
 
     Attributes:
-        rows: the row set; None of a replicated tensor.
-        dim: along which the rows lie.
-        from_rows: a replicated tensor was reduced from rows, so that gradients that rows give back to it are summed over ranks.
-        local_ids: the values are places in the rank's own rows and halo rows, as those of ``edge_index``: of the edges'
-            ``"source"`` or ``"target"``, of ``"both"`` along dimension 0, or ``"mixed"``; empty for all other values.
-        view: the values are a copy of rows where one device has a view of them.
+        rows: the row set; None for a replicated tensor.
+        dim: dimension of the rows.
+        from_rows: whether a replicated tensor was reduced from rows, so that gradients that it receives from rows are summed over
+            ranks.
+        local_ids: kind of local ids, positions among local and halo nodes as in ``edge_index``: ``"source"`` or ``"target"`` of
+            the edges, ``"both"`` along dimension 0, or ``"mixed"``; empty for other values.
+        view: set if the values are a copy of rows that would be a view on one device.
     """
 
     rows: RowSet | None
@@ -229,14 +234,14 @@ class Placement:
     view: View | None = None
 
     def with_view(self, view: View | None) -> Self:
-        """Returns the placement of a copy of rows where one device has a view; None for values of their own."""
+        """Returns the placement with another `view`; None for values without a base."""
         return self if view is self.view else replace(self, view=view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.with_view(None)
 
     def __reduce__(self) -> Any:
-        return set, ()  # a saved tensor has no placement; weights_only=True loads a set
+        return set, ()  # saved tensors have no placement; weights_only=True can load a set
 
     def __repr__(self) -> str:
         return "replicated" if self.rows is None else f"{self.rows.name} along dimension {self.dim}"
@@ -244,18 +249,18 @@ class Placement:
 
 @dataclass(eq=False, slots=True, repr=False)
 class RowPlacement(Placement):
-    """Where the rows of a row tensor are."""
+    """Location of the rows of a row tensor."""
 
     rows: RowSet
 
 
 class View:
-    """What one device has a view of, where ranks have a copy: a change of the copy is written back.
+    """Copy on ranks that stands for a view on one device: changes of the copy are written back.
 
     Args:
         base: the rows.
-        index: of the view in the rows; None where it is one of `whole`.
-        whole: the rows of all ranks, gathered.
+        index: index of the view in the rows; None if it is a view of `whole`.
+        whole: the gathered rows of all ranks.
     """
 
     def __init__(self, base: Tensor, index: Any, whole: Tensor | None = None) -> None:
@@ -264,13 +269,13 @@ class View:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the rows have changed since they were copied, or those that they are a view of."""
+        """True if the rows, or the base of the rows, changed since they were copied."""
         of = copied_for(self.base)
         return self.version != version_of(self.base) or (of is not None and of[1].view.is_stale)  # type: ignore[union-attr]
 
 
 def copied_for(x: Tensor) -> tuple[Tensor, Placement] | None:
-    """Returns the copy, of what one device has a view of, that a tensor is or that torch has made it a view of."""
+    """Returns the copy for a view on one device that `x` is, or is a view of; None if there is none."""
     for each in (x, base_of(x)):
         placement = None if each is None else each.__dict__.get(ATTRIBUTE)
         if placement is not None and placement.view is not None:
@@ -282,12 +287,12 @@ _changes: dict[int, int] = {}
 
 
 def version_of(x: Tensor) -> int:
-    """Returns a number that changes in place with a tensor."""
+    """Returns a number that changes with each in-place change of a tensor."""
     return _changes.get(x.untyped_storage().data_ptr(), 0) if x.is_inference() else version_counter(x)
 
 
 def note_change(x: Tensor) -> None:
-    """Notes that a tensor was changed in place: tensors of ``torch.inference_mode`` have no version."""
+    """Record an in-place change: tensors of ``torch.inference_mode`` have no version counter."""
     if x.is_inference():
         storage = x.untyped_storage().data_ptr()
         _changes[storage] = _changes.get(storage, 0) + 1
@@ -298,7 +303,7 @@ FROM_ROWS = Placement(None, from_rows=True)
 
 
 class RowCount(int):
-    """The number of rows of all ranks; as a size that a function is given, that of the rank's own rows."""
+    """Number of rows of all ranks; as a size argument, it stands for the number of local rows."""
 
     rows: RowSet
 
@@ -312,7 +317,10 @@ class RowCount(int):
 
 
 class GatherRows(torch.autograd.Function):
-    """The rows of all ranks along dimension 0, in the order of the graph, on all ranks; `x` has this rank's own and replicas."""
+    """Autograd function that gathers the rows of all ranks along dimension 0, in the order of the graph, on all ranks.
+
+    `x` has this rank's rows and replicas.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
@@ -330,7 +338,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class TakeRows(torch.autograd.Function):
-    """This rank's rows of a replicated tensor that has those of all ranks along dimension 0."""
+    """Autograd function that returns this rank's rows of a replicated tensor with all rows along dimension 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
@@ -342,7 +350,7 @@ class TakeRows(torch.autograd.Function):
         rows, operation = ctx.rows, ctx.operation.gradient
         if not rows.replicas:
             whole = GatherRows.apply(grad, rows, operation)
-        else:  # replicas give gradients back, too
+        else:  # replicas have gradients, too
             placed = grad.new_zeros(rows.total, *grad.shape[1:]).index_add(0, rows.positions, grad)
             whole = SumOverRanks.apply(placed, rows.ranks, operation)
         return whole / rows.ranks.size, None, None

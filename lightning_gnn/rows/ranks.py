@@ -1,9 +1,9 @@
-"""Messages of row semantics, and the functions of autograd that send them.
+"""Messages of row semantics, and the autograd functions that send them.
 
-Gradients: on each of P ranks, the backward starts from loss / P. The gradient of a row is complete, on the rank that has the row.
-The gradient of a replicated tensor that was reduced from rows is the same on all ranks, 1 / P of the true one. Parameters get
-partial gradients, which are summed over ranks at the end of the backward. The functions below are transposes of each other in
-this sense.
+Gradients: on each of P ranks, the backward pass starts from loss / P. The gradient of a row is complete, on the rank that has the
+row. The gradient of a replicated tensor that was reduced from rows is equal on all ranks, 1 / P of the true gradient. Parameters
+get partial gradients, which are summed over ranks at the end of the backward pass. The functions below are transposes of each
+other in this sense.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 from lightning_gnn.comm.group import World
 
 _SMALL = 1 << 16
-"""Bytes up to which a sum travels with the number that names its operation, in one message."""
+"""Maximal bytes of a sum that is sent in one message with the checksum of its operation."""
 
 
 class DivergedError(RuntimeError):
-    """Ranks ran different operations."""
+    """Raised if ranks ran different operations."""
 
 
 class Operation(NamedTuple):
-    """What sends a message.
+    """Source of a message.
 
     Attributes:
-        name: of the function, or of what follows from it.
-        line: the user's, ``file:number``; empty where none is known.
-        rows: of the function's arguments, in words; empty unless :attr:`Ranks.rows` tells.
-        in_backward: the message is one of a backward pass, and the line that of the forward pass.
+        name: name of the function, or of a consequence of it.
+        line: line of the user, ``file:number``; empty if unknown.
+        rows: description of the rows of the function's arguments; empty unless :attr:`Ranks.rows` is set.
+        in_backward: whether the message belongs to a backward pass; `line` is then the line of the forward pass.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
 
     @property
     def gradient(self) -> Operation:
-        """What sends the gradients of the operation."""
+        """Operation that sends the gradients of this operation."""
         return self._replace(name=f"gradient of {self.name}", in_backward=True)
 
     def __str__(self) -> str:
@@ -52,18 +52,18 @@ class Operation(NamedTuple):
 
 
 class Ranks:
-    """Sums and gathers over ranks; each message names its operation and the user's line, and ranks that differ in these are told.
+    """Sums and gathers over ranks; ranks whose operations or user lines differ raise an error.
 
     Args:
-        world: of all ranks.
-        where: returns the user's line.
-        name: that all ranks have alike.
+        world: all ranks.
+        where: function that returns the user's line.
+        name: name that is equal on all ranks.
 
     Attributes:
-        messages: how many each operation has sent, by its name.
-        bytes_sent: by this rank, in messages of operations.
-        sends: the operation whose message is on its way; None between two.
-        rows: of the arguments of the function that runs now, in words, where someone follows this.
+        messages: number of messages by the name of the operation.
+        bytes_sent: bytes that this rank sent in messages of operations.
+        sends: operation of the pending message; None if no message is pending.
+        rows: description of the rows of the running function's arguments, if an observer sets it.
     """
 
     def __init__(self, world: World, where: Callable[[], str] = lambda: "", name: str = "") -> None:
@@ -91,7 +91,7 @@ class Ranks:
             self.sends = before
 
     def sum(self, x: Tensor, operation: str | Operation) -> Tensor:
-        """Returns the sum of `x` over ranks, rounded alike on all."""
+        """Returns the sum of `x` over ranks, with equal rounding on all ranks."""
         if self.size == 1:
             return x
         operation = self.named(operation)
@@ -107,14 +107,14 @@ class Ranks:
         """Returns the tensors of all ranks, ``[P, *shape]``.
 
         Raises:
-            DivergedError: ranks came here from different operations.
+            DivergedError: ranks called it from different operations.
         """
         operation = self.named(operation)
         self.messages[operation.name] += 1
-        # Ranks may have come to the same gradient by other lines, and machines have the user's file in other folders.
+        # The line is excluded in the backward pass, since it may differ for one gradient; folders may differ between machines.
         line = "" if operation.in_backward else operation.line.rpartition("/")[2]
         code = zlib.crc32(f"{operation.name}\0{line}\0{tuple(x.shape)}\0{x.dtype}".encode())
-        flat = x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)  # one entry may have any stride
+        flat = x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single entry may have any stride
         header = torch.tensor([code], dtype=torch.int64, device=flat.device).view(torch.uint8)
         payload = torch.cat([header, flat, flat.new_zeros(-len(flat) % 8)])
         with self._sending(operation):
@@ -126,7 +126,7 @@ class Ranks:
         return parts.view(self.size, *x.shape)
 
     def _exchanged(self, payload: Tensor, operation: Operation) -> Tensor:
-        # Ranks in different operations may bring different sizes: sizes go first where a message is large.
+        # Ranks in different operations may send different sizes, so a large message is preceded by its size.
         name = str(operation)
         if len(payload) > _FIRST:
             size = torch.tensor([len(payload)], device=payload.device)
@@ -148,7 +148,7 @@ class Ranks:
         )
 
     def gather_rows(self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation) -> tuple[Tensor, list[int]]:
-        """Returns the rows of all ranks in rank order, and how many each has; with None for `counts`, ranks tell each other."""
+        """Returns the rows of all ranks in rank order, and their number per rank; with None for `counts`, ranks exchange it."""
         if self.size == 1:
             return own, [len(own)]
         operation = self.named(operation)
@@ -161,11 +161,11 @@ class Ranks:
 
 
 _FIRST = 1 << 8
-"""Bytes of a first message, which is of one size for all operations: ranks that have diverged can tell each other."""
+"""Bytes of a first message, equal for all operations, so that diverged ranks can detect it."""
 
 
 def digest_of(x: Tensor) -> int:
-    """Returns a number that tensors of the same shape, type and entries share."""
+    """Returns a checksum that is equal for tensors of equal shape, type and entries."""
     found, parts = zlib.crc32(f"{x.dtype} {x.layout} {tuple(x.shape)}".encode()), [x.detach()]
     if x.layout == torch.sparse_coo:
         parts = [x.detach().coalesce().indices(), x.detach().coalesce().values()]
@@ -173,13 +173,13 @@ def digest_of(x: Tensor) -> int:
         parts = [x.crow_indices(), x.col_indices(), x.detach().values()]
     for part in parts:
         if part.numel() and part.layout == torch.strided:
-            copied = part.to("cpu", copy=True).contiguous()  # memory that numpy has seen cannot be resized
+            copied = part.to("cpu", copy=True).contiguous()  # memory shared with numpy cannot be resized
             found = zlib.crc32(copied.view(-1).view(torch.uint8).numpy().tobytes(), found)
     return found
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of what each has; all ranks get it."""
+    """Autograd function of the sum over ranks; all ranks get it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
@@ -192,7 +192,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class EnterRows(torch.autograd.Function):
-    """A replicated tensor where rows use it: the gradients that rows give back on all ranks are summed, and divided by P."""
+    """Autograd function for a replicated tensor used with rows: its gradients are summed over ranks and divided by P."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
@@ -206,7 +206,7 @@ class EnterRows(torch.autograd.Function):
 
 
 class GatherParts(torch.autograd.Function):
-    """What each rank has, ``[P, *shape]``, on all ranks."""
+    """Autograd function that gathers a tensor of each rank, ``[P, *shape]``, on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:

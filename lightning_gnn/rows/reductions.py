@@ -1,5 +1,4 @@
-"""Rules of reductions over rows, and of losses: each rank reduces its own rows, and one message joins the results of all
-ranks."""
+"""Rules of reductions over rows, and of losses: each rank reduces its rows, and one message combines the results."""
 
 from __future__ import annotations
 
@@ -33,12 +32,14 @@ from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
 def reduction(over_rows: Callable[[RowsMode, Call], Tensor | None], place: int = 1) -> Rule:
-    """Returns the rule of a reduction: along other dimensions each row by itself; over rows as `over_rows` says, and of the rows
-    of all ranks where it returns None.
+    """Returns the rule of a reduction.
+
+    Along other dimensions, each row is reduced separately. Over rows, `over_rows` reduces; if it returns None, the rows of all
+    ranks are gathered.
 
     Args:
-        over_rows: returns a replicated tensor.
-        place: of the argument ``dim``, before ``keepdim``.
+        over_rows: function that returns a replicated tensor or None.
+        place: position of the argument ``dim``, which precedes ``keepdim``.
     """
 
     def join(mode: RowsMode, call: Call) -> Any:
@@ -107,26 +108,26 @@ def _var(mode: RowsMode, call: Call) -> Tensor:
     others = prod(x.size(dim) for dim in call.dims if dim != of.dim)
     var = mode.sum(part, call.name) / (num * others - correction).clamp(min=0).to(part.dtype)
     if "std" in call.name:
-        # As torch's own, whose gradient is 0 where there is no deviation.
+        # As in torch, the gradient is 0 if there is no deviation.
         none = var == 0
         var = var.masked_fill(none, 1).sqrt().masked_fill(none, 0)
     return var
 
 
 def _joined(combine: Callable[[Tensor], Tensor]) -> Callable[[RowsMode, Call], Tensor]:
-    """Reductions that join the results of ranks by the same reduction."""
+    """Returns a reduction that combines the results of ranks by itself."""
     return lambda mode, call: combine(mode.parts(call.again(mode.own(call.x, call.of)), call.name))
 
 
 def _norm(mode: RowsMode, call: Call) -> Tensor | None:
-    """``x.norm(p, dim)`` and ``vector_norm(x, ord, dim)`` over rows: norms of vectors; those of matrices are of all rows."""
+    """Reduction ``x.norm(p, dim)`` and ``vector_norm(x, ord, dim)`` over rows; None for matrix norms, which need all rows."""
     given = call.kwargs.get("p", call.kwargs.get("ord", call.args[1] if len(call.args) > 1 else None))
     of_matrix = call.func is torch.linalg.norm and given is not None and len(call.dims) == 2
     order = 2.0 if given in (None, "fro") else given
     if of_matrix or isinstance(order, str) or not 0 <= order < float("inf") or call.kwargs.get("dtype") is not None:
         return None
     part = torch.linalg.vector_norm(mode.own(call.x, call.of), order, call.dims, _keeps(call, 3))
-    if order == 0:  # the number of entries that are not 0
+    if order == 0:  # number of nonzero entries
         return mode.sum(part, call.name)
     return torch.linalg.vector_norm(mode.parts(part, call.name), order, 0)
 
@@ -138,7 +139,7 @@ def _extreme(mode: RowsMode, call: Call) -> Tensor | None:
 
 
 def extreme(mode: RowsMode, name: str, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """Returns the largest, or smallest, entries over rows of all ranks; ties share the gradient evenly, as on one device."""
+    """Returns the maximum, or minimum, over rows of all ranks; ties share the gradient evenly, as on one device."""
     largest, own, dims = "max" in name, mode.own(x, of), tuple(dims)
     reduce = torch.amax if largest else torch.amin
     with torch.no_grad():
@@ -165,7 +166,7 @@ def _least(dtype: torch.dtype, of_largest: bool) -> Any:
 
 
 def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``max(x)``, ``max(x, dim)``, also with the places of the largest, and ``max(x, other)``."""
+    """Rule of ``max(x)``, ``max(x, dim)``, which also returns indices, and ``max(x, other)``."""
     other = kwargs.get("other", args[1] if len(args) > 1 else None)
     is_alone = len(args) + len(kwargs) == 1
     return (rowwise if isinstance(other, Tensor) else _max_of_all if is_alone else _places)(mode, func, args, kwargs)
@@ -180,7 +181,7 @@ def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     weights = None if weights is None else converted(mode, weights, of.rows, 1, "bincount")[: len(own)]
     part = torch.bincount(own, weights, int(names.get("minlength", 0)))
     most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
-    if weights is not None and rows:  # torch counts no rows in integers
+    if weights is not None and rows:  # without rows, torch returns integer counts
         part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     part = torch.cat([part, part.new_zeros(most - len(part))])
     return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
@@ -229,7 +230,7 @@ def _parameters(func: Any) -> tuple[str, ...]:
 
 
 def _weight_of_l1_loss() -> Any:
-    """Returns the weight that F.l1_loss was called with, which it does not tell modes."""
+    """Returns the weight argument of F.l1_loss, which does not pass it to modes."""
     frame = sys._getframe()
     while frame.f_code is not F.l1_loss.__code__ and frame.f_back is not None:
         frame = frame.f_back
@@ -245,7 +246,7 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(_parameters(func), args)) | kwargs
     reduction = given.get("reduction", "mean")
     first = _parameters(func)[0]
-    # Means by weights, a variance for each row, and rows that are vectors themselves.
+    # Weighted means, a variance per row, and rows that are vectors.
     apart = given.get("weight") is not None and func in (F.mse_loss, F.l1_loss)
     if func is F.gaussian_nll_loss and isinstance(given["var"], Tensor):
         apart = apart or given["var"].dim() != given[first].dim()
@@ -287,7 +288,7 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str) -> Tensor:
-    """The mean of F.cross_entropy: by class weights, without ignored labels."""
+    """Returns the mean of F.cross_entropy: weighted by class weights, without ignored labels."""
     target, weight = given["target"][: len(own)], given.get("weight")
     counted = target != given.get("ignore_index", -100)
     if weight is None:
@@ -300,13 +301,13 @@ def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str
 
 register(_loss, f"{_POINTWISE} {_PER_ROW}", (F,))
 _WEIGHTED = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
-"""Whose mean with weights divides by these, in newer versions of torch."""
+"""Losses whose mean with weights divides by the weights, in newer versions of torch."""
 _OF_ROWS = {getattr(F, name) for name in _PER_ROW.split()}
 
 
 @of_rows
 def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """F.cosine_similarity(x1, x2, dim=1) and F.pairwise_distance, which broadcast and reduce one dimension."""
+    """Rule of F.cosine_similarity(x1, x2, dim=1) and F.pairwise_distance, which broadcast and reduce one dimension."""
     order = ("x1", "x2", "p", "eps", "keepdim") if func is F.pairwise_distance else ("x1", "x2", "dim", "eps")
     names = dict(zip(order, args)) | kwargs
     most = max(names["x1"].dim(), names["x2"].dim())

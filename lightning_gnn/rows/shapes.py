@@ -1,4 +1,4 @@
-"""Rules of functions about shapes: sizes, views, joins, products, indices. Sizes are those of the whole graph."""
+"""Rules of functions about shapes: sizes, views, joins, products, indices. Sizes are sizes of the whole graph."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad"
 
 
 def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What is saved in a run has no placement, nor row sets that it has selected."""
+    """Rule of pickling: saved tensors have no placement and no row sets."""
     x = args[0]
     kept = {name: x.__dict__.pop(name) for name in [*x.__dict__] if name.startswith("_lightning_gnn")}
     try:
@@ -104,7 +104,7 @@ RULES[Tensor.__reduce_ex__] = _pickled
 
 
 def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.grad``: that of a replicated tensor is 1 / P of the true one on each rank; the parameters' are summed already."""
+    """Rule of ``x.grad``: for a replicated tensor, each rank has 1 / P of the gradient; parameters' are summed already."""
     x, of = args[0], placement_of(args[0])
     out = func(x)
     if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:
@@ -115,7 +115,7 @@ def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.data = value`` and ``x.grad = value``."""
+    """Rule of ``x.data = value`` and ``x.grad = value``."""
     x, value = args
     of, placement = placement_of(value) if isinstance(value, Tensor) else None, rows_of(x)
     if func == _grad_.__set__ and placement is not None and of is not None:
@@ -134,7 +134,7 @@ RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.untouched
 # Views ########################################################################
 
 _MANY = 1_000_003
-"""Rows of a selection of unknown size: a prime, which no other sizes multiply to."""
+"""Number of rows for a selection of unknown size: a prime, which no product of other sizes equals."""
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
 _EXPANDS = {"expand", "broadcast_to"}
 
@@ -144,7 +144,7 @@ def _int(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns arguments as a key, which is kept: a `RowCount` would keep the ranks of a run alive."""
+    """Returns arguments as a hashable key without `RowCount`, which would keep the ranks of a run alive."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     return _int(value)
@@ -152,14 +152,16 @@ def _frozen(value: Any) -> Any:
 
 @lru_cache(4096)
 def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
-    """Returns of each result of a function that returns views: its shape, the dimension of the rows, None if they lie along
-    none, and its first row; nothing where it fails or copies. It is given a tensor without memory, of which only the rows have a
-    stride."""
+    """Returns the shape, the dimension of the rows, and the first row, for each result of a function that returns views.
+
+    The dimension is None if no dimension has the rows. Empty if the function fails or copies. The function is called on a tensor
+    without memory in which only the dimension of the rows has a stride.
+    """
     x = torch.empty_strided(shape, [int(each == dim) for each in range(len(shape))], device="meta")
     try:
         results = func(x, *args, **dict(kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError):
-        return []  # torch's own error is raised where the function runs on all rows
+        return []  # torch raises the error when the function runs on all rows
     found = []
     for out in (results,) if isinstance(results, Tensor) else results:
         if storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
@@ -170,18 +172,18 @@ def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions that return views of their first argument."""
+    """Rule of functions that return views of their first argument."""
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     if of is None:
         return mode.plain(func, mapped(args, _int), mapped(kwargs, _int))
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         return same(mode, func, args, kwargs)
-    func = Tensor.reshape if name == "view" else func  # gathered rows may lie otherwise in memory
+    func = Tensor.reshape if name == "view" else func  # gathered rows may have another memory layout
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
     rows, dim, key = of.rows, of.dim, (_frozen(args[1:]), _frozen(tuple(kwargs.items())))
-    # Where no sizes are given, only squeezing the rows depends on how many there are.
+    # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
@@ -209,8 +211,10 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, seen: Any) -> Any:
-    """Views that do not keep all rows: parts along the rows, and reshaped rows. `shape` is that of all rows, and results are
-    `seen` from there."""
+    """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
+
+    `shape` is the shape with all rows; `seen` is the result of :func:`_seen` for it.
+    """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
     dim, every = of.dim, (slice(None),) * of.dim
@@ -232,8 +236,10 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
 
 
 def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
-    """Returns what rows the entries of rows become in a new shape, or the rows that entries were; of `before` entries each, and
-    `after` in the new shape."""
+    """Returns the row set after a reshape from `before` to `after` entries per row; None if it has none.
+
+    Entries may become separate rows, or the rows that they were.
+    """
     if after and before % after == 0 and before != after:
         return rows.repeated(before // after)
     of, times = rows.entries_of or (None, 0)
@@ -241,7 +247,7 @@ def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
 
 
 def _kept(new: RowPlacement, before: RowPlacement) -> RowPlacement:
-    """Returns a placement whose values are of the same kind as before."""
+    """Returns a placement whose values have the same kind of ids as before."""
     if not before.local_ids:
         return new
     mixes = before.local_ids == "both" and new.dim != before.dim
@@ -261,7 +267,7 @@ def _view_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A replicated tensor that is expanded to a number of rows has rows."""
+    """Rule of expand: a replicated tensor that is expanded to a number of rows becomes a row tensor."""
     x, shape = args[0], kwargs.get("size", args[1:])
     shape = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
     at = next((place for place, size in enumerate(shape) if isinstance(size, RowCount)), None)
@@ -282,7 +288,7 @@ def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same in place."""
+    """Rule of in-place view functions."""
     x, placement, name = args[0], rows_of(args[0]), name_of(func)
     if placement is None:
         return mode.plain(func, args, kwargs)
@@ -337,8 +343,10 @@ register(_stack, "stack")
 
 
 def _product(mode: RowsMode, func: Any, found: Any, operands: Sequence[Tensor], names: Sequence[str], output: str) -> Any:
-    """A function of tensors whose dimensions have names of one letter, as in ``torch.einsum``: it sums over those that are not
-    in its `output`."""
+    """Returns a product of tensors whose dimensions have one-letter names, as in ``torch.einsum``.
+
+    The product sums over the dimensions that are not in its `output`.
+    """
     (first, of), name = found[0], name_of(func)
     rows, given = of.rows, []
     letter = [letters for letters, x in zip(names, operands) if x is first][0][of.dim]  # noqa: RUF015
@@ -362,7 +370,7 @@ def _matmul(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> An
 
 @cache
 def _names_of_product(dims: tuple[int, int], is_swapped: bool) -> tuple[tuple[str, str], str] | None:
-    """Returns names for the dimensions of two factors and of their product; None where there are too many."""
+    """Returns names for the dimensions of two factors and of their product; None if there are too many."""
     x, y = dims[::-1] if is_swapped else dims
     if not x or not (y == 2 or (y == 1 and x < 3)):
         return None
@@ -394,7 +402,7 @@ RULES[torch.einsum] = _einsum
 
 
 def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``zeros`` and its kind, and ``x.new_zeros``: of a size that is a number of rows, they have these rows."""
+    """Rule of ``zeros``, ``x.new_zeros`` and similar functions: results whose size has a number of rows become row tensors."""
     begin = int(isinstance(args[0] if args else None, Tensor))
     given = (*args[begin:], kwargs.get("size"))
     size = next((each for each in given if isinstance(each, (tuple, list))), None)
@@ -411,7 +419,7 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         args = (*args[:begin], size)
 
     def change(each: Any) -> Any:
-        return local if each is size else _int(each)  # beside a size, numbers are values
+        return local if each is size else _int(each)  # other numbers than the size are values
 
     return mode.tagged(func(*map(change, args), **{key: change(each) for key, each in kwargs.items()}), rows.at(at))
 
@@ -428,7 +436,7 @@ def _new_tensor(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _init(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.nn.init.uniform_`` and its kind, which name their tensor."""
+    """Rule of ``torch.nn.init.uniform_`` and similar functions, which have a `tensor` argument."""
     args = (kwargs["tensor"], *args) if "tensor" in kwargs else args
     return mode.other(func, args, {key: value for key, value in kwargs.items() if key != "tensor"})
 
@@ -467,13 +475,12 @@ RULES[Tensor.__iter__] = _iterate
 
 
 def gather_global(x: Tensor) -> Tensor:
-    """Returns the rows of all ranks in the order of the graph, on every rank; `x` itself on one device and for replicated
-    tensors.
+    """Returns the rows of all ranks in the order of the graph, on every rank.
 
-    Differentiable. All ranks call it.
+    Returns `x` itself on one device and for replicated tensors. Differentiable. Collective.
 
     Args:
-        x: rows of nodes, edges or of a selection of these, ``[n, ...]``.
+        x: rows of nodes, edges or of a selection of them, ``[n, ...]``.
     """
     mode, of = active_mode(), rows_of(x)
     if mode is None or of is None:
@@ -490,7 +497,7 @@ def _index(mode: RowsMode, x: Tensor, index: Any) -> Any:
 
 
 def _items(x: Tensor, index: Any) -> list[Any] | None:
-    """Returns one item for each dimension, and None for each new one; None where it is too involved."""
+    """Returns one item per dimension, and None per new dimension; returns None if the index is not supported."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         place(torch.tensor(each), REPLICATED)
@@ -529,7 +536,7 @@ def _getitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
-    """Entries of a replicated tensor at places that rows name; None where all rows are needed to know."""
+    """Returns entries of a replicated tensor at positions that are rows; None if all rows are needed."""
     at = [place for place, each in enumerate(items) if isinstance(each, Tensor)]
     begin, last = at[0], at[-1]
     tensors = items[begin : last + 1]
@@ -555,9 +562,9 @@ def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
 
 
 def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], index: Any) -> Any:
-    """Entries of a row tensor; None where all rows are needed to know."""
+    """Returns entries of a row tensor; None if all rows are needed."""
     rows, dim = of.rows, of.dim
-    # The item of the dimension of the rows.
+    # Item for the dimension of the rows.
     widths = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]
     place = next(number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1]))
     item, rest = items[place], (*items[:place], slice(None), *items[place + 1 :])
@@ -566,7 +573,7 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     if any(isinstance(each, Tensor) for each in rest):
         return _at_both(mode, x, of, items, place)
     takes_all, by = all(map(_is_all, rest)), rows_of(item)
-    if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 1:  # of entries
+    if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 1:  # mask of entries
         if not takes_all or by is None or by.rows is not rows or by.dim or dim or place or of.local_ids:
             return None
         entries = rows.selected(item, lambda: rows.repeated(prod(item.shape[1:])).select(item.reshape(-1)))
@@ -595,15 +602,15 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     is_view = isinstance(item, slice)
     if not takes_all:
         out = _index(mode, out, rest)
-        if not is_view:  # tensors in an index make a copy of it all
+        if not is_view:  # tensors in an index copy the result
             out = mode.tagged(out.contiguous(), placement_of(out) or FROM_ROWS)
     new = placement_of(out)
     return mode.viewed(out, new, View(x, index)) if is_view and new is not None else out
 
 
 def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
-    """Returns the rows that an index names, which is one row, a slice, a mask or ids; None where all rows are needed to know."""
-    if isinstance(item, slice):  # the same tensor each time, so that it chooses the same rows
+    """Returns the rows that an index (one row, a slice, a mask or ids) selects; None if all rows are needed."""
+    if isinstance(item, slice):  # the same tensor each time, so that it selects the same rows
         bounds = tuple(each if each is None else int(each) for each in (item.start, item.stop, item.step))
         item = rows.once(bounds, lambda: torch.arange(rows.total)[slice(*bounds)])
     elif isinstance(item, int) or (not item.dim() and item.dtype != torch.bool):
@@ -620,7 +627,7 @@ def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
 
 
 def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
-    """All rows, and some entries of each."""
+    """Returns all rows with some entries of each; None if all rows must be gathered."""
     tensors = [each for each in items if isinstance(each, Tensor)]
     if len(tensors) > 1 or any(rows_of(each) is not None for each in tensors):
         return None
@@ -639,7 +646,7 @@ def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any]
 
 
 def _at_both(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
-    """``x[arange(n), y]``: an entry of each row."""
+    """Returns ``x[arange(n), y]``: an entry of each row."""
     rows, (first, second, *others) = of.rows, items
     if place or of.dim or of.local_ids or not isinstance(first, Tensor) or first.shape != (rows.total,) or rows_of(first):
         return None
@@ -670,7 +677,7 @@ def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None, value: Any) -> bool:
-    """Sets entries of a row tensor; returns False where all rows are needed to know which."""
+    """Set entries of a row tensor; returns False if all rows are needed."""
     rows, place = of.rows, of.dim
     if items is None or (of.local_ids and not _keeps_ends(of, items, value)) or any(each is None for each in items):
         return False
@@ -702,7 +709,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
 
 
 def _keeps_ends(placement: RowPlacement, items: Sequence[Any], value: Any) -> bool:
-    """Returns whether what is assigned to edges leaves them where they are: they end at this rank's own rows."""
+    """Returns whether an assignment to edges leaves them on this rank: their targets remain local nodes."""
     of = rows_of(value)
     into_sources = placement.local_ids == "source" or (placement.local_ids == "both" and items[0] == 0)
     return of is not None and (of.local_ids == "target" or (of.local_ids == "source" and into_sources))
@@ -727,7 +734,7 @@ def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 @of_rows
 def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """``gather`` and ``scatter`` along a dimension without rows, and sums into places that rows name."""
+    """Rule of ``gather`` and ``scatter`` along a dimension without rows, and of sums at indices that are rows."""
     name, x = name_of(func), args[0]
     names = ("index", "dim") if "take" in name else ("dim", "index", "src", "reduce")
     given = {_NAMES.get(key, key): value for key, value in (dict(zip(names, args[1:])) | kwargs).items()}
@@ -753,12 +760,11 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) ->
 
 
 _NAMES = {"indices": "index", "source": "src", "value": "src"}
-"""Names of arguments that other functions call otherwise."""
+"""Argument names of other functions, mapped to common names."""
 
 
 def _with_source(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet, right: int | None = None) -> Any:
-    """Runs a function of the rank's own rows, indices and sources, which have `rows` along dimension `right` from the right; with
-    None, along their first."""
+    """Run a function on local rows, indices and sources with `rows` along dimension `right` from the right (None: the first)."""
 
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -769,8 +775,10 @@ def _with_source(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet
 
 
 def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[str, Any], dim: int) -> Any:
-    """Reductions over the in-edges of each node, all of which its owner has, and sums over the out-edges: ``index`` is a row of
-    ``edge_index``."""
+    """Returns reductions over the in-edges of each node, which its owner has, or sums over out-edges.
+
+    ``index`` is a row of ``edge_index``.
+    """
     x, index, src, into, of = args[0], given["index"], given.get("src"), rows_of(args[0]), rows_of(given["index"])
     assert of is not None
     name, nodes, halo = name_of(func), of.rows.targets, mode.halo_rows
@@ -831,7 +839,7 @@ def _run_backward(
     given: Any,
     accumulate_grad: bool,
 ) -> Any:
-    """Runs torch's engine, in which what is computed again, such as checkpoints, is what it was the first time."""
+    """Run torch's engine; recomputations, such as checkpoints, repeat the results of the forward pass."""
     starts = starts or (None,) * len(outputs)
     starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
     again, retain = bool(given.get("create_graph")), given.get("retain_graph")
@@ -845,7 +853,7 @@ def _run_backward(
 
 
 def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``: gradients of replicated tensors and parameters are summed over ranks."""
+    """Rule of ``torch.autograd.grad``: gradients of replicated tensors and parameters are summed over ranks."""
     given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args)) | kwargs
     outputs, inputs = _as_tuple(given["outputs"]), _as_tuple(given["inputs"])
     starts = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
@@ -875,7 +883,7 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_owned(grad: Tensor, of: RowPlacement) -> Tensor:
-    """Returns gradients without those of replicas, which their owners have."""
+    """Returns gradients with zeros for replicas, which their owners have."""
     rows = of.rows
     if rows.owned == rows.count:
         return grad
@@ -884,8 +892,10 @@ def _of_owned(grad: Tensor, of: RowPlacement) -> Tensor:
 
 
 def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement, name: str) -> Tensor:
-    """Returns the gradient of one device of a tensor: that of rows, with those that replicas on other ranks have, or that of all
-    ranks."""
+    """Returns the gradient of one device for a tensor.
+
+    For rows, gradients of replicas on other ranks are added; for replicated tensors, the gradients of all ranks are summed.
+    """
     if not isinstance(of, RowPlacement):
         return mode.tagged(mode.sum(grad, name), FROM_ROWS)  # type: ignore[no-any-return]
     rows, dim = of.rows, of.dim
@@ -896,14 +906,14 @@ def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement, name: str) -> Ten
 
 
 def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """A hook gets the gradient of one device."""
+    """Rule of hooks, which get the gradient of one device."""
     x, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     of = placement_of(x)
     if of is None or isinstance(x, torch.nn.Parameter):
         return func(*args, **kwargs)
 
     def on_gradient(grad: Tensor) -> Any:
-        whole = _of_all_ranks(mode, grad.view_as(grad), of, "gradient for a hook")  # inside, a gradient is what the tensor is
+        whole = _of_all_ranks(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
         with mode.opened():
             changed = hook(whole)
         if changed is None:

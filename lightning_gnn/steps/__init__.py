@@ -1,1 +1,1 @@
-"""What a step gives on every rank, made that of all ranks: losses, gradients, logged values, metrics, predictions."""
+"""Outputs of a step, combined over all ranks: losses, gradients, logged values, metrics and predictions."""

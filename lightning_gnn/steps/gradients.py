@@ -1,4 +1,4 @@
-"""The model that all ranks have alike: gradients are summed, in buckets that travel while the backward goes on; copies compared.
+"""The replicated model: gradients are summed in buckets during the backward pass, and replicas are compared.
 
 Source: buckets and overlap as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2).
 """
@@ -29,19 +29,19 @@ from lightning_gnn.private_torch import hooks_on_gradient, version_counter
 _Hook = Callable[[Tensor], Tensor | None]
 
 BUCKET_BYTES = 4 << 20
-"""A bucket ends with the parameter that fills it."""
+"""Size of a bucket; a bucket ends with the parameter that fills it."""
 
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients travel in one message.
+    """Parameters whose gradients are sent in one message.
 
     Attributes:
-        parameters: in the order in which a backward reaches them, about: the model's last first.
-        ready: how many have their gradient in this backward.
-        flat: what was sent, while it travels; of the sum, afterwards.
-        versions: of the gradients when they were copied into `flat`.
-        wait: ends when `flat` holds the sum.
+        parameters: parameters in the approximate order of the backward pass: the model's last first.
+        ready: number of parameters that have a gradient in this backward pass.
+        flat: sent gradients while the message is pending; the sum afterwards.
+        versions: versions of the gradients when they were copied into `flat`.
+        wait: function that waits until `flat` holds the sum.
     """
 
     parameters: list[Tensor]
@@ -52,25 +52,25 @@ class _Bucket:
 
 
 class GradientSum:
-    """Adds to each parameter's ``grad`` the sum over ranks of what one backward pass added; runs on every rank.
+    """Sum over ranks of the gradients of a backward pass, added to each parameter's ``grad``; used on every rank.
 
-    `parameters` returns the model's parameters, in the same order on every rank. It is called before each backward, since
+    `parameters` returns the model's parameters, in the same order on every rank. It is called before each backward pass, since
     callbacks may freeze and unfreeze layers.
 
-    Only what the backward adds is summed: what stood in ``grad`` before, as in manual optimisation with several
-    backwards, has been summed already. While :meth:`blocked`, gradients stay local and are summed with the next
-    backward that is not.
+    Only the gradients of the backward pass are summed. Earlier values of ``grad``, as in manual optimization with several
+    backward passes, are already summed. Inside :meth:`blocked`, gradients stay local. They are summed with the next backward pass
+    outside of it.
 
-    Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) are called with the sum, as they would be with
-    the gradient on one device; parameters with such hooks are summed in every backward.
+    Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) are called with the sum, which is the gradient
+    on one device. Parameters with such hooks are summed in every backward pass.
 
-    A bucket is sent once all its gradients are there, in the same order on all ranks; the last one after the backward.
-    Its message tells which parameters have a gradient on some rank, since one that has none keeps None, as on one
-    device, where the optimizer then leaves it alone. It also tells which buckets got more after they were sent, as
-    reentrant checkpointing does; these are sent again. On devices hosts tell each other, and wait for no device.
+    A bucket is sent when all its gradients are complete, in the same order on all ranks; the last bucket is sent after the
+    backward pass. The message of the last bucket contains flags. They mark the parameters with a gradient on some rank: the
+    others keep None, as on one device, where the optimizer then skips them. They also mark buckets that changed after they were
+    sent, as in reentrant checkpointing; these are sent again. On devices, hosts exchange the flags without waiting for a device.
 
     Attributes:
-        seconds, collective_seconds: spent after backwards until now, and of these in collectives.
+        seconds, collective_seconds: total time spent after backward passes, and its share in collectives.
     """
 
     def __init__(self, world: World, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -86,7 +86,7 @@ class GradientSum:
         self._follow()
 
     def _follow(self) -> None:
-        """Makes buckets of the parameters that learn now, unless they are the same as before."""
+        """Rebuild the buckets if the set of trainable parameters changed."""
         learning = [parameter for parameter in self._parameters() if parameter.requires_grad]
         if len(learning) == len(self._learning) and all(map(operator.is_, learning, self._learning)):
             return
@@ -109,7 +109,7 @@ class GradientSum:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Backwards inside leave their gradients unsummed."""
+        """Context manager in which backward passes leave their gradients unsummed."""
         self._blocked = True
         try:
             yield
@@ -117,10 +117,13 @@ class GradientSum:
             self._blocked = False
 
     def before(self) -> None:
-        """Sets gradients aside that are summed already; while :meth:`blocked`, until the next sum."""
+        """Set aside gradients that are already summed; called before a backward pass.
+
+        Gradients of :meth:`blocked` backward passes stay, for the next sum.
+        """
         if self._world.size == 1:
             return
-        self._give_hooks_back()  # where a backward has raised
+        self._give_hooks_back()  # in case a backward pass raised an error
         self._follow()
         self._hold_hooks()
         for bucket in self._buckets:
@@ -132,11 +135,11 @@ class GradientSum:
 
     @property
     def _sums(self) -> bool:
-        """Whether this backward is summed."""
+        """True if the gradients of this backward pass are summed."""
         return not self._blocked or bool(self._held)
 
     def _hold_hooks(self) -> None:
-        """Takes hooks off parameters that are not ours: they would see what this rank has added."""
+        """Remove the hooks of users from parameters: during the backward pass they would get the local gradient."""
         for parameter in self._learning:
             on_grad, on_parameter = (
                 {key: hooks.pop(key) for key in [*hooks] if key not in self._own_hooks} for hooks in _hooks_of(parameter)
@@ -151,11 +154,11 @@ class GradientSum:
         self._held = []
 
     def _arrived(self, bucket: _Bucket) -> None:
-        """Sends the buckets that are complete, in order."""
+        """Send the buckets that are complete, in order."""
         if not self._working:
             return
         bucket.ready += 1
-        # Never the last, which tells what happened to the others.
+        # Except the last bucket, which has the flags of the others.
         while self._next < len(self._buckets) - 1:
             waiting = self._buckets[self._next]
             if waiting.ready < len(waiting.parameters):
@@ -164,8 +167,10 @@ class GradientSum:
             self._next += 1
 
     def after(self, loss: Tensor | None = None) -> Tensor | None:
-        """Sums what the backward has added, calls the parameters' hooks, and adds what was set aside. Returns the sum over ranks
-        of `loss`, ``[]``, which travels with the gradients; None where nothing was summed."""
+        """Sum the gradients of a backward pass, call the parameters' hooks, and add the gradients that were set aside.
+
+        Returns the sum over ranks of `loss`, ``[]``, which is sent with the gradients; None if nothing was summed.
+        """
         self._local = not self._sums
         self._working = False
         if self._local or self._world.size == 1 or not self._buckets:
@@ -247,7 +252,7 @@ class GradientSum:
 
 
 def _hooks_of(parameter: Any) -> tuple[dict[int, _Hook], dict[int, _Hook]]:
-    """Returns the hooks on a parameter by number, called with its gradient and with itself; torch reads these very dicts."""
+    """Returns the hooks on a parameter by number, for its gradient and for itself; torch reads these dicts."""
     on_grad, on_parameter = ({} if hooks is None else hooks for hooks in hooks_on_gradient(parameter))
     return on_grad, on_parameter
 
@@ -257,7 +262,7 @@ def _versions(bucket: _Bucket) -> list[tuple[int, int] | None]:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
-    """Yields parameters of one dtype and device until they fill a bucket, the last first."""
+    """Yields buckets of parameters of one dtype and device, the last parameters first."""
 
     def kind(parameter: Tensor) -> tuple[str, str]:
         return str(parameter.dtype), str(parameter.device)
@@ -274,18 +279,21 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[_Bucket]:
 
 
 class SharedModel:
-    """A module of which each rank has a copy; runs on every rank.
+    """Replicated module; used on every rank.
 
     Args:
-        module: on the rank's device; all ranks get the parameters and buffers of rank 0.
-        shard: of this rank, whose nodes' learned rows it owns.
-        equal_buffers: buffers, too, must stay equal on all ranks.
+        module: module on the rank's device; all ranks get the parameters and buffers of rank 0.
+        world: all ranks.
+        shard: shard of this rank, which owns the learned embeddings of its local nodes.
+        num_optimizers: number of optimizers of the run.
+        precision: precision plugin, which may scale gradients.
+        equal_buffers: whether buffers must stay equal on all ranks, too.
 
     Attributes:
-        learned_rows: of the module; none on one rank, which has them all.
+        learned_rows: distributed embedding tables of the module; empty on a single rank.
 
     Raises:
-        ValueError: learned rows with several optimizers, or with scaled gradients.
+        ValueError: learned embeddings with several optimizers, or with scaled gradients.
     """
 
     def __init__(
@@ -311,11 +319,12 @@ class SharedModel:
         self.replicas = Replicas(world, self._tensors)
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields by name the parameters that were registered before the run, or are in an optimizer. Others are a rank's own,
-        such as the best model that rank 0 keeps on the module.
+        """Yields by name the parameters that were registered before the run, or are in an optimizer.
+
+        Other parameters belong to one rank, such as the best model that rank 0 stores on the module.
 
         Raises:
-            RuntimeError: one of the others has learned.
+            RuntimeError: another parameter has a gradient.
         """
         trainer = getattr(self._module, TRAINER)
         optimizers = [] if trainer is None else trainer.optimizers
@@ -330,7 +339,7 @@ class SharedModel:
                 )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields what must be the same on all ranks, by name."""
+        """Yields the tensors that must be equal on all ranks, by name."""
         modules = self._module.modules()
         tables = [each for each in modules if isinstance(each, LearnedRows)]
         own_rows = {id(each) for table in tables for each in table.parameters()}
@@ -339,8 +348,8 @@ class SharedModel:
             yield from (named for named in self._module.named_buffers() if named[0] in self._known_buffers)
 
     def end_training(self) -> None:
-        """Compares the copies, and gives rank 0 all learned rows back."""
-        # Ranks that come here from another number of steps are told so, and do not wait for those that still train.
+        """Compare the replicas, and collect all learned embeddings."""
+        # Ranks with different numbers of steps raise an error here instead of waiting for ranks that still train.
         digests = self._world.all_gather(self.replicas.digest(), "End of training")
         self.replicas.check(digests, "At the end of training")
         for each in self.learned_rows:

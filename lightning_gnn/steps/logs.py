@@ -1,4 +1,4 @@
-"""``self.log`` with global values: a call logs the value of one device, not that of a rank."""
+"""``self.log`` with global values: a call logs the value of one device, not the value of a rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_gnn.steps.metrics import FORWARD, StandInMetrics
 from lightning_gnn.steps.weights import RowWeights
 
 OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
-"""Of ``self.log``, in their order behind name and value."""
+"""Arguments of ``self.log`` after name and value, in order."""
 
 _REDUCTIONS: dict[Any, str] = {
     **{name: name for name in ("mean", "sum", "max", "min")},
@@ -34,13 +34,15 @@ _REDUCTIONS: dict[Any, str] = {
 }
 
 _FIRST = 16
-"""Values that travel with the first message of a step; its size is the same on ranks that log different things."""
+"""Number of values in the first message of a step, which has one size even if ranks log different values."""
 
 
 @dataclass
 class _Call:
-    """A call of ``self.log`` in a hook; of a metric also its value on the batch at that time, `forward`. A tensor that
-    `is_tracked` is known to be the same on all ranks."""
+    """Call of ``self.log`` in a hook.
+
+    For a metric, `forward` is its value on the batch at that time. A tensor with `is_tracked` has a placement.
+    """
 
     name: str
     value: Any
@@ -51,26 +53,26 @@ class _Call:
 
     @property
     def reduction(self) -> str | None:
-        """How values are joined over ranks; None for what Lightning refuses."""
+        """Name of the reduction over ranks; None for reductions that Lightning rejects."""
         given = self.options.get("reduce_fx", "mean")
         given = given.lower() if isinstance(given, str) else given
         return next((name for known, name in _REDUCTIONS.items() if given is known or given == known), None)
 
     @property
     def is_of_rank(self) -> bool:
-        """Whether it has a number of this rank that is to become one of all ranks."""
+        """True if the value is a number of this rank that must be reduced over ranks."""
         number = isinstance(self.value, numbers.Real) or (isinstance(self.value, Tensor) and self.value.numel() == 1)
         return number and not self.options.get("rank_zero_only") and self.reduction is not None
 
 
 class GlobalLogs:
-    """Wraps ``module.log`` until :meth:`release`: scalars become those of all ranks before they are logged; and see
-    :class:`StandInMetrics`.
+    """Wrapper of ``module.log`` until :meth:`release` that makes scalars global before they are logged.
 
-    A mean is weighted by the ranks' labelled nodes of the stage's mask, or by ``batch_size`` where a call gives one that differs
-    from rank to rank; ``reduce_fx`` of ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. What a step returns
-    as ``loss_weight``, its values weigh. ``sync_dist`` changes nothing. Calls with ``rank_zero_only`` log rank 0's own
-    value. The values of one step travel in one message.
+    Metrics are handled by :class:`StandInMetrics`. The weight of a rank in a mean is its number of labeled nodes in the mask of
+    the stage. If a call passes ``batch_size`` values that differ between ranks, these are the weights. ``reduce_fx`` of
+    ``"sum"``, ``"max"`` and ``"min"`` reduces over ranks likewise. If a step returns ``loss_weight``, this is the weight of its
+    values. ``sync_dist`` has no effect. Calls with ``rank_zero_only`` log rank 0's own value. The values of a step are sent in
+    one message.
     """
 
     def __init__(
@@ -81,40 +83,40 @@ class GlobalLogs:
         rows: GraphRows | None = None,
     ) -> None:
         self._module, self._world, self._rows = module, world, rows
-        self._is_whole = False  # what steps log is of the whole graph
+        self._is_whole = False  # whether steps log values of the whole graph
         self._log = module.log
         self.weights = RowWeights(module, world)
         self.metrics = StandInMetrics(module, world, self.weights, callbacks, rows)
-        # Lightning would advise sync_dist=True for values that are global already.
+        # Suppresses Lightning's advice to set sync_dist=True: the values are already global.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
         self._ignored = warnings.filters[0]
         self._held: list[_Call] | None = None
-        self._sum: Tensor | None = None  # what the last step has returned, if it is a sum over this rank's rows
+        self._sum: Tensor | None = None  # loss of the last step, if it is a sum over local rows
         self._warned: set[str] = set()
         self._patches = Patches()
         self._patches.put(module, {"log": self._wrapped})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalLogs:
-        return self  # of a copy of the module
+        return self  # copies of the module share the logs
 
     def release(self) -> None:
-        """Gives the module its own ``log`` back."""
+        """Restore the ``log`` method of the module."""
         self._patches.release()
         self.metrics.release()
         known: Any = warnings.filters
         known[:] = [each for each in known if each is not self._ignored]
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
-        """Starts a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
+        """Begin a step; its calls are held until :meth:`leave`. See :meth:`RowWeights.enter`."""
         self._is_whole = False
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
         self._held, self._sum = [], None
 
     def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
-        """Ends the step, which has returned `output`: makes the held values global and logs them, in order.
+        """End the step with its `output`: make the held values global and log them, in order.
 
-        Returns what to multiply this rank's loss with, see :meth:`RowWeights.loss_scale`.
+        Returns the factor for this rank's loss, see :meth:`RowWeights.loss_scale`.
         """
         weights = self.weights
         says = weights.take(output)
@@ -129,16 +131,16 @@ class GlobalLogs:
         return scale
 
     def enter_rows(self) -> None:
-        """Starts a step whose values are of the whole graph; its calls are held until :meth:`leave_rows`."""
+        """Begin a full-graph step; its calls are held until :meth:`leave_rows`."""
         self._is_whole, self._held = True, []
 
     def leave_rows(self) -> None:
-        """Ends the step: compares what ranks have logged, and logs it, in order."""
+        """End the step: compare the logged values of the ranks, and log them, in order."""
         held, self._held = self._held, None
         self._flush(held or [])
 
     def check_names(self) -> None:
-        """Raises ValueError on all ranks where a step logs other values on some; :meth:`leave` sees it where all log any."""
+        """Raises ValueError on all ranks if ranks log different names. :meth:`leave` detects this only if all ranks log."""
         self._check_alike([call.name for call in self._held or []])
 
     def _check_alike(self, names: Sequence[str]) -> None:
@@ -151,7 +153,7 @@ class GlobalLogs:
             )
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        options.update(zip(OPTIONS, args))  # positional prog_bar and so on
+        options.update(zip(OPTIONS, args))  # positional arguments such as prog_bar
         call = _Call(name, value, options, getattr(self._module, HOOK))
         with local_rows():
             if self._world.size > 1:
@@ -163,7 +165,7 @@ class GlobalLogs:
 
     def _prepare(self, call: _Call) -> None:
         name, options = call.name, call.options
-        options.pop("sync_dist", None)  # it is global already
+        options.pop("sync_dist", None)  # already global
         if options.get("sync_dist_group") is not None:
             raise ValueError(
                 f"self.log({name!r}, ..., sync_dist_group=...) joins ranks of a group, which together hold a part of the graph. "
@@ -198,7 +200,7 @@ class GlobalLogs:
                 )
 
     def _compare(self, calls: Sequence[_Call]) -> list[float]:
-        """Compares values of the whole graph between ranks; numbers that are not, such as seconds, become their mean."""
+        """Compare the values of a full-graph step between ranks; unequal numbers, such as seconds, are averaged."""
         device = self._world.device
         own = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
         names = [call.name for call in calls]
@@ -223,7 +225,7 @@ class GlobalLogs:
         join = self._compare if self._is_whole else self._reduce
         weights = join(of_ranks) if of_ranks and self._world.size > 1 else []
         for call, weight in zip(of_ranks, weights or [self._own_size(call) for call in of_ranks]):
-            # What the steps of an epoch weigh in its mean; of one batch, it only tells Lightning not to guess.
+            # Weight of a step in the mean of an epoch; for a single batch, it only stops Lightning from guessing the size.
             call.options["batch_size"] = int(weight) or 1
         now = getattr(self._module, HOOK)
         for call in calls:
@@ -237,19 +239,19 @@ class GlobalLogs:
         given = call.options.get("batch_size")
         if given is not None:
             return given
-        if self._is_whole and self._rows is not None:  # what Lightning finds in the batch of one device
+        if self._is_whole and self._rows is not None:  # batch size that Lightning infers on one device
             return next(iter(self._rows.nodes.values())).total
         return sum(self.weights.counts)
 
     def _reduce(self, calls: Sequence[_Call]) -> list[float]:
-        """Makes the values of all ranks one each; returns what they weigh."""
+        """Reduce the values over ranks; returns their weights."""
         names = [call.name for call in calls]
         own = torch.stack([self._channels(call) for call in calls], 1)  # [4, calls]
         values, sizes, are_all, are_sums = self._gather(own, names).unbind(1)  # [P, calls] each
         counts = torch.tensor(self.weights.counts, dtype=torch.float64)
         real = counts > 0
-        # A size that all ranks give alike, such as batch_size=1, does not tell what their values are of, unless all have as
-        # many nodes or edges.
+        # A size that is equal on all ranks, such as batch_size=1, does not describe the rows of the values, unless all ranks have
+        # equally many nodes or edges.
         alike = (sizes[real] == sizes[real][0]).all(0) & (are_all == 0).any(0) | (sizes[real] < 0).any(0)
         weights = torch.where(alike, counts.view(-1, 1), sizes)
         weights = torch.where((weights > 0).any(0), weights, 1.0)
@@ -272,8 +274,11 @@ class GlobalLogs:
         return totals.tolist()
 
     def _channels(self, call: _Call) -> Tensor:
-        """Returns a rank's value, what it says to weigh, -1 for nothing, whether that is all its nodes or edges, and whether the
-        value is a sum, ``[4]``."""
+        """Returns a tensor ``[4]`` for a rank's value: value, batch size, and two flags.
+
+        The batch size is -1 if it is not given. The first flag marks a batch size equal to all local nodes or edges, the second a
+        value that is a sum.
+        """
         device, stand_ins = self._world.device, self.weights.stand_ins
         own = call.value if isinstance(call.value, Tensor) else float(call.value)
         value = torch.as_tensor(own, dtype=torch.float64).detach().to(device).reshape(())
@@ -294,7 +299,7 @@ class GlobalLogs:
         digest = float(zlib.crc32("\0".join(names).encode()))
         header = own.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
         first = torch.cat([header, own[:, :_FIRST], own.new_zeros(4, max(0, _FIRST - len(names)))], 1)
-        operation = "Logged values"  # on all ranks alike, whatever they log
+        operation = "Logged values"  # equal on all ranks, independent of the logged values
         found = self._world.to_host(self._world.all_gather(first, operation), operation)
         if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
             self._check_alike(names)
@@ -306,5 +311,5 @@ class GlobalLogs:
 
 
 def _may_be_of(stand_ins: int, value: float) -> bool:
-    """Returns whether a sum may be one over rows that stand in: no count is, if it is larger."""
+    """Returns whether a sum may be over placeholder rows; a larger count cannot be."""
     return not (value.is_integer() and abs(value) > stand_ins)

@@ -1,4 +1,4 @@
-"""Lightning's loop around steps: what hooks are given, and where a rank is."""
+"""Lightning's training loop around steps: inputs of hooks, and the position of a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gnn.comm.processes import here
 from lightning_gnn.private_lightning import END_QUESTION, EXAMPLE
 
 SKIPPED = object()
-"""What a strategy returns in place of None, which Lightning refuses of several ranks."""
+"""Return value in place of None, which Lightning rejects with several ranks."""
 
 
 class _Result(ClosureResult):
@@ -31,11 +31,15 @@ class _Result(ClosureResult):
 
 @contextmanager
 def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> Iterator[None]:
-    """While open, ``on_train_batch_end`` gets the loss of all ranks in ``outputs["loss"]``, where Lightning puts this rank's own.
+    """Context manager that passes the loss of all ranks to ``on_train_batch_end`` in ``outputs["loss"]``.
 
-    Callbacks and hooks decide by it. It is Lightning's loop that puts it there, and no callback, since the learning-rate finder
-    puts its own in place of all others. In manual optimisation, `outputs` is what the step returned, of this rank. `loss` returns
-    None where it is not known. A step that is `SKIPPED` has no backward, as on one device.
+    Lightning passes the loss of this rank, and callbacks and hooks make decisions with it. Lightning's loop is patched, since the
+    learning-rate finder replaces all callbacks by its own. In manual optimization, `outputs` is the local output of the step. A
+    step that is `SKIPPED` has no backward pass, as on one device.
+
+    Args:
+        trainer: Trainer of the run.
+        loss: function that returns the loss of all ranks, or None if it is unavailable.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     run = loop.run
@@ -56,9 +60,9 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
 
 @contextmanager
 def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
-    """While open, the question that Lightning asks in each step, whether rank 0 was asked to end, is an operation like others.
+    """Context manager that turns Lightning's check for SIGTERM in each step into a regular operation.
 
-    Lightning takes a time-out for a no, and goes on to wait for the same rank once more.
+    Lightning interprets a timeout as a negative answer, and waits for the same rank again.
     """
     loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
 
@@ -78,8 +82,10 @@ def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
 
 @contextmanager
 def without_example(module: pl.LightningModule) -> Iterator[None]:
-    """While open, a module that is bound to its part of the graph has no ``example_input_array``, which is a graph of its own:
-    summaries leave sizes out."""
+    """Context manager that hides ``example_input_array`` of a bound module; summaries then omit sizes.
+
+    The example is not the graph that the module is bound to.
+    """
     given = getattr(module, EXAMPLE)
     setattr(module, EXAMPLE, None)
     try:
@@ -89,22 +95,26 @@ def without_example(module: pl.LightningModule) -> Iterator[None]:
 
 
 def hooks_move_batches(module: pl.LightningModule, data: pl.LightningDataModule) -> bool:
-    """Returns whether a hook of the user's module or datamodule sees batches before they are on the device, or moves them there:
-    then they are left to Lightning."""
+    """Returns whether a hook of the user handles the transfer of batches to the device; Lightning then moves them.
+
+    Hooks of the module and of the datamodule count.
+    """
     users = ((module, pl.LightningModule), (data, pl.LightningDataModule))
     hooks = "on_before_batch_transfer", "transfer_batch_to_device"
     return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
 
 
 class Progress(pl.Callback):
-    """Notes where this rank is, for those that ask once it has ended or hangs. Each stage has its own, which counts steps anew:
-    workers that trained independently may have made different numbers of them."""
+    """Callback that records the position of this rank, for reports when it ends or hangs.
+
+    Each stage has its own callback, with step counts from 0: independent workers may have made different numbers of steps.
+    """
 
     def __init__(self) -> None:
         self._steps: Counter[str] = Counter()
 
     def begin_step(self, stage: str, trainer: pl.Trainer, world: World) -> Step:
-        """Notes that a step of a stage begins, in messages of the watchdog, too; returns which."""
+        """Record the begin of a step of a stage, also for messages of the watchdog; returns the step."""
         phase: Any = {"training": "train", "prediction": "predict"}.get(stage, stage)
         step = Step(phase, trainer.current_epoch, self._steps[stage])
         self._steps[stage] += 1

@@ -1,13 +1,13 @@
-"""torchmetrics over ranks: stand-in rows are not counted, scalars weigh what they stand for, states travel in one message.
+"""torchmetrics over ranks: placeholder rows are not counted, scalars are weighted, and states are sent in one message.
 
-The private names of torchmetrics that the package uses are read in this file only. Tested with torchmetrics 1.9.0 and 1.7.0;
-`tests/test_private_names.py` checks that they are there, and that no other file has any. They are:
+Only this file uses private names of torchmetrics. Tested with torchmetrics 1.9.0 and 1.7.0; `tests/test_private_names.py` checks
+that they exist, and that no other file uses any. They are:
 
-- of a metric: its states by name as they begin (``_defaults``) and with what joins them (``_reductions``), how often it was
-  updated (``_update_count``), its kept result (``_computed``) and its kept value on the batch (``_forward_cache``);
-- what wraps its ``update`` (``_wrap_update``) and joins its states over ranks (``_sync_dist``);
-- of a collection: whether two metrics have equal states (``_equal_metric_states``); of a running metric: how many values it has
-  seen (``_num_vals_seen``).
+- for a metric: its initial states by name (``_defaults``), their reductions (``_reductions``), the number of updates
+(``_update_count``), its cached result (``_computed``) and its cached value on the batch (``_forward_cache``);
+- the wrapper of ``update`` (``_wrap_update``) and the reduction of states over ranks (``_sync_dist``);
+- for a collection: whether two metrics have equal states (``_equal_metric_states``); for a running metric: the number of its
+values (``_num_vals_seen``).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from lightning_gnn.rows.placement import REPLICATED
 from lightning_gnn.steps.weights import RowWeights
 
 FORWARD = "_forward_cache"
-"""Of a metric: its value on the batch."""
+"""Attribute of a metric with its value on the batch."""
 
 
 class _Current(threading.local):
-    """The object whose ranks the metrics of a thread belong to."""
+    """Object of the ranks that the metrics of a thread belong to."""
 
     metrics: StandInMetrics | None = None
 
@@ -61,7 +61,7 @@ _current = _Current()
 
 
 class _Watch(TorchFunctionMode):
-    """Calls `see` with each function of torch that runs while it is open, in this thread, and with its arguments."""
+    """Mode that calls `see` with each torch function that runs in this thread, and with its arguments."""
 
     def __init__(self, see: Callable[[Any, Any], None]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _check_default_device() -> None:
-    """Raises ValueError for a default device that all ranks have alike, and by which metrics made in steps are not seen."""
+    """Raises ValueError for a default device with an index: all ranks would share it, and new metrics could not be detected."""
     seen = list[Any]()
     with _Watch(lambda func, _: seen.append(func)):
         device = torch.get_default_device()
@@ -85,7 +85,7 @@ def _check_default_device() -> None:
 
 
 def _see_guess(kept: dict[str, Any], func: Any, args: Any) -> None:
-    """Counts the calls in which torchmetrics takes scores for logits, since one lies outside 0 to 1, and the others."""
+    """Count the calls in which torchmetrics treats scores as logits, because one is outside of [0, 1], and the other calls."""
     asks = func in (Tensor.ge, Tensor.lt) and sys._getframe(2).f_code is normalize_logits_if_needed.__code__
     if asks and args[0].numel():
         are_logits = ((args[0] < 0) | (args[0] > 1)).any()
@@ -94,7 +94,7 @@ def _see_guess(kept: dict[str, Any], func: Any, args: Any) -> None:
 
 @dataclass
 class _Forward:
-    """A call of a metric in this step; what it has returned, and whether that is of all ranks' rows."""
+    """Call of a metric in this step; its value, and whether the value covers the rows of all ranks."""
 
     metric: Metric
     args: tuple[Any, ...]
@@ -104,20 +104,20 @@ class _Forward:
 
 
 class StandInMetrics:
-    """Wraps the metrics of a module, so that they are those of all ranks' rows.
+    """Wrapper of a module's metrics that makes their values cover the rows of all ranks.
 
-    - Many metrics raise on an empty update, so a rank without labelled nodes has a stand-in row in its mask; an update with no
-      more rows is skipped there.
-    - A scalar that a ``MeanMetric`` or ``SumMetric`` (or a running one) is given without a weight is taken for a mean over the
-      rank's labelled rows of the stage's mask. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` take the mean over ranks of such
-      scalars. Whole numbers are counts to ``SumMetric``, which adds them up.
-    - States of ranks that have seen nothing are left out where states are joined: they may have another form.
-    - The value of a metric on a batch, where it is logged, is that of all ranks' rows. Others are of the rank's own.
+    - Many metrics raise an error for an empty update, so a rank without labeled nodes has a placeholder row in its mask. An
+    update on this rank with no more rows is skipped.
+    - A scalar without a weight in a ``MeanMetric`` or ``SumMetric`` (or a running one) counts as a mean over the rank's labeled
+    rows in the mask of the stage. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` get the mean of such scalars over ranks.
+    ``SumMetric`` adds whole numbers as counts.
+    - States of ranks without updates are left out when states are reduced: they may have another form.
+    - The value of a metric on a batch covers the rows of all ranks if it is logged, and the local rows otherwise.
 
-    The metrics of the module and of callbacks are wrapped until :meth:`release`, also those in lists and dicts.
+    The metrics of the module and of callbacks are wrapped until :meth:`release`, including metrics in lists and dicts.
 
     Raises:
-        ValueError: a ``BootStrapper`` draws as many rows as a rank has.
+        ValueError: a ``BootStrapper`` with multinomial sampling, which draws as many rows as a rank has.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class StandInMetrics:
                 "number weighs. Give it in on_train_batch_end, which has what the step returns."
             )
         for metric, value, share in self._means:
-            if share != now:  # the step has said what its values weigh
+            if share != now:  # the step returned the weight of its values
                 owner, place = self._running.get(id(metric), metric), ""
-                if isinstance(owner, Running):  # where in its window it keeps what it was given last
+                if isinstance(owner, Running):  # position of the last value in its window
                     place = f"_{(owner._num_vals_seen - 1) % owner.window}"
-                # A number, not a tensor of the default dtype, for metrics in float64.
+                # A number instead of a tensor of the default dtype, for metrics in float64.
                 more, is_mean = now - share, isinstance(metric, MeanMetric)
                 added = {"mean_value": value * more, "weight": more} if is_mean else {"sum_value": value * more}
                 for name in added:
@@ -197,17 +197,17 @@ class StandInMetrics:
 
     @property
     def acts(self) -> bool:
-        """Whether ranks can be asked here: not in copies that a check runs on."""
+        """True if ranks can communicate here; False in copies that a check runs on."""
         return _current.metrics is self and self._world.connected
 
     def _has_others(self, metric: Metric) -> bool:
-        """Returns whether there are others to join states with: not if these are of all rows, on every rank."""
+        """Returns whether states must be reduced over ranks; not if they cover all rows on every rank."""
         own = vars(metric)
         return not own.get("_whole") and (self.acts or own["_available"]())
 
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
-        """Updates inside count whatever they are given, as on one device."""
+        """Context manager in which updates count all rows, as on one device."""
         self._counts_all = True
         try:
             yield
@@ -215,21 +215,21 @@ class StandInMetrics:
             self._counts_all = False
 
     def seeing_new(self) -> AbstractContextManager[Any]:
-        """While open, metrics that are made are wrapped, too; under row semantics, their mode sees to it."""
+        """Context manager that wraps new metrics, too; under row semantics, their mode does it."""
         return nullcontext() if self._world.size == 1 else _Watch(self._see_new)
 
     def _see_new(self, func: Any, args: Any) -> None:
-        """Wraps the metric that runs a function of torch while it is made: in ``__init__`` it asks for the default device."""
+        """Wrap the metric under construction that called a torch function: its ``__init__`` requests the default device."""
         if func in (torch.device, torch.tensor) and not torch.compiler.is_compiling():
-            for frame, _ in islice(walk_stack(sys._getframe(2)), 8):  # with those of other modes
+            for frame, _ in islice(walk_stack(sys._getframe(2)), 8):  # including frames of other modes
                 if frame.f_code is Metric.__init__.__code__:
                     metric = frame.f_locals["self"]
-                    # Lightning keeps what is logged in metrics of its own.
+                    # Lightning stores logged values in its own metrics.
                     if not type(metric).__module__.startswith("lightning."):
                         self._patches.put(metric, self._wrapping_new(metric))
 
     def _wrapping_new(self, metric: Metric) -> dict[str, Any]:
-        """Returns what wraps `metric`, which is being made, or copies of it, as torchmetrics wraps their ``update``."""
+        """Returns attributes that wrap `metric`, which is under construction, or its copies, as torchmetrics wraps ``update``."""
 
         def wrap(of: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
             self._new.append(weakref.ref(of))
@@ -238,8 +238,8 @@ class StandInMetrics:
         return {} if isinstance(metric, WrapperMetric) else {"_wrap_update": MethodType(wrap, metric)}
 
     def wrap(self, metric: Metric, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the methods of a metric; returns its `update`, which torchmetrics leaves out of copies, wrapped."""
-        # Bound to the metric: methods of a copy are the copy's.
+        """Wrap the methods of a metric; returns the wrapped `update`, which torchmetrics leaves out of copies."""
+        # Bound to the metric: a copy has its own bound methods.
         own = vars(metric)
         attributes: dict[str, Any] = {
             "forward": MethodType(lambda of, *args, **options: self._forward(of, args, options), metric),
@@ -258,7 +258,7 @@ class StandInMetrics:
         if isinstance(metric, Running):
             self._running[id(metric.base_metric)] = metric
         if isinstance(metric, (WrapperMetric, CompositionalMetric)) and not isinstance(metric, BootStrapper):
-            return update  # whose metrics count; what is given to those of a BootStrapper are draws
+            return update  # its metrics count; the metrics of a BootStrapper get draws
 
         @wraps(update)
         def counting(*args: Any, **options: Any) -> None:
@@ -306,12 +306,12 @@ class StandInMetrics:
         elif weight is not None:
             update(value, weight)
         elif metric.nan_strategy == "disable":
-            update(self._mean(metric, value))  # it leaves weights out of account
+            update(self._mean(metric, value))  # it ignores weights
         else:
             self._update_share(metric, update, value)
 
     def _update_share(self, metric: MeanMetric | SumMetric, update: Callable[..., Any], value: Any) -> None:
-        """Has a value weigh this rank's share, so that all ranks' together weigh 1, as the value of one device does."""
+        """Update with this rank's share as weight: the weights of all ranks add up to 1, the weight on one device."""
         share = self._weights.share
         if self._weights.in_step:
             self._means.append((metric, torch.as_tensor(value).detach(), share))
@@ -329,7 +329,7 @@ class StandInMetrics:
         return self._weights.mean(value, f"A value for {type(metric).__name__}")
 
     def _stands_in(self, values: Sequence[Any]) -> bool:
-        """Returns whether what a metric is given has rows of a mask that have no label, or none."""
+        """Returns whether the arguments of a metric have only placeholder rows, or none."""
         rows = next((each.size(0) for each in values if isinstance(each, Tensor) and each.dim()), None)
         return rows is not None and rows <= self._weights.stand_ins
 
@@ -339,7 +339,7 @@ class StandInMetrics:
             return forward(*args, **options)
         counts_itself = not isinstance(metric, (WrapperMetric, CompositionalMetric))
         if counts_itself and not metric.dist_sync_on_step and self._stands_in((*args, *options.values())):
-            # Of the form that it has elsewhere; it weighs nothing.
+            # The value has the form that it has on other ranks, with weight 0.
             with self._counting_all(), begun_anew([metric]):
                 value = forward(*args, **options)
             _skip(metric)
@@ -348,7 +348,7 @@ class StandInMetrics:
             kept = vars(metric)
             guesses = kept["_guesses"] if metric._update_count else 0
             value = forward(*args, **options)
-            kept["_guesses"] = kept["_guesses"] + guesses  # forward begins the metric anew, then adds what was before
+            kept["_guesses"] = kept["_guesses"] + guesses  # forward resets the metric, then adds the earlier state
         of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
         self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
         for number, leaf in enumerate(tree_leaves(value)):
@@ -357,20 +357,20 @@ class StandInMetrics:
         return value
 
     def of_all_ranks(self, value: Any) -> Any:
-        """Returns `value`; if a metric has returned it in this step, that of all ranks' rows. All ranks call it."""
+        """Returns `value`; if a metric returned it in this step, the value over the rows of all ranks. Collective."""
         if id(value) not in self._forwards:
             return value
         _, made, place = self._forwards[id(value)]
         return tree_leaves(self._joined(made))[place]
 
     def forward_of_all_ranks(self, metric: Metric) -> None:
-        """Makes the value on the batch that a metric keeps that of all ranks' rows. All ranks call it."""
+        """Replace a metric's cached value on the batch by the value over the rows of all ranks. Collective."""
         made = self._last.get(id(metric))
         if made is not None and getattr(metric, FORWARD) is not None:
             setattr(metric, FORWARD, self._joined(made))
 
     def _joined(self, made: _Forward) -> Any:
-        """Returns what a call returns if states are joined in it, as they are in later calls."""
+        """Returns the result of a call whose states are reduced over ranks in the call, as in later calls."""
         if not made.of_all_ranks:
             parts = _parts(made.metric)
             for each in parts:
@@ -387,7 +387,7 @@ class StandInMetrics:
             return compute(*args, **options)
 
     def _sync(self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
-        """As torchmetrics' own, but in one message, and of ranks that have seen something."""
+        """Reduce states as torchmetrics does, but in one message, and without ranks that have no updates."""
         if not self.acts or dist_sync_fn is not gather_all_tensors or process_group or metric.process_group:
             Metric._sync_dist(metric, dist_sync_fn, process_group)
             return
@@ -401,7 +401,7 @@ class StandInMetrics:
 
 
 def _place_states(metric: Metric) -> None:
-    """Sets the placement of states that a metric has begun anew, outside of steps: they are the same on all ranks."""
+    """Mark states that a metric reset outside of steps as replicated."""
     for name in metric._defaults:
         state = getattr(metric, name)
         if isinstance(state, Tensor) and placement_of(state) is None:
@@ -409,7 +409,7 @@ def _place_states(metric: Metric) -> None:
 
 
 def _own_update(metric: Metric) -> Callable[..., Any]:
-    """Returns a metric's `update` as torchmetrics has it."""
+    """Returns the unwrapped `update` of a metric."""
     return type(metric)._wrap_update(metric, MethodType(type(metric).update, metric))
 
 
@@ -418,7 +418,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _skip(metric: Metric) -> None:
-    metric._update_count += 1  # seen, so that compute() does not warn
+    metric._update_count += 1  # counts as updated, so that compute() does not warn
     metric._computed = None
 
 
@@ -427,14 +427,14 @@ def _parts(metric: Metric) -> list[Metric]:
 
 
 def _equal_states(first: Metric, second: Metric) -> bool:
-    """As torchmetrics' own, which joins metrics of a collection with equal states for good: not where no row has been seen."""
+    """Returns whether states are equal, as in torchmetrics, which merges such metrics for good; False without updates."""
     return not is_new(first) and MetricCollection._equal_metric_states(first, second)
 
 
 _Form = tuple[torch.dtype, tuple[int, ...]]
 
 _MOST_KEPT = 100_000
-"""Objects that are looked through for metrics."""
+"""Maximal number of objects that are searched for metrics."""
 
 _LIBRARIES = {
     "builtins",
@@ -448,7 +448,7 @@ _LIBRARIES = {
 }
 
 _NOT_KEPT = {TRAINER, "_defaults", *vars(torch.nn.Module())} - {MODULES}
-"""What holds no metrics in a module."""
+"""Attributes of a module that contain no metrics."""
 
 
 _GUESSED = (
@@ -458,10 +458,10 @@ _GUESSED = (
 
 
 def states_of_ranks(metric: Metric, world: World) -> list[dict[str, Any]]:
-    """Returns the states of the ranks that have seen something, or of all if none has.
+    """Returns the states of the ranks with updates, or of all ranks if no rank has any.
 
     Raises:
-        ValueError: ranks have taken scores for logits and for probabilities, in the same calls.
+        ValueError: in the same calls, some ranks treated scores as logits and others as probabilities.
     """
     states = {name: getattr(metric, name) for name in metric._reductions}
     for name, reduce in metric._reductions.items():
@@ -489,11 +489,11 @@ def states_of_ranks(metric: Metric, world: World) -> list[dict[str, Any]]:
 
 
 def _unpacked(packed: Tensor, form: dict[str, list[_Form]], metric: Metric) -> dict[str, Any]:
-    """Returns the states that were packed as bytes."""
+    """Returns states from their bytes."""
     raw = iter(packed.split([_num_bytes(each) for each in chain(*form.values())]))
     states: dict[str, Any] = {}
     for name, parts in form.items():
-        # Copies, which begin where their dtype may.
+        # Copies, for the alignment of the dtype.
         tensors = [next(raw).clone().view(dtype).view(shape).to(metric.device) for dtype, shape in parts]
         states[name] = tensors if isinstance(metric._defaults[name], list) else tensors[0]
     return states
@@ -506,8 +506,8 @@ def _num_bytes(form: _Form) -> int:
 
 @contextmanager
 def begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Inside, metrics have seen nothing; afterwards they are as before."""
-    # Not copies: states may be part of an autograd graph.
+    """Context manager in which metrics have initial states; restores their states at the end."""
+    # No copies: states may be part of an autograd graph.
     before = [dict(vars(metric)) for metric in metrics]
     for metric in metrics:
         for name, default in metric._defaults.items():
@@ -522,7 +522,7 @@ def begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
 
 
 def is_new(metric: Metric) -> bool:
-    """Returns whether a metric's states are those that it began with."""
+    """Returns whether a metric has its initial states."""
     states = [(getattr(metric, name), default) for name, default in metric._defaults.items()]
     return all(
         not state if isinstance(default, list) else isinstance(state, Tensor) and torch.equal(state, default.to(state))
@@ -531,7 +531,7 @@ def is_new(metric: Metric) -> bool:
 
 
 def metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yields the metrics and collections of modules and callbacks, each once: parts, and what they keep in lists and objects."""
+    """Yields the metrics and collections of modules and callbacks once each, including parts, lists and objects."""
     seen: set[int] = set()
     waiting = list(reversed(roots))
     while waiting and len(seen) < _MOST_KEPT:
@@ -551,6 +551,6 @@ def metrics_in(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_of_user(kind: type) -> bool:
-    """Returns whether a class is none of the libraries', whose objects keep no metrics."""
+    """Returns whether objects of a class may contain metrics: callbacks, and classes outside of the libraries."""
     is_callback = issubclass(kind, pl.Callback)
     return is_callback or (kind.__module__.partition(".")[0] not in _LIBRARIES and not issubclass(kind, type))

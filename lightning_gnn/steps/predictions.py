@@ -1,4 +1,4 @@
-"""What ``predict_step`` returns on each rank, put together to what one device returns."""
+"""Predictions of all ranks, combined into the predictions of one device."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ Predictions = Literal["all", "rank0", "shards", "file"]
 
 
 class PredictedRows:
-    """Puts together what ranks predict in one step; where `mode` is ``"file"``, in files of a folder.
+    """Combines the predictions of the ranks in one step; with `mode` ``"file"``, in files of a folder.
 
     Args:
         world: all ranks.
-        rows: under which the step has run.
-        mode: which rows a rank gets, see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+        rows: mode under which the step ran.
+        mode: rows that a rank gets, see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
+        folder: folder of the files.
     """
 
     def __init__(self, world: World, rows: RowsMode, mode: Predictions, folder: Path = Path()) -> None:
         self._world, self._rows, self._mode, self._folder = world, rows, mode, folder
 
     def __call__(self, output: Any) -> Any:
-        """Returns what one device would: rows of nodes and edges, or of a selection of these, in the order of the graph, on
-        every rank or as the mode says. Arrays of numpy and lists of numbers are as the tensors that they were made of. All ranks
-        call it.
+        """Returns the predictions of one device: rows of nodes and edges, or of a selection, in the order of the graph.
+
+        The mode selects the ranks that get them. NumPy arrays and lists of numbers are treated as the tensors that they were made
+        from. Collective.
 
         Raises:
-            NotExactError: it is not known which rows something has.
-            ValueError: on all ranks: ranks returned other things.
+            NotExactError: the placement of a tensor is unknown.
+            ValueError: on all ranks: ranks returned different structures.
         """
         found, spec = tree_flatten_with_path(output, is_leaf=lambda each: id(each) in self._rows.left)
         own = [f"{keystr(path) or 'it'} {type(leaf).__name__}" for path, leaf in found]
@@ -75,30 +77,32 @@ class PredictedRows:
 
 
 def _file_name(path: str) -> str:
-    """Returns the name of a place in what was returned: ``['out'][0]`` is ``out_0``."""
+    """Returns a file name for a path in the output: ``['out'][0]`` is ``out_0``."""
     return re.sub(r"\W+", "_", path).strip("_") or "predictions"
 
 
 def in_files(world: World, folder: Path, output: Any, places: Tensor, total: int) -> Any:
-    """Returns what a step returned with all ranks' rows of each tensor, as :func:`write_rows` does, in files of a folder."""
+    """Returns a step's output with all ranks' rows of each tensor, in files of a folder as in :func:`write_rows`."""
     found, spec = tree_flatten_with_path(output)
     files = [folder / f"{_file_name(keystr(path))}.npy" for path, _ in found]
     return tree_unflatten([write_rows(world, file, leaf, places, total) for file, (_, leaf) in zip(files, found)], spec)
 
 
 def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int) -> Tensor:
-    """Writes rows of all ranks to one ``.npy`` file, each rank its own; returns all of them, memory-mapped, on every rank.
+    """Write the rows of all ranks to one ``.npy`` file; returns all rows, memory-mapped, on every rank.
 
-    The file has its name once it is whole, and takes the place of one of that name. Rows of bfloat16, which numpy has not, are
-    written as float32. All ranks call it, and see one file system.
+    Each rank writes its rows. The file is renamed when it is complete, and replaces an existing file. Rows of bfloat16 are
+    written as float32, since numpy lacks bfloat16. Collective; all ranks must see the same file system.
 
     Args:
+        world: all ranks.
+        file: path of the file.
         own: rows of this rank, ``[n, ...]``.
-        places: where each belongs, ``[n]``.
-        total: rows of all ranks.
+        places: positions of these rows in the file, ``[n]``.
+        total: number of rows of all ranks.
 
     Raises:
-        OSError: on all ranks: the file cannot be written, as there is no room, or another machine does not see it.
+        OSError: on all ranks: the file cannot be written, the disk is full, or another machine does not see the file.
     """
     array = (own.float() if own.dtype == torch.bfloat16 else own).cpu().numpy()
     part = Path(world.broadcast_object(str(file.with_suffix(f".{uuid.uuid4().hex}.part"))))
@@ -123,7 +127,7 @@ def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int
         else:
             with part.open("wb") as opened:
                 np.save(opened, array)
-        with part.open("r+b") as opened:  # a write to a map for which there is no room would end the process
+        with part.open("r+b") as opened:  # without space, a write to the map would end the process
             os.posix_fallocate(opened.fileno(), 0, part.stat().st_size)
 
     def write() -> None:
@@ -142,6 +146,6 @@ def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Returns the tensors in what a step returned, and arrays and lists of numbers as tensors."""
+    """Returns the tensors in a step's output, and arrays and numbers as tensors."""
     leaves = [leaf for _, leaf in tree_flatten_with_path(output)[0]]
     return [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray, int, float, bool))]

@@ -1,4 +1,4 @@
-"""Which random numbers ranks share, and which are each rank's own."""
+"""Random numbers that ranks share, and random numbers of each rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_gnn.devices import random_states, set_random_states
 
 
 class RandomStreams:
-    """Gives torch one stream for all ranks outside steps, and one of each rank's own inside; runs on every rank.
+    """Random streams of torch: one shared by all ranks outside of steps, and one per rank inside; used on every rank.
 
-    What hooks draw, such as new weights in ``on_train_epoch_start``, is then the same on all ranks, and what one device draws if
-    its steps draw nothing: rank 0's stream goes on as it was. Inside a step, where rows are drawn for, ranks draw different
-    numbers. Python's and numpy's generators are those of rank 0 on all ranks, inside steps and outside, since code may branch
-    on them.
+    Draws in hooks, such as new weights in ``on_train_epoch_start``, are then equal on all ranks. They equal the draws of one
+    device if its steps draw nothing, since rank 0's stream continues unchanged. Inside a step, where draws are for local rows,
+    ranks draw different numbers. Python's and numpy's generators have the state of rank 0 on all ranks, inside and outside of
+    steps, since code may branch on them.
     """
 
     def __init__(self, world: World) -> None:
@@ -35,7 +35,7 @@ class RandomStreams:
         python, numpy, common = world.broadcast_object(states)
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        # Made of the state, since drawing a seed would leave the stream elsewhere than on one device.
+        # Computed from the state: drawing a seed would advance the stream further than on one device.
         digest = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in common), digest_size=7)
         self.seed = int.from_bytes(digest.digest(), "little") + world.rank
         torch.manual_seed(self.seed)
@@ -44,7 +44,7 @@ class RandomStreams:
 
     @contextmanager
     def inside(self, step: bool = True) -> Iterator[None]:
-        """Draws from the rank's own stream while open; with ``step=False`` from the common one, as in hooks within a step."""
+        """Context manager that uses the rank's own stream; with ``step=False`` the shared one, as in hooks within a step."""
         before = self._inside
         self._change(step)
         try:
@@ -54,7 +54,7 @@ class RandomStreams:
 
     @contextmanager
     def repeated(self, number: int) -> Iterator[None]:
-        """As :meth:`inside`, but draws what follows from the seed and `number` alone; both streams stay where they were."""
+        """Context manager like :meth:`inside` whose draws depend only on the seed and `number`; both streams are restored."""
         with self.inside():
             before, other = random_states(self._device), self._other
             if other is not None:
@@ -78,13 +78,13 @@ class RandomStreams:
             self._other = state
 
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the common stream and the rank's own, see :func:`~lightning_gnn.devices.random_states`."""
+        """Returns the shared stream and the rank's own, see :func:`~lightning_gnn.devices.random_states`."""
         now = random_states(self._device)
         other = now if self._other is None else self._other
         return (other, now) if self._inside else (now, other)
 
     def load(self, common: list[Tensor], own: list[Tensor]) -> None:
-        """Goes on with streams as :meth:`state` returned them; called outside steps."""
+        """Restore streams from :meth:`state`; called outside of steps."""
         set_random_states(self._device, common)
         if self._other is not None:
             self._other = own

@@ -1,4 +1,4 @@
-"""What steps give on a rank, made that of all ranks: the weight of its loss, logged values, metrics, predictions."""
+"""Outputs of a step on a rank, combined over all ranks: the weight of its loss, logged values, metrics and predictions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_gnn.steps.logs import GlobalLogs
 
 
 class StepValues:
-    """Weighs what steps give by the labelled nodes, or edges, of the stage's mask that each rank has; runs on every rank.
+    """Outputs of steps, weighted by each rank's labeled nodes or edges in the mask of the stage; used on every rank.
 
-    The ``log`` of the module, and its metrics, are wrapped until :meth:`release`.
+    The ``log`` method and the metrics of the module are wrapped until :meth:`release`.
 
     Attributes:
-        scale: what to multiply this rank's loss with; in a step, as long as it has not said what its loss weighs.
+        scale: factor for this rank's loss; inside a step, the factor without the step's ``loss_weight``.
     """
 
     def __init__(
@@ -49,14 +49,19 @@ class StepValues:
 
     @contextmanager
     def step(self, batch: Any, mask: str | None, whole: bool = True) -> Iterator[None]:
-        """A step on a batch whose values count a mask, none where it predicts; on the `whole` graph where layers are bound to it,
-        else on the rank's own batch."""
+        """Context manager around a step.
+
+        Args:
+            batch: batch of the step.
+            mask: mask that the values count; None in prediction.
+            whole: whether the step is a full-graph step, if layers are bound to the graph; otherwise the batch is the rank's own.
+        """
         self._is_whole = whole and self._rows is not None
         if self._rows is not None and self._is_whole:
             self._rows.mode.lets_rows_leave = mask is None
             self._rows.mode.left.clear()
             self._rows.place(batch)
-            for x in self._module.buffers():  # some are made in the run, such as masks of pruned weights
+            for x in self._module.buffers():  # some are created in the run, such as masks of pruned weights
                 self._rows.mode.note_constant(x)
             self.logs.enter_rows()
             self.scale = 1 / self._world.size
@@ -69,7 +74,7 @@ class StepValues:
                 yield
 
     def hook(self, whole: bool) -> AbstractContextManager[Any]:
-        """A hook around steps on the `whole` graph, or around those on the rank's own batch."""
+        """Returns a context manager around a hook of full-graph steps (`whole`), or of mini-batch steps."""
         return self._rows.mode.opened() if whole and self._rows is not None else self.logs.metrics.seeing_new()
 
     def _enter(self, batch: Any, mask: str) -> None:
@@ -78,15 +83,15 @@ class StepValues:
         counts: Sequence[int] = batch.seed_counts if sampled else self._counts(batch, mask)
         stand_ins = 1 if sampled and not counts[rank] else 0
         self.logs.enter(counts, stand_ins, shard.sizes(rank))
-        # For manual_backward, inside the step, which has not said what its loss weighs.
+        # For manual_backward inside the step, before it returns the weight of its loss.
         self.scale = self.logs.weights.loss_scale(self._loss_reduction)
 
     def leave(self, output: Any, trains: bool = False) -> None:
-        """Ends the step, which has returned `output`: logs what it has logged.
+        """End the step with its `output`: log the held values.
 
         Raises:
-            NotExactError: its loss is not known to be that of all ranks.
-            ValueError: a step on the rank's own batch has returned no loss.
+            NotExactError: the loss is not known to be equal on all ranks.
+            ValueError: a mini-batch step returned no loss.
         """
         if self._is_whole and self._rows is not None:
             if trains:
@@ -98,8 +103,10 @@ class StepValues:
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
 
     def check_loss(self, own: Tensor, mean: Tensor | None) -> None:
-        """Raises :class:`NotExactError` on ranks whose loss of the whole graph is not the `mean` of those of all ranks; not
-        looked at on devices, where the host would wait for it."""
+        """Raises :class:`NotExactError` on ranks whose loss of the whole graph differs from the `mean` over ranks.
+
+        Not checked on devices, where the host would have to wait.
+        """
         if not self._is_whole or mean is None or own.device.type != "cpu" or own.numel() != 1:
             return
         rtol = 1e-4 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
@@ -111,10 +118,10 @@ class StepValues:
             )
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
-        """Returns how many labelled nodes, or edges, of the mask each rank has in this step."""
+        """Returns each rank's number of labeled nodes, or edges, in the mask of this step."""
         given, batch = (self._shard.predicted(of) for of in (self._shard.batch, batch))
         labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
-        # The user may have replaced or changed them.
+        # The user may have replaced or changed labels and masks.
         if all(
             batch[name] is given[name] and self._versions.get(name) in (None, version_counter(given[name]))
             for name in (mask, *labels)

@@ -1,4 +1,4 @@
-"""What the values of each rank weigh in those of one device: in steps, in the hooks of their stage, and in losses."""
+"""Weights of the ranks' values in the values of one device: in steps, in hooks, and in losses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class _Stage:
     """Training, validation or test.
 
     Attributes:
-        counts: labelled rows of each rank in the last step, or what it `says` that its values weigh.
-        stand_ins: rows that only stand in for this rank's empty mask.
-        sums: counts of all steps since a hook of an epoch has read them.
-        sizes: nodes and edges of this rank.
+        counts: labeled rows of each rank in the last step, or the weights that the step returned.
+        stand_ins: number of placeholder rows in this rank's empty mask.
+        sums: counts of all steps since a hook of an epoch read them.
+        sizes: numbers of nodes and edges of this rank.
+        says: whether the step returned weights.
         read: whether a hook has read the sums.
     """
 
@@ -37,7 +38,7 @@ class _Stage:
 
 
 class RowWeights:
-    """Knows how many labelled rows of the stage's mask each rank has, in a step; in a hook, by the stage that its name tells."""
+    """Numbers of labeled rows of each rank in the mask of the stage: the current step's, or in a hook the stage of its name."""
 
     def __init__(self, module: pl.LightningModule, world: World) -> None:
         self._module, self._world = module, world
@@ -46,7 +47,7 @@ class RowWeights:
         self.in_step = False
 
     def enter(self, counts: Sequence[int], stand_ins: int = 0, sizes: Sequence[int] = ()) -> None:
-        """Starts a step; `stand_ins` are rows in its mask on this rank that only stand in, 0 where it has labelled ones."""
+        """Begin a step; `stand_ins` is the number of placeholder rows in its mask on this rank, 0 if it has labeled rows."""
         self._last = self._name
         before = self._stages.get(self._name)
         sums = [0] * len(counts) if before is None or before.read else before.sums
@@ -54,13 +55,12 @@ class RowWeights:
         self.in_step = True
 
     def take(self, output: Any) -> bool:
-        """Has the step's values weigh what its `output` says, a mapping with ``loss_weight``, if it is one; returns whether. All
-        ranks call it.
+        """Set the weights of the step from ``loss_weight`` in its `output`, if present; returns whether it is. Collective.
 
-        A weight of all this rank's nodes or edges, or of several columns of each, is none of the mask.
+        A weight equal to all local nodes or edges, or to several columns of each, is not a weight of the mask.
 
         Raises:
-            ValueError: on all ranks: a weight may count rows that stand in, and others.
+            ValueError: on all ranks: a weight may count placeholder rows together with other rows.
         """
         if not isinstance(output, Mapping) or "loss_weight" not in output:
             return False
@@ -87,10 +87,10 @@ class RowWeights:
         return True
 
     def loss_scale(self, reduction: str) -> float:
-        """Returns what to multiply this rank's loss with, so that the sum over ranks is the loss of one device.
+        """Returns the factor for this rank's loss, so that the sum over ranks is the loss of one device.
 
         Args:
-            reduction: of the loss over this rank's rows, ``"mean"`` or ``"sum"``, unless the step has said what it weighs.
+            reduction: reduction of the loss over local rows, ``"mean"`` or ``"sum"``; ignored if the step returned a weight.
         """
         if self._stage.says and not any(self._stage.counts):
             return 0.0
@@ -111,7 +111,7 @@ class RowWeights:
 
     @property
     def counts(self) -> Sequence[float]:
-        """What ranks weigh: in the step, or in the epoch in its hooks; all alike where there is nothing to go by."""
+        """Weights of the ranks in the step, or of the epoch in its hooks; equal weights if there are no counts."""
         stage = self._stage
         of_epoch = not self.in_step and "epoch" in (getattr(self._module, HOOK) or "")
         stage.read |= of_epoch
@@ -129,7 +129,7 @@ class RowWeights:
 
     @property
     def stand_ins(self) -> int:
-        """Rows that only stand in for this rank's empty mask; 0 where it has labelled ones."""
+        """Number of placeholder rows in this rank's empty mask; 0 if it has labeled rows."""
         return self._stage.stand_ins
 
     @property
@@ -137,9 +137,11 @@ class RowWeights:
         return self._stage.sizes
 
     def mean(self, value: Tensor, operation: str) -> Tensor:
-        """Returns the mean of the ranks' values by their labelled rows, on every rank; what all ranks have alike, as it is.
+        """Returns the mean of the ranks' values by their labeled rows, on every rank; equal values are returned unchanged.
 
-        Values are of one shape on all ranks; errors name the operation.
+        Args:
+            value: value of this rank, of one shape on all ranks.
+            operation: name of the operation in errors.
         """
         value = value.detach() if value.is_floating_point() else value.float()
         by_rank = self._world.all_gather(value, operation)
@@ -152,7 +154,7 @@ class RowWeights:
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks; its transpose sums over ranks what each has for a row."""
+    """Autograd function that gathers the rows of all ranks; its transpose sums the gradients of a row over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, world: World, counts: Sequence[int]) -> Tensor:
@@ -167,14 +169,15 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_grads: bool) -> Tensor:
-    """Returns the tensors of all ranks: ``[P, *shape]`` where all have one shape, else their rows as ``[1, sum of n, ...]``.
+    """Returns the tensors of all ranks: ``[P, *shape]`` if all shapes are equal, else their rows as ``[1, sum of n, ...]``.
 
-    So ``.flatten(0, 1)``, ``.view(-1, C)`` and ``torch.cat(list(...))`` give all rows, those of rank 0 first. All ranks call it.
+    So ``.flatten(0, 1)``, ``.view(-1, C)`` and ``torch.cat(list(...))`` give all rows, beginning with rank 0. Collective.
 
     Args:
-        tensor: ``[n, ...]``, or without dimensions.
-        weights: know which rows only stand in; these are left out.
-        sync_grads: let gradients flow back to all ranks.
+        tensor: tensor ``[n, ...]``, or without dimensions.
+        world: all ranks.
+        weights: weights with the number of placeholder rows, which are left out.
+        sync_grads: whether gradients flow back to all ranks.
 
     Raises:
         ValueError: on all ranks: shapes differ in other dimensions than the first.
@@ -187,7 +190,7 @@ def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_g
     dtype = reduce(torch.promote_types, (dtype for _, dtype, _ in some))
     if any(stands_in for *_, stands_in in by_rank):
         assert weights is not None
-        # Of one shape on all ranks, they may be no rows at all, such as losses: unless that is what masks have.
+        # Tensors of one shape on all ranks may be no rows, such as losses, unless the shapes match the masks.
         of_mask = all(not count or shape[0] == count for shape, count in zip(shapes, weights.counts))
         if len(set(shapes)) == 1 and not of_mask:
             may_stand_in = False
