@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lightning_gnn.tools.comparing import compare
     from lightning_gnn.tools.parity import check_parity
 
-join_parent()  # before a process that this one starts could take itself for the rank
+join_parent()  # before child processes could use the same environment variable
 leave_out()
 
 __version__ = "0.2.0"

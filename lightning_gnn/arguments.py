@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, what it may be, and what it is."""
+"""Checks of arguments: errors name the argument, the expectation, and the value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """Returns a value as a message can have it: cut to a length."""
+    """Returns a value as text of limited length, for messages."""
     text = repr(value[:20] if isinstance(value, Sequence) else value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def check_whole(least: int | None = None, /, **arguments: Any) -> None:
-    """Raises ValueError for the first argument that is no whole number, or below the least one."""
+    """Raises ValueError for the first argument that is not an integer, or below `least`."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(f"{name} must be a whole number (got {shown(value)}).")
@@ -27,14 +27,14 @@ def check_whole(least: int | None = None, /, **arguments: Any) -> None:
 
 
 def check_numbers(**arguments: Any) -> None:
-    """Raises ValueError for the first argument that is no finite number."""
+    """Raises ValueError for the first argument that is not a finite number."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name} must be a number (got {shown(value)}).")
 
 
 def checked_bytes(name: str, size: Any, least: int = 1) -> int:
-    """Returns a number of bytes, given as one or with a unit, ``"4GB"`` or ``"512 MB"`` (of 1000)."""
+    """Returns a number of bytes, from a number or a text with a decimal unit, such as ``"4GB"`` or ``"512 MB"``."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B?)", size.upper()) if isinstance(size, str) else None
     if found is not None and found[2] in units:
@@ -45,7 +45,7 @@ def checked_bytes(name: str, size: Any, least: int = 1) -> int:
 
 
 def checked_dtype(name: str, dtype: Any) -> torch.dtype:
-    """Returns a floating dtype, given as one or by its name."""
+    """Returns a floating-point dtype, from a dtype or its name."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f'{name} must be a floating dtype of torch, such as "float32" (got {shown(dtype)}).')
@@ -53,33 +53,33 @@ def checked_dtype(name: str, dtype: Any) -> torch.dtype:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises ValueError for what is no seed: a whole number of at least 0, in 63 bits."""
+    """Raises ValueError unless `seed` is an integer from 0 to 2^63 - 1."""
     check_whole(seed=seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be a whole number from 0 to 2^63 - 1 (got {shown(seed)}).")
 
 
 def check_flags(**arguments: Any) -> None:
-    """Raises ValueError for the first argument that is neither True nor False."""
+    """Raises ValueError for the first argument that is not a bool."""
     for name, value in arguments.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False (got {shown(value)}).")
 
 
 def check_words(**arguments: Any) -> None:
-    """Raises ValueError for the first argument that is no text, or an empty one."""
+    """Raises ValueError for the first argument that is not a non-empty string."""
     for name, value in arguments.items():
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name} must be a word (got {shown(value)}).")
 
 
 def is_one_of(value: Any, known: Sequence[Any]) -> bool:
-    """Returns whether a value is a known one; any value may be given, a list or an array, too."""
+    """Returns whether a value is among the known values; values of any type are allowed, such as a list or an array."""
     return (value is None or isinstance(value, str)) and value in known
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raises ValueError for a value that is none of the known ones."""
+    """Raises ValueError if a value is not among the known values."""
     if value is None or not is_one_of(value, known):
         *others, last = map(repr, known)
         raise ValueError(f"{name} must be {', '.join(others)} or {last} (got {shown(value)}).")
@@ -92,11 +92,11 @@ def check_fanout(fanout: int, minimum: int = 1) -> None:
 
 
 Fanouts: TypeAlias = list[int] | dict[tuple[str, str, str], list[int]]
-"""In-edges drawn of each node, per hop: the same of all edge types, or by edge type, where 0 leaves a type out of a hop."""
+"""In-edges sampled per node and hop, for all edge types or by edge type; 0 excludes an edge type from a hop."""
 
 
 def checked_batches(num_neighbors: Any, batch_size: int | None) -> Fanouts | None:
-    """Returns :func:`checked_fanouts`, and raises ValueError for a batch size below 1; None is for what is not given."""
+    """Returns :func:`checked_fanouts`, None without `num_neighbors`; raises ValueError for a batch size below 1."""
     if batch_size is not None:
         check_whole(batch_size=batch_size)
         if batch_size < 1:
@@ -130,12 +130,12 @@ def checked_fanouts(num_neighbors: Any) -> Fanouts:
 
 
 def renamed(pairs: str) -> dict[str, str]:
-    """Returns what replaces names of earlier versions, of ``"old=new old=new"``; for :func:`refuse_old_names`."""
+    """Returns the replacements of earlier names, from ``"old=new old=new"``; for :func:`refuse_old_names`."""
     return {old: f"Use {new}" for old, new in (each.split("=") for each in pairs.split())}
 
 
 def refuse_old_names(kind: type, given: Iterable[str], removed: Mapping[str, str]) -> None:
-    """Raises TypeError if an argument of an earlier version is given; `removed` has its replacement, by name."""
+    """Raises TypeError for an argument of an earlier version; `removed` has its replacement, by name."""
     for name in given:
         if name in removed:
             raise TypeError(f"{kind.__name__}({name}=...) was removed. {removed[name]}.")

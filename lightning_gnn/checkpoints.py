@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there: written beside the old file and renamed, looked through before they are read."""
+"""Atomic checkpoints: written next to the old file and renamed, and verified before they are loaded."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lightning_gnn.private_lightning import checkpoint_parser
 
 
 class DamagedCheckpointError(RuntimeError):
-    """A checkpoint is not whole, or not as it was written."""
+    """Raised if a checkpoint is incomplete or modified."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes and reads checkpoints as Lightning does, ``torch.save`` files, but never half of one.
+    """Checkpoint IO like Lightning's, with ``torch.save`` files, that never leaves an incomplete file.
 
-    Lightning's own writes to the system's temporary folder and moves the file; from one file system to another, a move is a
-    copy, which may end half-way. Here the new file is written in the folder where it shall be, is on the disk before it takes
-    the old one's name, and has the mode of any new file. Files are checked against the checksums that ``torch.save`` writes;
-    ``torch.load`` does not. What is not on a local file system (``s3://``) goes Lightning's way.
+    Lightning writes to the system's temporary folder and moves the file. Between file systems, a move is a copy, which may be
+    interrupted. Here the new file is written in its final folder, and flushed to disk before it replaces the old file. Its mode
+    is the mode of any new file. Files are verified by the checksums of ``torch.save``, which ``torch.load`` does not check. Paths
+    on other than local file systems (``s3://``) are handled by Lightning.
 
     Raises:
-        DamagedCheckpointError: by loading, for a file that is cut off, or has other bytes than were written.
+        DamagedCheckpointError: on loading, if a file is truncated or modified.
     """
 
     @override
@@ -56,7 +56,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        if os.name == "posix":  # the name, too, is on the disk
+        if os.name == "posix":  # flush the directory entry to disk
             folder = os.open(target.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -76,9 +76,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def _remove_parts_of_the_dead(target: Path) -> None:
-    """Removes what processes of this machine have left of a file when they were killed while they wrote it."""
+    """Remove temporary files of this machine's processes that were killed while they wrote the file."""
     begin = f".{target.name}.{platform.node()}."
-    # No glob, which caches a regular expression of every pattern.
+    # Without glob, which caches a regular expression of every pattern.
     for name in os.listdir(target.parent):
         if not (name.startswith(begin) and name.endswith(".part")):
             continue
@@ -88,43 +88,43 @@ def _remove_parts_of_the_dead(target: Path) -> None:
                 os.kill(int(writer), 0)
             except ProcessLookupError:
                 part.unlink(missing_ok=True)
-            except PermissionError:  # another user's: it runs
+            except PermissionError:  # a process of another user: it runs
                 pass
 
 
 def damage_of(file: Path) -> str:
-    """Returns what is wrong with the bytes of a checkpoint; empty if they are as ``torch.save`` wrote them."""
+    """Returns a description of the damage of a checkpoint; empty if its bytes are as ``torch.save`` wrote them."""
     with open(file, "rb") as opened:
         try:
             with zipfile.ZipFile(opened) as archive:
-                # With another size a checksum would be left out, and what passes for a folder is not read.
+                # With another size the checksum is not checked, and entries marked as folders are not read.
                 changed = next((each.filename for each in archive.infolist() if not _stored(each)), None)
                 changed = changed or archive.testzip()
-            torch.PyTorchFileReader(str(file))  # is stricter about heads, looser about the rest
-        except Exception as error:  # of many types, on bytes that make no sense
+            torch.PyTorchFileReader(str(file))  # stricter about headers than zipfile, less strict otherwise
+        except Exception as error:  # invalid bytes raise errors of many types
             return f"it is cut off, or no checkpoint ({type(error).__name__}: {error})"
     return f"its entry {changed!r} has changed" if changed else ""
 
 
 def _stored(entry: zipfile.ZipInfo) -> bool:
-    """Returns whether an entry is what ``torch.save`` makes: a file, not compressed."""
-    return entry.file_size == entry.compress_size and not entry.external_attr & 0x10  # the flag of folders in MS-DOS
+    """Returns whether an entry is as ``torch.save`` makes it: a file, not compressed."""
+    return entry.file_size == entry.compress_size and not entry.external_attr & 0x10  # MS-DOS flag of folders
 
 
 def newest_whole(file: Path) -> Path | None:
-    """Returns the whole checkpoint, other than `file`, that was written last in its folder."""
+    """Returns the newest valid checkpoint in the folder, other than `file`."""
     others = [each for each in file.parent.glob(f"*{file.suffix}") if each.is_file() and not each.samefile(file)]
     others.sort(key=lambda each: each.stat().st_mtime_ns, reverse=True)
     return next((each for each in others if not damage_of(each)), None)
 
 
 def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of a Trainer's call, with the newest whole checkpoint where ``"last"`` would be a damaged one.
+    """Returns the arguments of a Trainer's call, with the newest valid checkpoint if ``"last"`` is damaged.
 
-    Only in a call is it known that ``ckpt_path`` is ``"last"``; so launchers ask, who carry it out.
+    Only in a call is it known that ``ckpt_path`` is ``"last"``, so launchers call this function.
 
     Raises:
-        DamagedCheckpointError: none in its folder is whole.
+        DamagedCheckpointError: the folder has no valid checkpoint.
     """
     places = [index for index, each in enumerate(args) if isinstance(each, str) and each == "last"]
     if trainer is None or not places:
@@ -143,16 +143,16 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
 
 
 def _local(path: Any) -> Path | None:
-    """Returns the path of a local file; None for one elsewhere."""
+    """Returns the path of a local file; None for other file systems."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
 
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """While open, ``torch.save`` writes checksums, also where somebody has switched them off."""
+    """Context manager in which ``torch.save`` writes checksums, even if they are disabled."""
     options: Any = torch.serialization
-    if not hasattr(options, "get_crc32_options"):  # torch before 2.6 always does
+    if not hasattr(options, "get_crc32_options"):  # torch before 2.6 always writes them
         yield
         return
     before = options.get_crc32_options()

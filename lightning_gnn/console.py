@@ -1,4 +1,4 @@
-"""Tables as text, alike in a terminal, in a file and in a notebook; and bars while work goes on, in a terminal only."""
+"""Tables as text for terminals, files and notebooks; progress bars in terminals only."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from typing_extensions import override
 
 
 def text_console(width: int | None = None, file: IO[str] | None = None, **options: Any) -> Console:
-    """Returns a console that writes text; in Jupyter, rich's own would show HTML beside the cell and write nothing to `file`.
+    """Returns a console that writes text; in Jupyter, rich's own would show HTML next to the cell and write nothing to `file`.
 
-    Whether it may move a cursor is what `file` says: kernels set ``FORCE_COLOR``, which rich takes for a terminal.
+    The `file` determines whether cursor movements are allowed: kernels set ``FORCE_COLOR``, which rich treats as a terminal.
     """
     is_terminal = (file or sys.stdout).isatty()
     return Console(force_jupyter=False, force_terminal=is_terminal, width=width, file=file, **options)
 
 
 def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:
-    """Returns a table of numbers but for the `left` first columns; cells are folded, since a number cut short is a wrong one."""
+    """Returns a table of numbers except for the `left` first columns; cells are folded, since truncated numbers would be wrong.
+    """
     table = Table(title=title, title_justify="left")
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < left else "right", overflow="fold")
@@ -40,7 +41,7 @@ def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
-    """Returns tables and lines as they print on so many columns; lines are not wrapped."""
+    """Returns tables and lines as printed on `width` columns; lines are not wrapped."""
     file = io.StringIO()
     console = text_console(width, file)
     for part in parts:
@@ -50,11 +51,11 @@ def text_of(*parts: RenderableType, width: int) -> str:
 
 
 REFRESH_S = 0.1
-"""Between two pictures of the bars."""
+"""Seconds between updates of the bars."""
 
 
 class _Bars(Progress):
-    """The one display of this process: a line for each piece of work under way, below what is `above`."""
+    """The display of this process: one line per running task, below the renderable `above`."""
 
     above: Callable[[], RenderableType] | None = None
 
@@ -66,7 +67,7 @@ class _Bars(Progress):
 
 
 class _Pace(ProgressColumn):
-    """Steps done, their rate, the time so far and the time that remains, of those that are known."""
+    """Column with completed steps, rate, elapsed time and remaining time, as far as they are known."""
 
     @override
     def render(self, task: Task) -> Text:
@@ -80,7 +81,7 @@ class _Pace(ProgressColumn):
         parts.append(_clock(int(elapsed)))
         if total is not None and done and at:
             parts.append(f"{_clock(max(0.0, (total - done) * at / done - (elapsed - at)))} left")
-        elif expected is not None and elapsed < ceil(expected):  # as it is shown
+        elif expected is not None and elapsed < ceil(expected):  # rounded as shown
             parts.append(f"of up to about {_clock(expected)}")
         return Text("  ".join(parts), "progress.data.speed", no_wrap=True)
 
@@ -93,7 +94,7 @@ _display: _Bars | None = None
 
 
 def shows_bars() -> bool:
-    """Returns whether this is where bars are shown: rank 0, at a terminal, in the thread that is interrupted with Ctrl-C."""
+    """Returns whether bars are shown: on rank 0, at a terminal, in the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return is_main and getattr(rank_zero_only, "rank", 0) == 0 and terminal
@@ -108,16 +109,16 @@ def progress_bar(
     expected: float | None = None,
     above: Callable[[], RenderableType] | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """Shows a bar, the rate and the time that remains, where standard error is a terminal; yields what is told of steps.
+    """Context manager that shows a progress bar if standard error is a terminal; yields a function to report steps.
 
-    Inside another it is one more line of the same display. What is printed, warned of or logged meanwhile is above it.
+    A nested bar is one more line of the same display. Output, warnings and logs appear above it.
 
     Args:
-        text: what is done.
-        total: steps; None where they are not known, as of one call into a library: then the time so far is shown.
-        unit: of steps, in the plural.
-        expected: predicted seconds, shown until steps tell more.
-        above: returns what is shown above the bars, such as a table; of the outermost.
+        text: description of the task.
+        total: number of steps; None if unknown, for example for one library call: then only the elapsed time is shown.
+        unit: unit of steps, in the plural.
+        expected: predicted seconds, shown until steps are reported.
+        above: function that returns a renderable above the bars, such as a table; used for the outermost bar.
     """
     if not shows_bars():
         yield lambda steps: None
@@ -139,10 +140,10 @@ def progress_bar(
 def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
     global _display
     console = text_console(file=sys.stderr)
-    # Never hidden: a process that is killed, as for its memory, could not show it again.
+    # The cursor stays visible: a killed process, for example out of memory, could not show it again.
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
     columns = TextColumn("{task.description}", markup=False), BarColumn(20), _Pace()
-    # What standard output is told stays there if it is a file.
+    # Standard output is not redirected if it is a file.
     options: dict[str, Any] = {"transient": True, "auto_refresh": False, "redirect_stdout": sys.stdout.isatty()}
     display = _display = _Bars(*columns, console=console, **options)
     display.above = above
@@ -152,7 +153,7 @@ def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
         while not done.wait(REFRESH_S):
             display.refresh()
 
-    # Not rich's own thread, which is not waited for.
+    # Replaces rich's own thread, which is not joined.
     thread = threading.Thread(target=refresh, name="progress_bar", daemon=True)
     try:
         with display, _logging_to(before, sys.stderr):
@@ -168,7 +169,7 @@ def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
 
 @contextmanager
 def _logging_to(before: Any, file: Any) -> Iterator[None]:
-    """Has log records written to `file` that went to `before`: handlers keep the stream that they began with."""
+    """Context manager that redirects log records from `before` to `file`: handlers keep their initial stream."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {
         handler
@@ -191,7 +192,7 @@ def is_live() -> bool:
 
 @contextmanager
 def handed_over() -> Iterator[None]:
-    """Leaves the terminal to another process, which may show bars of its own."""
+    """Context manager that releases the terminal to another process, which may show its own bars."""
     if _display is None or not shows_bars():
         yield
         return
@@ -201,7 +202,7 @@ def handed_over() -> Iterator[None]:
         for task in tasks:
             display.update(task, visible=visible)
 
-    # Empty first: rich would take lines that it does not find again for its own.
+    # Hide the tasks first: rich would overwrite lines of the other process.
     show(False)
     display.stop()
     try:
@@ -212,5 +213,5 @@ def handed_over() -> Iterator[None]:
 
 
 def plain_width(columns: int | None) -> int | None:
-    """Returns the width of a console: so many columns where the output is no terminal: rich would take 80."""
+    """Returns the width of a console: `columns` if the output is not a terminal, where rich would use 80."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else columns

@@ -1,4 +1,4 @@
-"""What is asked of a rank's device, whatever its kind: ``torch.cuda`` and its likes have the same functions."""
+"""Operations on a rank's device of any type: ``torch.cuda`` and similar modules have equal functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the backend of process groups that carry tensors of this device: "gloo" for CPU, "nccl" for CUDA.
+    """Returns the backend of process groups for tensors of this device: "gloo" for CPU, "nccl" for CUDA.
 
     Raises:
-        ValueError: torch has none for such devices, or one that carries tensors of the CPU only.
+        ValueError: torch has no backend for such devices, or only one for CPU tensors.
     """
     backend = dist.Backend.default_device_backend_map.get(device.type)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
@@ -28,26 +28,26 @@ def backend_of(device: torch.device) -> str:
 
 
 def functions_of(device: torch.device) -> Any:
-    """Returns the module with the functions of such devices, ``torch.cuda`` for CUDA; none for the CPU."""
+    """Returns the torch module of such devices, ``torch.cuda`` for CUDA; not for the CPU."""
     return getattr(torch, device.type)
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when the device has done what it was told to do."""
+    """Wait until the device has completed its queued operations."""
     if device.type != "cpu":
         functions_of(device).synchronize(device)
 
 
 def can_pin(device: torch.device) -> bool:
-    """Returns whether memory of the host can be pinned for a device, which then reads and writes it while the host goes on."""
+    """Returns whether host memory can be pinned for asynchronous copies to and from a device."""
     return device.type == "cuda"
 
 
 def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
-    """Returns a device's tensor on the CPU, in pinned memory, once it is there.
+    """Returns a device's tensor on the CPU, in pinned memory if possible, after the copy is complete.
 
     Raises:
-        TimeoutError: it is not there in so many seconds.
+        TimeoutError: the copy is not complete after `deadline_s` seconds.
     """
     functions = functions_of(tensor.device)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin(tensor.device)).copy_(tensor, non_blocking=True)
@@ -62,21 +62,23 @@ def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the CPU on a device; where memory can be pinned, the host does not wait for the device."""
+    """Returns a CPU tensor on a device; if memory can be pinned, the host does not wait for the device."""
     pinned = tensor.pin_memory() if can_pin(device) else tensor
     return pinned.to(device, non_blocking=True)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that new tensors can have on a device, what torch's allocator keeps for them included; not for the CPU,
-    see :func:`available_bytes`."""
+    """Returns the bytes available for new tensors on a device, including memory cached by torch's allocator.
+
+    For the CPU, see :func:`available_bytes`.
+    """
     functions = functions_of(device)
     free, _ = functions.mem_get_info(device)
     return int(free + functions.memory_reserved(device) - functions.memory_allocated(device))
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory this machine, or this container, can still give; None where that cannot be known."""
+    """Returns the memory that is available on this machine, or in this container; None if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -99,11 +101,11 @@ _GROUP_FILES = {
     "": ("/sys/fs/cgroup", "memory.max", "memory.current"),
     "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-"""Of control groups of version 2 and 1: by controllers, where they are, the file with their limit and that with what they use."""
+"""Control groups of version 2 and 1, by controllers: their folder, and the files with their limit and their usage."""
 
 
 def _left_in(group: Path, limit: str, used: str) -> float:
-    """Returns what the limit of a control group leaves: pages of files, which it counts as used, can be dropped."""
+    """Returns the remaining memory of a control group; pages of files, which count as used, can be dropped."""
     try:
         most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -114,13 +116,13 @@ def _left_in(group: Path, limit: str, used: str) -> float:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """Returns the states of torch's generators that a rank on this device draws from, uint8: the CPU's, and the device's."""
+    """Returns the states of torch's generators for a rank on this device, uint8: the CPU's, and the device's."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, functions_of(device).get_rng_state(device).cpu()]
 
 
 def set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    """Sets what :func:`random_states` returns; states of a rank on another kind of device may lack the device's."""
+    """Restore the result of :func:`random_states`; states from a rank on another type of device may lack the device's."""
     # Copies: set_rng_state reads beyond a tensor that shares its storage with others.
     torch.set_rng_state(states[0].cpu().clone())
     if device.type != "cpu" and len(states) > 1:

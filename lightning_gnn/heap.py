@@ -1,7 +1,7 @@
-"""Whether what is freed stays with this process: while a CPU rank trains it does, while a graph is partitioned it does not.
+"""Control over memory that glibc caches after it is freed: kept during training on the CPU, returned during partitioning.
 
-A full-graph step allocates and frees the same few large tensors each time. glibc gives each of them back to the system and
-asks for new pages, which the system clears: on the benchmark machine that took as long as the products that fill them.
+A full-graph step allocates and frees the same few large tensors each time. glibc returns each of them to the system and requests
+new pages, which the system clears. On the benchmark machine this took as long as the products that fill the tensors.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
 _MOST_KEPT = 32 * 1024 * 1024
-"""glibc raises the size of blocks with a mapping of their own up to this by itself, and keeps twice as much (64-bit systems)."""
+"""Maximal block size with a separate mapping to which glibc raises its threshold; it caches twice as much (64-bit systems)."""
 _LARGEST = 2**31 - 1
 _MOST_BLOCKS = 1 << 16
 
 
 @contextmanager
 def keeping_freed_memory() -> Iterator[bool]:
-    """Lets this process keep what it frees; on leaving, gives it back. Yields whether that is possible: with glibc it is."""
+    """Context manager in which this process caches freed memory, and returns it at the end; yields whether glibc supports it."""
     found = _malloc()
     if found is None:
         yield False
         return
     set_option, trim = found
     set_option(_TRIM_THRESHOLD, _LARGEST)
-    if not set_option(_MMAP_THRESHOLD, 1 << 30):  # older ones allow at most 32 MB
+    if not set_option(_MMAP_THRESHOLD, 1 << 30):  # older versions allow at most 32 MB
         set_option(_MMAP_MAX, 0)
     try:
         yield True
@@ -41,7 +41,8 @@ def keeping_freed_memory() -> Iterator[bool]:
 
 @contextmanager
 def freed_at_once(least_bytes: int) -> Iterator[bool]:
-    """Has each block of so many bytes in a mapping of its own, given back when it is freed. Yields whether that is so."""
+    """Context manager in which blocks of at least `least_bytes` have separate mappings, returned when freed; yields if it works.
+    """
     found = _malloc()
     if found is None:
         yield False
@@ -55,12 +56,12 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    # Room in the heap, of what was freed before, would be used first. So it is taken; with nothing in it, it is no memory.
+    # Free space in the heap would be used first. So it is allocated; untouched, it takes no memory.
     taken = [libc.malloc(least_bytes)]
     while not end_of_own_mapping(taken[-1]) and len(taken) < _MOST_BLOCKS:
         taken.append(libc.malloc(least_bytes))
     try:
-        yield end_of_own_mapping(taken[-1]) > 0  # else another library's malloc is in place of glibc's
+        yield end_of_own_mapping(taken[-1]) > 0  # False if another library replaces glibc's malloc
     finally:
         for block in taken:
             libc.free(block)
@@ -69,10 +70,10 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
 
 @contextmanager
 def giving_back_freed_memory() -> Iterator[None]:
-    """Gives what is freed back to the system, of which glibc would keep up to 64 MB, more or less by chance. Holes between
-    blocks that were in use before are given back on entering, and stay once something was in them again.
+    """Context manager in which freed memory is returned to the system; otherwise glibc caches up to 64 MB, depending on chance.
 
-    On leaving, glibc keeps as much as it does once a process has freed a large block.
+    Holes between blocks that exist on entry are returned on entry, but not after they are used again. At the end, glibc caches as
+    much as after a process has freed a large block.
     """
     found = _malloc()
     if found is None:
@@ -81,7 +82,7 @@ def giving_back_freed_memory() -> Iterator[None]:
     set_option, trim = found
     trim(0)
     for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        set_option(option, _DEFAULTS[option])  # also has glibc not raise them by itself
+        set_option(option, _DEFAULTS[option])  # also disables glibc's dynamic adjustment
     try:
         yield
     finally:
@@ -90,12 +91,11 @@ def giving_back_freed_memory() -> Iterator[None]:
 
 
 HEADER_BYTES = 16
-"""In front of what glibc allocates."""
+"""Size of the header of an allocation of glibc."""
 
 
 def end_of_own_mapping(address: int) -> int:
-    """Returns where the mapping ends that glibc has made for what it has allocated at an address, as its header says; 0 if that
-    has no mapping of its own."""
+    """Returns the end of the separate mapping that glibc made for an allocation, from its header; 0 if there is none."""
     before, size = (ctypes.c_size_t * 2).from_address(address - HEADER_BYTES)
     begin, flags, size = address - HEADER_BYTES - before, size & 7, size & ~7
     page = mmap.PAGESIZE

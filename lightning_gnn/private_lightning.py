@@ -1,10 +1,9 @@
-"""The private names of Lightning that the package uses, read in this file only; and messages of Lightning's that are left out.
+"""Private names of Lightning that the package uses, accessed only in this file; and suppressed messages of Lightning.
 
-Tested with lightning 2.6.6 and 2.5.1; `tests/test_private_names.py` checks that the names are there, and that no other file has
-any.
+Tested with lightning 2.6.6 and 2.5.1; `tests/test_private_names.py` checks that the names exist, and that no other file has any.
 
-Messages that are about Lightning's own code, or of no use here, are known by text and place. Nothing else of Lightning is
-touched. Filters of the user's that come later, such as ``warnings.simplefilter("error")``, win.
+Suppressed messages concern Lightning's own code, or do not apply here; they are matched by text and place. Nothing else of
+Lightning is changed. Later filters of the user, such as ``warnings.simplefilter("error")``, take precedence.
 """
 
 # ruff: noqa: F401  names for other files
@@ -27,41 +26,41 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 
 HOOK = "_current_fx_name"
-"""Of a module: the name of the hook or step that runs, whose logs are its."""
+"""Attribute of a module: the name of the running hook or step, to which logs are attributed."""
 
 TRAINER = "_trainer"
-"""Of a module: its Trainer, or None."""
+"""Attribute of a module: its Trainer, or None."""
 
 EXAMPLE = "_example_input_array"
-"""Of a module: what ``example_input_array`` returns."""
+"""Attribute of a module: value of ``example_input_array``."""
 
 compilation = attrgetter("_compiler_ctx")
-"""Of a module: what ``torch.compile`` was told, or None."""
+"""Attribute of a module: options of ``torch.compile``, or None."""
 
 checkpoint_parser = attrgetter("_checkpoint_connector._parse_ckpt_path")
-"""Of a Trainer: returns the file that ``ckpt_path`` means."""
+"""Method of a Trainer: returns the file of ``ckpt_path``."""
 
 results_of = attrgetter("_results")
-"""Of a Trainer: the collection of what is logged in this epoch, or None."""
+"""Attribute of a Trainer: the collection of values logged in this epoch, or None."""
 
 metrics_so_far = attrgetter("_logger_connector._callback_metrics")
-"""Of a Trainer: the last ``callback_metrics``; nobody else is asked for them."""
+"""Attribute of a Trainer: the last ``callback_metrics``, without communication."""
 
 batches_of = attrgetter("_data_fetcher")
-"""Of the loop of a fit: what it takes batches from."""
+"""Attribute of the loop of a fit: its source of batches."""
 
 END_QUESTION = "_broadcast_sigterm_tensor"
-"""Of the loop of an epoch, since Lightning 2.6: asks whether rank 0 was asked to end."""
+"""Method of the loop of an epoch, since Lightning 2.6: checks whether rank 0 received SIGTERM."""
 
 PORT = "_main_port"
-"""Of a ``LightningEnvironment``: the port at which ranks meet."""
+"""Attribute of a ``LightningEnvironment``: the rendezvous port of ranks."""
 
 _LIGHTNING = "lightning.pytorch"
 
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
-    # Lightning's own code, under torch 2.13: once in each evaluation.
+    # Lightning's own code under torch 2.13, once in each evaluation.
     ("`isinstance(treespec, LeafSpec)` is deprecated, use", FutureWarning, f"{_LIGHTNING}.utilities._pytree"),
-    # What Lightning 1.9 has changed. CSVLogger stands in, see docs/logging.md.
+    # A change of Lightning 1.9. CSVLogger is used instead, see docs/logging.md.
     (
         "Starting from v1.9.0, `tensorboardX` has been removed as a dependency of the `lightning.pytorch` package",
         UserWarning,
@@ -82,7 +81,7 @@ def leave_out() -> None:
 
 
 def leave_out_missing_validation() -> None:
-    """Leaves out that a module has no ``validation_step``: a graph has a ``val_dataloader`` whether one asks for it or not."""
+    """Suppress the warning about a missing ``validation_step``: a graph always has a ``val_dataloader``."""
     _ignore(
         "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.",
         UserWarning,

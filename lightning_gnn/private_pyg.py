@@ -1,7 +1,7 @@
-"""The private names of torch_geometric that the package uses, read in this file only.
+"""Private names of torch_geometric that the package uses, accessed only in this file.
 
 Tested with torch_geometric 2.8.1 and 2.7.0; `tests/test_private_names.py` checks that no other file has any, and
-`tests/nn/test_binding.py` that they are there.
+`tests/nn/test_binding.py` that they exist.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch_geometric.nn import Linear, MessagePassing, aggr
 
 from lightning_gnn.private_torch import hooks_of_calls
 
-# Results for one graph that convs keep between calls; on another rank's part, or the whole graph, they would be wrong.
+# Results for one graph that convs cache between calls; on another rank's part, or the whole graph, they would be wrong.
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h", "_alpha")
 
 key_of = attrgetter("_key")
-"""The type of the nodes or edges in a store of a graph, or None."""
+"""Type of the nodes or edges in a store of a graph, or None."""
 
 graph_attributes = attrgetter("_global_store")
-"""The store of what a HeteroData has for no type."""
+"""Store of the attributes of a HeteroData that belong to no type."""
 
 CHEB_NORM = "__norm__"
-"""ChebConv's method that makes the Laplacian."""
+"""Method of ChebConv that computes the Laplacian."""
 
 HGT_SOURCES = "_construct_src_node_feat"
-"""HGTConv's method that makes keys and values of sources, by edge type."""
+"""Method of HGTConv that computes keys and values of sources, by edge type."""
 
-# What hooks of a conv may watch.
+# Methods of a conv with hooks.
 _CALLS = ("propagate", "message", "aggregate", "edge_update")
 _hooks = attrgetter(*(f"_{name}_forward_{when}hooks" for name in _CALLS for when in ("pre_", "")))
 
@@ -40,10 +40,10 @@ Names = frozenset[str]
 
 
 def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[Names, Names, Names]:
-    """Returns the names of the arguments of `propagate` that `message` and its kin read, or of `edge_updater`.
+    """Returns the names of the arguments of `propagate` that `message` and related methods use, or of `edge_updater`.
 
     Returns:
-        Those read at edge sources (``x`` for ``x_j``), those read at edge targets, and those handed over as they are.
+        Names used at edge sources (``x`` for ``x_j``), names used at edge targets, and names passed unchanged.
     """
     return _lifted(tuple(conv._edge_user_args if edge_update else conv._user_args))
 
@@ -56,24 +56,24 @@ def _lifted(names: tuple[str, ...]) -> tuple[Names, Names, Names]:
 
 
 def implements_edge_update(conv: MessagePassing) -> bool:
-    """Returns whether the conv computes per-edge values in a call of their own."""
+    """Returns whether the conv computes per-edge values in a separate call."""
     return conv.inspector.implements("edge_update")
 
 
 def caches(conv: MessagePassing) -> dict[str, Any]:
-    """Returns what a conv has kept of the graph that it saw last, by attribute."""
+    """Returns the cached values of a conv for its last graph, by attribute."""
     return {name: conv.__dict__[name] for name in _CACHES if name in conv.__dict__}
 
 
 def clear_caches(conv: MessagePassing) -> None:
-    """Forgets what a conv has kept of the graph that it saw last."""
+    """Clear the cached values of a conv for its last graph."""
     for name, kept in caches(conv).items():
         if kept is not None:
             setattr(conv, name, None)
 
 
 def is_plain(conv: MessagePassing) -> bool:
-    """Returns whether nothing but `message` and the aggregation happens in `propagate`: no hooks, no explanation."""
+    """Returns whether `propagate` consists only of `message` and the aggregation: no hooks, no explanation."""
     return (
         not any(_hooks(conv))
         and not conv.explain
@@ -84,10 +84,10 @@ def is_plain(conv: MessagePassing) -> bool:
 
 
 def is_plain_map(lin: Any) -> bool:
-    """Returns whether calling a module is ``x @ weight.T + bias`` and nothing else: no hooks, no forward of its own.
+    """Returns whether a module computes only ``x @ weight.T + bias``: no hooks, and the original forward.
 
-    Pruning, weight norm and spectral norm make the weight in a hook, or each time that it is read; hooks also may look at what
-    goes in and out.
+    Pruning, weight norm and spectral norm compute the weight in a hook, or on each access. Hooks may also observe inputs and
+    outputs.
     """
     if is_parametrized(lin):
         return False
@@ -96,12 +96,12 @@ def is_plain_map(lin: Any) -> bool:
 
 
 def is_watched(module: torch.nn.Module) -> bool:
-    """Returns whether a module has hooks, which must see what they see on one device."""
+    """Returns whether a module has hooks, which must get the values of one device."""
     return any(hooks_of_calls(module))
 
 
 def read_by_update(conv: MessagePassing) -> set[str]:
-    """Returns the names of the arguments of `propagate` that `update` reads as they are, and neither message nor aggregation."""
+    """Returns the names of arguments of `propagate` that only `update` uses, not message or aggregation."""
     others = conv.inspector.get_flat_param_names(["message", "aggregate", "edge_update"])
     return set(conv.inspector.get_flat_param_names(["update"])) - set(others)
 
@@ -117,7 +117,7 @@ _REDUCTIONS: dict[type, str] = {
 
 
 def reductions(aggregation: Any) -> list[str] | None:
-    """Returns the names of what an aggregation module takes of each node's messages; None where it is not made of those."""
+    """Returns the names of an aggregation module's reductions over a node's messages; None for other aggregations."""
     if isinstance(aggregation, aggr.MultiAggregation):
         names = [reductions(part) for part in aggregation.aggrs]
         return None if None in names else [name for each in names for name in each or ()]
@@ -128,5 +128,5 @@ def reductions(aggregation: Any) -> list[str] | None:
 
 
 def linear_aggregation(conv: MessagePassing) -> str | None:
-    """Returns ``"sum"`` or ``"mean"`` where the conv aggregates so, else None."""
+    """Returns ``"sum"`` or ``"mean"`` if it is the conv's aggregation, else None."""
     return {aggr.SumAggregation: "sum", aggr.MeanAggregation: "mean"}.get(type(conv.aggr_module))

@@ -1,4 +1,4 @@
-"""Modules that are imported when their name is used: the one place where modules are named by strings."""
+"""Lazily imported modules: the only file that names modules by strings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STRATEGIES = {
     "cluster_allreduce": ("lightning_gnn.strategies.gossip.strategy", "ClusterAllReduceStrategy"),
     "auto_gnn": ("lightning_gnn.tools.advising.auto", "AutoStrategy"),
 }
-"""The module and the class of each strategy, by the name that ``Trainer(strategy=...)`` takes."""
+"""Module and class of each strategy, by its name in ``Trainer(strategy=...)``."""
 
 _OF_STRATEGIES = {"GNNStrategy": "lightning_gnn.strategy.base", "Scheme": "lightning_gnn.strategy.scheme"}
 
 _COSTS = [f"lightning_gnn.strategies.{name}.costs" for name in ("dgcl", "cover", "spmm", "vertex_cut")]
-"""Modules that register what an exchange of their schemes costs."""
+"""Modules that register the cost of an exchange of their schemes."""
 
 _NAMES = {
     "lightning_gnn.tools.advising.advice": ["advise"],
@@ -43,16 +43,16 @@ _NAMES = {
     "lightning_gnn.tools.parity": ["check_parity"],
     "lightning_gnn.rows": ["NotExactError", "gather_global", "local_rows", "register_row_rule"],
 }
-"""Public names by their modules; names that are missing here are strategies, or in :mod:`lightning_gnn.nn`."""
+"""Public names by their modules; other public names are strategies, or in :mod:`lightning_gnn.nn`."""
 
 PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner", "Streaming")}
-"""The module and the class of each partitioner of nodes that is an extension, by its name as a ``partition``."""
+"""Module and class of each extension that partitions nodes, by its name as a ``partition``."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _BASELINES = {"hdrf": "hdrf", "dbh": "hashed", "grid": "hashed", "dne": "dne"}
-"""By the name of a cutter to compare with, the module of ``vertex_cut/baselines/`` that has it."""
+"""Module of ``vertex_cut/baselines/`` by the name of a baseline cutter."""
 
-_WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # of all transports
+_WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport"),)  # applied to all transports
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 _FEATURES = {
@@ -62,47 +62,49 @@ _FEATURES = {
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
     "node_types.small_graph": ["typed_small_graph"],
 }
-"""What the core takes from extensions, by their modules; each is imported when one of its names is asked for."""
+"""Names that the core uses from extensions, by their modules, which are imported on first use."""
 
 
 def home_of(name: str) -> str:
-    """Returns the module that a public name of the package is in."""
+    """Returns the module of a public name of the package."""
     home = "lightning_gnn.strategies" if name.endswith("Strategy") else "lightning_gnn.nn"
     return next((module for module, names in _NAMES.items() if name in names), home)
 
 
 def class_of_strategies(name: str) -> Any:
-    """Returns one of :data:`STRATEGIES`, or what they have in common, by the name of its class; None for another name."""
+    """Returns one of :data:`STRATEGIES`, or a common base class, by the name of its class; None for other names."""
     homes = {kind: module for module, kind in STRATEGIES.values()} | _OF_STRATEGIES
     return getattr(import_module(homes[name]), name) if name in homes else None
 
 
 def triton_loops() -> ModuleType:
-    """Returns the loops of GPUs, whose import takes a while."""
+    """Returns the GPU kernels; importing them is slow."""
     return import_module("lightning_gnn.kernels.triton_loops")
 
 
 def feature(name: str) -> Any:
-    """Returns a class or function of an extension, one of those named above."""
+    """Returns a class or function of an extension, by a name in `_FEATURES`."""
     [module] = [module for module, names in _FEATURES.items() if name in names]
     return getattr(import_module(f"lightning_gnn.extensions.{module}"), name)
 
 
 def explained(error: str, step: str) -> str | None:
-    """Returns what an extension says of an error of `step`, such as what to do; None if none knows it."""
+    """Returns an extension's explanation of an error of `step`, for example with a fix; None if there is none."""
     return feature("about_types")(error, step)
 
 
 def costs_of(*arguments: Any) -> Sequence[Any]:
-    """Returns what one exchange of a scheme costs; arguments as of
-    :func:`~lightning_gnn.extensions.plans.exchanges.exchange_costs`."""
+    """Returns the cost of one exchange of a scheme, with the arguments of `exchange_costs`.
+
+    See :func:`~lightning_gnn.extensions.plans.exchanges.exchange_costs`.
+    """
     for module in _COSTS:
         import_module(module)
     return import_module("lightning_gnn.extensions.plans.exchanges").exchange_costs(*arguments)
 
 
 def source_of(data: Any) -> Any:
-    """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule: that of files for the path of a folder."""
+    """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule; for a folder, the source of its files."""
     if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
         folders = import_module("lightning_gnn.extensions.graph_files.folders")
         return folders.FolderSource(data.source, data.partition_memory_limit)
@@ -110,23 +112,28 @@ def source_of(data: Any) -> Any:
 
 
 def partitioners() -> dict[str, Any]:
-    """Returns a :class:`~lightning_gnn.partition.budget.Partitioner` for each of `PARTITIONERS`, by their names."""
+    """Returns a :class:`~lightning_gnn.partition.budget.Partitioner` for each of `PARTITIONERS`, by name."""
     return {name: getattr(import_module(module), kind)() for name, (module, kind) in PARTITIONERS.items()}
 
 
 def cutter_of(kind: str) -> ModuleType:
-    """Returns the module that cuts edges for a kind of layout, with ``assign_edges``, ``edge_predictions``, ``part_dtype`` and
-    ``report_of``."""
+    """Returns the module that cuts edges for a kind of layout.
+
+    The module has ``assign_edges``, ``edge_predictions``, ``part_dtype`` and ``report_of``.
+    """
     return import_module(_CUTTERS[kind])
 
 
 def baseline_cutter(method: str) -> Callable[..., None]:
-    """Returns the function that cuts edges by a method to compare with."""
+    """Returns the function that cuts edges by a baseline method."""
     return getattr(import_module(f"lightning_gnn.strategies.vertex_cut.baselines.{_BASELINES[method]}"), method)
 
 
 def refiner_of(method: str) -> Callable[..., Any] | None:
-    """Returns what moves nodes between METIS's parts under a method of :func:`~lightning_gnn.partition.edge_cut.assign_nodes`."""
+    """Returns the function that refines METIS's parts for a method; None if there is none.
+
+    Methods are methods of :func:`~lightning_gnn.partition.edge_cut.assign_nodes`.
+    """
     if method not in _REFINERS:
         return None
     module, name = _REFINERS[method]
@@ -134,8 +141,10 @@ def refiner_of(method: str) -> Callable[..., Any] | None:
 
 
 def out_of_core(memory_limit: int | str | None, folder: str | Path | None, shared_memory: bool) -> Any:
-    """Returns what has the ranks of a strategy share `memory_limit`; None without. See
-    :class:`~lightning_gnn.extensions.out_of_core.run.OutOfCore`."""
+    """Returns an object that lets ranks share `memory_limit`; None without a limit and folder.
+
+    See :class:`~lightning_gnn.extensions.out_of_core.run.OutOfCore`.
+    """
     if memory_limit is None and folder is None:
         return None
     return import_module("lightning_gnn.extensions.out_of_core.run").OutOfCore(memory_limit, folder, shared_memory)
@@ -147,7 +156,7 @@ def transport_wrappers() -> list[Any]:
 
 
 def over_transport(transport: Any) -> Any:
-    """Returns what rows travel by where messages between ranks travel by `transport`."""
+    """Returns a transport with all wrappers applied."""
     for wrapper in transport_wrappers():
         transport = wrapper(transport)
     return transport

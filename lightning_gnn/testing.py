@@ -1,4 +1,4 @@
-"""Tests of a strategy of your own, in one process: ``lightning_gnn.testing.conformance(MyStrategy())``."""
+"""Tests of a user's strategy, in one process: ``lightning_gnn.testing.conformance(MyStrategy())``."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _NODES, _EDGES, _FEATURES, _CLASSES = 61, 240, 6, 4
 
 
 def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list[str]:
-    """Checks that a strategy keeps the contract of schemes and exchanges (docs/own-scheme.md), on threads of this process.
+    """Check that a strategy implements the interface of schemes and exchanges (docs/own-scheme.md), on threads of this process.
 
-    - Steps of models with sums, extremes, attention, a user's conv and batch norm have one device's loss, outputs, gradients
-      and metrics. Of a strategy with an approximation they run, and are not compared.
-    - `start_expand` brings exactly the halo rows, and `start_reduce` is its transpose, for rows of any width, with several
-      exchanges under way that are waited for in any order.
-    - What ranks send is counted.
-    - The states of scheme and exchange are plain values, which ``torch.load(weights_only=True)`` takes.
+    - Steps of models with sum and max aggregation, attention, a user's conv and batch norm have the loss, outputs, gradients and
+    metrics of one device. For a strategy with an approximation, they run without comparison.
+    - `start_expand` returns exactly the halo rows, and `start_reduce` is its transpose, for rows of any width. Several exchanges
+    may be pending, and waits may have any order.
+    - Sent rows are counted.
+    - The states of scheme and exchange are plain values, which ``torch.load(weights_only=True)`` can load.
 
-    A graph with hubs, isolated nodes and repeated edges is cut into uneven parts, of which one is empty from three ranks on.
+    A graph with hubs, isolated nodes and repeated edges is split into uneven parts; from three ranks on, one part is empty.
 
     Args:
-        strategy: with the arguments that are to be tested.
-        ranks: numbers of ranks. Those that the scheme's layout refuses are left out.
+        strategy: strategy with the arguments to test.
+        ranks: numbers of ranks. Numbers that the scheme's layout does not support are skipped.
 
     Returns:
-        What was checked, in words.
+        Descriptions of the checks.
 
     Raises:
-        AssertionError: the strategy differs, or refuses all these numbers of ranks; the text says where.
+        AssertionError: the strategy fails a check, or supports none of these numbers of ranks; the message has the place.
     """
     done: list[str] = []
     for size in ranks:
@@ -74,7 +74,7 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
 
 
 def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Meeting, rank: int) -> None:
-    """Runs on each rank."""
+    """Check the exchange on one rank."""
     shard, world, meter = shards[rank], InProcessWorld(rank, meeting), Meter()
     exchange = strategy.scheme.exchange(shard, world, meter)
     ids = torch.from_numpy(shard.node_ids(rank))
@@ -83,7 +83,7 @@ def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Mee
     readers = torch.zeros(int(shard.offsets[-1]), 1, dtype=torch.float64)
     for each in shard.halos:
         readers[each] += 1
-    order = np.random.default_rng(rank).permutation(6)  # of waits, on each rank another one
+    order = np.random.default_rng(rank).permutation(6)  # order of waits, different on each rank
     waits = [_start(exchange, number, owned, halo, readers) for number in range(6)]
     for number in range(6) if exchange.in_stages else order:
         waits[number]()
@@ -101,7 +101,7 @@ def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Mee
 
 
 def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers: Tensor) -> Callable[[], None]:
-    """Starts an expand or a reduce of rows that tell whose they are; returns what waits, and compares."""
+    """Start an expand or a reduce of rows that encode their node; returns a function that waits for it and checks the result."""
     call, width = Call(f"layer {number % 2}", number // 2), 1 + number % 3
     rows = torch.arange(1.0, len(readers) + 1, dtype=torch.float64).view(-1, 1).repeat(1, width) * (number + 1)
     if number % 2 == 0:
@@ -125,7 +125,7 @@ def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers
 
 
 def _graph() -> Data:
-    """Returns a graph with hubs, isolated nodes, loops, repeated edges, and masks of which some parts have nothing."""
+    """Returns a graph with hubs, isolated nodes, loops, repeated edges, and masks that are empty on some parts."""
     draws = np.random.default_rng(3)
     source = draws.integers(0, _NODES - 6, _EDGES)  # the last nodes are isolated
     target = np.where(draws.random(_EDGES) < 0.2, 0, draws.integers(0, _NODES - 6, _EDGES))
@@ -136,7 +136,7 @@ def _graph() -> Data:
 
 
 def _part(size: int) -> NDArray[np.int64]:
-    """Returns the owner of each node: uneven parts, the last one of three or more without nodes."""
+    """Returns the owner of each node: uneven parts; with three or more ranks, the last one is empty."""
     shares = np.arange(size, 0, -1.0)
     if size > 2:
         shares[-1] = 0
@@ -144,7 +144,7 @@ def _part(size: int) -> NDArray[np.int64]:
 
 
 class _UsersConv(MessagePassing):
-    """A conv with a message of its own."""
+    """Conv with a custom message."""
 
     def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
         super().__init__(aggr="mean")
@@ -158,7 +158,7 @@ class _UsersConv(MessagePassing):
 
 
 class _UsersModel(BasicGNN):
-    """PyG's stack of convs, of a user's conv."""
+    """PyG's stack of convs, with the user's conv."""
 
     supports_edge_weight = supports_edge_attr = False
 

@@ -1,1 +1,1 @@
-"""Whether a model gives the numbers of one device."""
+"""Checks whether a model gives the results of one device."""

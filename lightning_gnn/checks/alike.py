@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same run: module, hyperparameters, optimizers and Trainer; compared before any step."""
+"""Comparison of the run between ranks before any step: module, hyperparameters, optimizers and Trainer."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from torch.optim import Optimizer
 from lightning_gnn.comm.group import World
 
 Description = Mapping[str, str]
-"""What a rank has, in words, by what it is."""
+"""Description of a rank's run: values as text, by name."""
 
 _OF_A_RANK = re.compile(
     r"(^|.*[._])(rank|main|master|zero|leader|process|host|hostname|device|gpu|seed|port|pid|uuid|id|time|timestamp|date|dir"
     r"|directory|folder|path|file|root|url|version|run_name|verbose|debug)s?(\.\d+)*"
 )
-"""Names of what is a process's or a run's own, and may differ between ranks."""
+"""Names of values that may differ between ranks, such as values of a process or a run."""
 _OF_A_RUN = re.compile(r"/|\d{6}|\d\d[-:]\d\d")
-"""What is in words that are a run's own: paths, dates and times."""
+"""Parts of texts that may differ between runs: paths, dates and times."""
 _LIBRARIES = ("torch.", "torch_geometric.", "lightning_gnn.")
-"""Modules of these have nothing in their public attributes but how they compute."""
+"""Modules whose public attributes only define their computation."""
 _LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
 _LOOPS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "overfit_batches", "num_sanity_val_steps", *_LIMITS)
 _STEPS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
 _OF_TRAINER = (*_LOOPS, *_STEPS, "check_val_every_n_epoch", "val_check_interval")
 _ATTRIBUTE = "the attribute"
 _SHOWN = 4
-"""Things that differ, of which a message has the names."""
+"""Maximal number of further differences that a message names."""
 _SHORT = 100
-"""Entries of a list that are looked at."""
+"""Maximal number of entries of a list that are compared."""
 
 
 def check_alike(world: World, own: Description) -> None:
-    """Raises ValueError on all ranks if they have different descriptions: names what differs, with the values of two ranks."""
+    """Raises ValueError on all ranks if their descriptions differ; names the differences, with the values of two ranks."""
     if world.size == 1:
         return
     digest = hashlib.blake2b(repr(sorted(own.items())).encode()).digest()
@@ -59,7 +59,7 @@ def check_alike(world: World, own: Description) -> None:
 
 
 def _differs(first: str | None, other: str | None, what: str) -> bool:
-    """Returns whether two ranks have different values; an attribute that one of them lacks is of no use to steps."""
+    """Returns whether two ranks have different values; an attribute that one rank lacks does not count."""
     return first != other and not (None in (first, other) and what.startswith(_ATTRIBUTE))
 
 
@@ -76,13 +76,15 @@ def _text(first: Description, other: Description, rank: int, differing: list[str
 
 
 def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begun: bool) -> Description:
-    """Returns what a module and a Trainer are, but not the values of parameters, which ranks get from rank 0.
+    """Returns the description of a module and a Trainer, without parameter values, which ranks get from rank 0.
 
     Args:
-        has_begun: a stage has begun with the module before, whose steps may have left values of a rank in its own attributes.
+        module: module of the run.
+        trainer: Trainer of the run.
+        has_begun: whether an earlier stage ran with the module; its steps may have stored values of a rank in attributes.
     """
     found = {"the strategy": type(trainer.strategy).__name__, "the module": type(module).__name__}
-    # Rank 0 alone runs prepare_data, which may set attributes.
+    # Only rank 0 runs prepare_data, which may set attributes.
     compared = has_begun or is_overridden("prepare_data", module, pl.LightningModule)
     for name, value in _leaves(module.hparams):
         if not _is_of_a_rank(name, value):
@@ -108,7 +110,7 @@ def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begu
 
 
 def optimizers_and_schedulers(module: torch.nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> Description:
-    """Returns what ``configure_optimizers`` has made: classes, options by parameter group, and whose parameters they are."""
+    """Returns the description of optimizers and schedulers: classes, options by parameter group, and names of parameters."""
     found, names = {}, {id(parameter): name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
@@ -130,12 +132,12 @@ def optimizers_and_schedulers(module: torch.nn.Module, optimizers: Iterable[Opti
 
 
 def _attributes(of: object) -> Iterator[tuple[str, Any]]:
-    """Yields an object's public attributes that are numbers and words, or lists of these."""
+    """Yields an object's public attributes that are numbers and strings, or lists of them."""
     return _leaves({name: value for name, value in vars(of).items() if not name.startswith("_")})
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields numbers and words in nested mappings, namespaces and short lists, by name."""
+    """Yields numbers and strings in nested mappings, namespaces and short lists, by name."""
     if isinstance(values, Mapping):
         items: Iterable[tuple[Any, Any]] = values.items()
     else:

@@ -1,9 +1,9 @@
-"""What a training step keeps in memory on a rank, counted while it runs, and predicted from steps on graphs of a few nodes.
+"""Memory of a training step on a rank: measured while it runs, and predicted from steps on small graphs.
 
-What a layer keeps has a row per owned node, per owned and halo node, or per edge, so its bytes are an affine function of how many
-these are; a few steps on small graphs give the function, and nothing of the size of the graph is made.
+A saved tensor of a layer has a row per local node, per local and halo node, or per edge. Its bytes are an affine function of
+these numbers, which steps on small graphs determine. Nothing of the size of the graph is allocated.
 
-N owned rows, H halo rows, E edges of a rank.
+N local nodes, H halo nodes, E edges of a rank.
 """
 
 from __future__ import annotations
@@ -40,9 +40,16 @@ from lightning_gnn.rows.graph import GraphRows
 
 
 def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module | None = None) -> int:
-    """Returns what a rank holds whatever its model: rows, halo rows, edges in CSR both ways, weights and gradients.
+    """Returns the minimal memory of a rank for any model: features, halo features, edges in CSR both ways, weights and gradients.
 
-    Activations come on top. Rows and edges are those of the rank, replicas included; `row_bytes` are those of a node's features.
+    Activations are not included.
+
+    Args:
+        rows: number of local nodes, including replicas.
+        halo_rows: number of halo nodes.
+        edges: number of edges of the rank, including replicas.
+        row_bytes: bytes of a node's features.
+        module: module with the weights.
     """
     columns = edges * 8  # columns, for A and its transpose
     parameters = 0 if module is None else sum(2 * parameter.nbytes for parameter in module.parameters())
@@ -50,9 +57,9 @@ def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: t
 
 
 SORTING_BYTES = 40
-"""Of an edge while matrices are made of the list of edges: its ends once more, its place, and which part it goes to."""
+"""Bytes per edge while matrices are made from the edge list: a copy of its endpoints, its position, and its part."""
 
-_FORMS = (  # no number of which follows from the others
+_FORMS = (  # linearly independent sizes
     Form((6, 18), (15, 45), (5, 6)),
     Form((8, 16), (60, 100), (2, 12)),
     Form((20, 30), (30, 90), (6, 24)),
@@ -64,7 +71,7 @@ _FORMS = (  # no number of which follows from the others
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of tensors that a rank holds at once, by phase; python and libraries come on top."""
+    """Peak memory of tensors on a rank by phase, in bytes; python and libraries are not included."""
 
     setup: int
     forward: int
@@ -80,12 +87,15 @@ PHASES = ("setup", "forward", "backward", "evaluation")
 
 
 class Sizes(NamedTuple):
-    """What a rank's memory depends on.
+    """Quantities that determine a rank's memory.
 
     Attributes:
-        sent_rows: that other ranks read.
-        targets: labelled nodes, or edges, of the training mask.
-        held_edges: that the rank computes: in a vertex cut not those of its own nodes.
+        rows: local nodes.
+        halo_rows: halo nodes.
+        sent_rows: rows that the rank sends to other ranks.
+        edges: edges of the rank.
+        targets: labeled nodes, or edges, in the training mask.
+        held_edges: edges that the rank computes; in a vertex cut they differ from the edges of its local nodes.
     """
 
     rows: int
@@ -97,7 +107,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, shard: Shard, targets: int, held_edges: int | None = None) -> Sizes:
-        """Returns those of a rank that has its part; by default it computes the edges of its own nodes."""
+        """Returns the sizes of a rank with its shard; by default it computes the edges of its local nodes."""
         plan = shard.plan
         edges = shard.batch.edge_index.size(1)
         sent, held = sum(map(len, plan.send_rows)), edges if held_edges is None else held_edges
@@ -105,7 +115,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of_ranks(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
-        """Returns those of every rank of a cut graph; with replicas, as many rows are taken to be sent as read."""
+        """Returns the sizes of every rank of a partitioned graph; with replicas, sent rows are assumed to equal halo rows."""
         targets = cut.mask_counts[counted_mask("train_mask", module)]
         sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
         sizes = cut.sizes(replicas)
@@ -117,7 +127,7 @@ class Sizes(NamedTuple):
         ]
 
     def among(self, ranks: int) -> Sizes:
-        """Returns those of one of so many ranks that share what this one has; as many halo rows, which is too many."""
+        """Returns the sizes of one of several ranks that share this rank's part; halo rows are kept, an upper bound."""
         rows, halo_rows, sent_rows, *others = self
         return Sizes(rows // ranks, halo_rows, sent_rows, *(each // ranks for each in others))
 
@@ -128,9 +138,14 @@ def _held_edges(holders: Sequence[Tensor], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory that a forward made and that was there at its end, or that a conv was given: the conv inside which it was first
-    kept, empty for none; whether the backward needs it; whether it is an argument of a conv, which keeps it where all else is
-    made again."""
+    """Memory that a forward pass allocated and that exists at its end, or an argument of a conv.
+
+    Attributes:
+        bytes: size.
+        conv: conv in which it was first saved; empty for none.
+        saved: whether the backward pass needs it.
+        argument: whether it is an argument of a conv, which is stored when the rest is recomputed.
+    """
 
     bytes: float
     conv: str
@@ -140,12 +155,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step has in memory on a rank.
+    """Memory of a step on a rank.
 
     Attributes:
-        held_bytes: that stays from step to step: its part of the graph, matrices, buffers, messages, weights, gradients, two
-            numbers a weight for the optimizer.
-        pieces: of a forward; what is held is not among them.
+        held_bytes: memory that persists between steps: graph, matrices, buffers, messages, weights, gradients, two values per
+            weight for the optimizer.
+        edges: edges of the rank.
+        pieces: memory of a forward pass, without held memory.
     """
 
     held_bytes: float
@@ -153,10 +169,11 @@ class Footprint:
     pieces: tuple[Piece, ...]
 
     def peak(self, recompute: bool = False) -> Peak:
-        """Returns the peak of each phase, under the strategy's ``checkpoint_convs``.
+        """Returns the peak of each phase, with `recompute` under the strategy's ``checkpoint_convs``.
 
-        Beside what is kept, an operation holds what it reads and what it makes: in the forward one more piece as large as the
-        largest, in the backward its gradient and that of what it was made of, in evaluation all three.
+        In addition to saved memory, an operation needs memory for its inputs and outputs. In the forward pass this is one more
+        piece of the largest size. In the backward pass, these are the gradients of its output and of its input; in evaluation,
+        all three.
         """
         kept = [piece.bytes for piece in self.pieces if piece.saved]
         largest, again = max(kept, default=0.0), 0.0
@@ -177,11 +194,13 @@ class Footprint:
 
 
 class Counted(torch.autograd.graph.saved_tensors_hooks):
-    """While open, in this thread: counts what a forward keeps, each memory once, and inside which conv of a bound module. Convs
-    are watched until :meth:`release`."""
+    """Context manager that records the memory that a forward pass saves, in this thread.
+
+    Each storage is counted once, with the conv of a bound module in which it is saved. Convs are patched until :meth:`release`.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        # The storages themselves, so that no address is used twice.
+        # Keeps the storages, so that no address is used twice.
         self._found: dict[int, tuple[torch.UntypedStorage, Piece]] = {}
         self._inside, self._open = "", False
         self._convs: list[tuple[MessagePassing, Any]] = []
@@ -230,19 +249,19 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         tensor = stored_ids(tensor)
         storage = tensor.untyped_storage()
         if not storage.nbytes():
-            return  # these have no address
+            return  # no address
         _, known = self._found.get(storage.data_ptr(), (None, Piece(storage.nbytes(), self._inside, False, False)))
         piece = Piece(known.bytes, known.conv, known.saved or saved, known.argument or argument)
         self._found[storage.data_ptr()] = storage, piece
 
     def take(self, held: Mapping[int, int]) -> tuple[Piece, ...]:
-        """Returns what was counted, in order of time, without what is `held`, and forgets it."""
+        """Returns and clears the recorded pieces in order of time, without memory in `held`."""
         found, self._found = self._found, {}
         return tuple(piece for place, (_, piece) in found.items() if place not in held)
 
 
 def memory_of(*objects: Any) -> dict[int, int]:
-    """Returns address and bytes of all tensors and arrays that objects, and objects of this package in them, hold."""
+    """Returns address and bytes of all tensors and arrays in objects, and in objects of this package that they contain."""
     found: dict[int, int] = {}
     seen: set[int] = set()
     left = list(objects)
@@ -254,7 +273,7 @@ def memory_of(*objects: Any) -> dict[int, int]:
         if isinstance(each, Tensor):
             each = stored_ids(each)
             place = each.untyped_storage().data_ptr()
-            found[place] = max(found.get(place, 0), each.nbytes)  # of a file that is mapped, this part of it
+            found[place] = max(found.get(place, 0), each.nbytes)  # for a mapped file, only this part
             left.append(each.grad if each.is_leaf else None)
         elif isinstance(each, np.ndarray):
             found[each.ctypes.data] = each.nbytes
@@ -270,12 +289,13 @@ def memory_of(*objects: Any) -> dict[int, int]:
 
 
 class RankStep:
-    """The training step of one rank of several that are threads, its forward and backward; what it keeps is counted.
+    """Training step of one rank of several threads, forward and backward, with recorded memory.
 
     Args:
-        module: of this rank, on the CPU; bound from now on.
-        shard: what the rank holds, on the CPU.
-        bind: how the scheme binds a module to a rank's shard.
+        module: module of this rank, on the CPU; this object binds it.
+        shard: shard of the rank, on the CPU.
+        world: all ranks.
+        bind: function that binds a module to a rank's shard for the scheme.
     """
 
     def __init__(self, module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind) -> None:
@@ -288,11 +308,11 @@ class RankStep:
             without_optimizers(module, self._backward)
 
     def bound(self) -> AbstractContextManager[Any]:
-        """While open, steps of this thread run on the rank's graph."""
+        """Returns a context manager in which steps of this thread run on the rank's graph."""
         return graph_in_use(self.binding.context, this_thread_only=True)
 
     def run(self, counts: bool = False) -> None:
-        """Runs the step; `counts`: what its forward keeps is counted."""
+        """Run the step; with `counts`, record the memory that its forward pass saves."""
         with self._counted if counts else nullcontext(), self._rows.mode:
             output = run_step(self.module, "training_step", self._rows.place(copy.copy(self.shard.batch)))
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -304,7 +324,7 @@ class RankStep:
             (loss / self.world.size).backward(*args, **kwargs)
 
     def footprint(self) -> Footprint:
-        """Returns what was counted, once the backward is done."""
+        """Returns the recorded memory, after the backward pass."""
         weights = [*self.module.parameters()]
         held = memory_of(self.binding.context, self.shard.batch, weights, [*self.module.buffers()])
         of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
@@ -312,25 +332,25 @@ class RankStep:
         return Footprint(sum(held.values()) + of_optimizer + messages, edges, self._counted.take(held))
 
     def release(self) -> None:
-        """Leaves the module as it was."""
+        """Restore the module."""
         self._rows.release(self.module)
         self._counted.release()
         self.binding.release()
 
 
 class Predicted:
-    """What steps on small graphs keep, for a rank of any size.
+    """Predicted memory of steps for a rank of any size, from steps on small graphs.
 
     Args:
-        module: unbound; copies of it run on the CPU, the way that they would take on `device`.
-        batch: a rank's part of the graph, on the CPU; the small graphs' attributes are drawn from its rows.
-        bind: how the scheme binds a module to a rank's shard.
-        layout: what the scheme's two ranks hold.
-        trainer: what the step finds as ``self.trainer``; its loggers record nothing.
-        device: where ranks train: without kernels for attention there, as on CUDA without Triton, its layers keep rows of edges.
+        module: unbound module; its copies run on the CPU, with the code path of `device`.
+        batch: a rank's part of the graph, on the CPU; attributes of the small graphs are sampled from its rows.
+        bind: function that binds a module to a rank's shard for the scheme.
+        layout: layout of the scheme for two ranks.
+        trainer: value of ``self.trainer`` in the step; its loggers record nothing.
+        device: training device: without attention kernels on it, as on CUDA without Triton, layers save rows of edges.
 
     Raises:
-        RuntimeError: the step does not run on a small graph, or keeps other things on each.
+        RuntimeError: the step fails on a small graph, or the number of saved tensors differs between small graphs.
     """
 
     def __init__(
@@ -362,11 +382,11 @@ class Predicted:
         if any(len(each.pieces) != len(self._pieces) for each in found):
             raise RuntimeError("steps on small graphs do not all keep as many tensors")
         counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
-        # Bytes of each piece per owned row, halo row and so on, and those that do not depend on the graph.
+        # Bytes of each piece per local node, halo node and so on, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
-        """Returns what a rank of these sizes keeps; `working_bytes` is what it needs beside its part of the graph."""
+        """Returns the memory of a rank of these sizes; `working_bytes` is its memory in addition to its part of the graph."""
         held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
         return Footprint(held + working_bytes, sizes.edges, tuple(kept))
@@ -375,7 +395,7 @@ class Predicted:
 def _steps(
     models: Sequence[pl.LightningModule], small: SmallGraph, bind: Bind, layout: LayoutSpec
 ) -> list[tuple[Shard, Footprint]]:
-    """Returns what a step on two parts of a graph keeps on each; of each rank's model, nothing but buffers change."""
+    """Returns the memory of a step on two parts of a graph, by rank; the step changes only buffers of the models."""
     meeting = Meeting(2)
     holders = small.holders if layout.kind == "vertex_cut" else None
     shards = split_graph(small.graph, small.part, layout, holders)

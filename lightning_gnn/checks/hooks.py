@@ -1,4 +1,4 @@
-"""The hooks of a LightningModule around a step, in Lightning's order, and what they and the step log."""
+"""Hooks of a LightningModule around a step, in Lightning's order, and the values that they and the step log."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.logs import GlobalLogs
 
 PHASES: dict[str, Phase] = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
-"""Of Lightning's stages, as exchanges are told and hooks are named."""
+"""Phases of Lightning's stages, as in exchange ids and names of hooks."""
 
 
 _OF_BACKWARD = ("on_before_backward", "on_after_backward")
 _COMMON = {name for kind in (torch.Tensor, torch.nn.Module) for name in dir(kind)} | {"torch"}
-"""Names in code that are no attributes of the user's."""
+"""Names in code that are not attributes of the user."""
 
 
 class Hooks:
-    """Calls the hooks that a module has of its own: before a step all, after it those that log, or have what another one logs.
+    """Calls the hooks that a module overrides: before a step all, after it hooks that log or share attributes with such hooks.
 
-    Others than these may do anything, such as writing files, which trying out a step should not. One that raises on one device is
-    left out from then on: its name is added to `skipped`. The stage begins with the step.
+    Other hooks may have side effects, such as writing files, which a check must avoid. A hook that raises on one device is
+    skipped from then on, and its name is added to `skipped`. The stage begins with the step.
 
     Attributes:
-        not_run: of hooks that log and are left out, what they raised.
+        not_run: errors of skipped hooks that log.
     """
 
     def __init__(self, stage: str, skipped: set[str]) -> None:
@@ -49,11 +49,11 @@ class Hooks:
         self.not_run: dict[str, BaseException] = {}
 
     def come_before(self, model: pl.LightningModule) -> bool:
-        """Returns whether a module has hooks of its own that come before a step."""
+        """Returns whether a module overrides hooks that run before a step."""
         return any(is_overridden(hook, model, pl.LightningModule) for hook in (*self._before, f"{self._batch}_start"))
 
     def see_gradients(self, model: pl.LightningModule) -> bool:
-        """Returns whether hooks after a backward are called."""
+        """Returns whether hooks after a backward pass are called."""
         return any(self._matters(model, hook) for hook in ("on_after_backward", "on_before_optimizer_step"))
 
     def come_after(self, model: pl.LightningModule) -> bool:
@@ -68,15 +68,17 @@ class Hooks:
         return logs(model, hook) or (hook != self._epoch_end and self._ends_with(model, hook))
 
     def before(self, model: pl.LightningModule, batch: Any, alone: bool, again: bool = False) -> None:
-        """Calls those before a step; `alone` says that this is one device, and `again` that training goes on."""
+        """Call the hooks before a step; `alone` for one device, `again` if training continues."""
         for hook in self._before[len(self._begins) :] if again and self._batch == "on_train_batch" else self._before:
             self._call(model, hook, (), alone)
         self._call(model, f"{self._batch}_start", (batch, 0), alone)
 
     @contextmanager
     def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool) -> Iterator[None]:
-        """Calls those before and after a backward that matter, or share attributes with one that does; in manual optimisation,
-        not those about the optimizer."""
+        """Context manager that calls relevant hooks before and after a backward pass.
+
+        Relevant are hooks that log, or share attributes with such hooks. In manual optimization, optimizer hooks are not called.
+        """
         of_optimizer = ("on_before_zero_grad", "on_before_optimizer_step") if model.automatic_optimization else ()
         matter = {hook for hook in (*of_optimizer, *_OF_BACKWARD) if self._matters(model, hook)}
         shared = set().union(*(_names(model, hook) for hook in matter))
@@ -109,7 +111,7 @@ class Hooks:
         except BaseException as error:
             *_, (raised_in, _) = walk_tb(error.__traceback__)
             by_itself = isinstance(error, Exception) or raised_in.f_code is _code(getattr(model, hook))
-            if not alone or not by_itself:  # else somebody has interrupted the run
+            if not alone or not by_itself:  # otherwise the user interrupted the run
                 raise
             self._skipped.add(hook)
             if logs(model, hook):
@@ -119,13 +121,13 @@ class Hooks:
 
 
 def _given(output: Any) -> dict[str, Any]:
-    """Returns what Lightning makes of what a training step returns."""
+    """Returns the outputs that Lightning makes of a training step's return value."""
     given = dict(output) if isinstance(output, Mapping) else {"loss": output}
     return given | {"loss": loss.detach()} if isinstance(loss := given.get("loss"), Tensor) else given
 
 
 def logs(model: pl.LightningModule, method: str) -> bool:
-    """Returns whether a method's code, or that of methods of the module that it calls, names ``log`` or ``log_dict``."""
+    """Returns whether the code of a method, or of the module's methods that it calls, contains ``log`` or ``log_dict``."""
     seen: set[CodeType] = set()
     left = [_code(getattr(model, method, None))]
     while left:
@@ -141,13 +143,13 @@ def logs(model: pl.LightningModule, method: str) -> bool:
 
 
 def _names(model: pl.LightningModule, hook: str) -> set[str]:
-    """Returns the names in a hook's code that may be attributes of the user's."""
+    """Returns the names in a hook's code that may be attributes of the user."""
     code = _code(getattr(model, hook, None))
     return set() if code is None else {name for name in code.co_names if not hasattr(pl.LightningModule, name)}
 
 
 def _code(method: Any) -> CodeType | None:
-    """Returns the code of a method of the user's, None of Lightning's and torch's."""
+    """Returns the code of a user's method; None for methods of Lightning and torch."""
     function = inspect.unwrap(method) if callable(method) else None
     if str(getattr(function, "__module__", "")).partition(".")[0] in ("lightning", "torch", "pytorch_lightning"):
         return None
@@ -155,14 +157,16 @@ def _code(method: Any) -> CodeType | None:
 
 
 class LoggedValues:
-    """Takes what a module logs, whose ``log`` it replaces; without a world, on one device. Values by name are those of all ranks
-    at the end of the epoch."""
+    """Recorder that replaces a module's ``log``; without a world, on one device.
+
+    `values` has the values of all ranks by name, at the end of the epoch.
+    """
 
     def __init__(self, model: pl.LightningModule, world: World | None, rows: GraphRows | None) -> None:
         self.values: dict[str, Tensor] = {}
         self._metrics: dict[str, Metric] = {}
         self._world = world
-        model.__dict__.pop("log_dict", None)  # which calls log
+        model.__dict__.pop("log_dict", None)  # log_dict calls log
         object.__setattr__(model, "log", self._keep)
         self._logs = None if world is None else GlobalLogs(model, world, (), rows)
 
@@ -173,7 +177,7 @@ class LoggedValues:
             self.values[name] = torch.as_tensor(value).detach().double()
 
     def given_to_logger(self, name: str, value: Any) -> None:
-        """Keeps a value that the module gives to its logger, past ``self.log``; of ranks, the logger is rank 0's."""
+        """Record a value passed directly to the module's logger; on ranks, only rank 0 has a logger."""
         number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         if number and (self._world is None or self._world.rank == 0):
             with local_rows():
@@ -184,17 +188,17 @@ class LoggedValues:
             self._logs.enter_rows()
 
     def leave(self) -> None:
-        """Ends the step."""
+        """End the step."""
         if self._logs is not None:
             self._logs.check_names()
             self._logs.leave_rows()
 
     def so_far(self) -> dict[str, Tensor]:
-        """Returns values by name, those of metrics included."""
+        """Returns values by name, including values of metrics."""
         return {**self.values, **{name: metric.compute() for name, metric in self._metrics.items()}}
 
     def finish(self, skipped: set[str]) -> None:
-        """Ends the epoch; a metric that raises on one device is added to `skipped`, and left out if it is in there."""
+        """End the epoch; a metric that raises on one device is added to `skipped`, and skipped on ranks."""
         for name, metric in self._metrics.items():
             if name in skipped:
                 continue

@@ -1,4 +1,4 @@
-"""What the modules of a model return, and where two runs of it differ."""
+"""Recorded outputs of a model's modules, and differences between two runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from lightning_gnn.private_torch import graph_task, tree_leaves
 from lightning_gnn.rows import active_mode, gather_global, placement_of
 
 TOLERANCES: dict[torch.dtype | None, float] = {torch.float64: 1e-7, None: 1e-3}
-"""Up to which difference numbers are the same: in float64, one node too many of a million is more than that. The dtypes are tried
-in this order, None being those of the user: where the user's constants are float32, float64 may not mix with them."""
+"""Maximal relative difference of equal results by dtype, in the order in which dtypes are tried.
+
+In float64, a difference of one node in a million is larger. None stands for the dtypes of the user: float64 may not combine with
+float32 constants of the user.
+"""
 LOGGED_TOLERANCE = 1e-5
-"""Of logged values: torchmetrics computes in float32."""
+"""Tolerance of logged values: torchmetrics computes in float32."""
 STATE = (
     "Run a second time on the same graph with the same seeds, one device gives something else: the module keeps "
     "something outside of its parameters and buffers, such as a count or the last output"
@@ -33,8 +36,13 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor of the whole graph that a module, or a step, has returned; where, in words, and a key that is equal in runs of
-    copies of one model."""
+    """Tensor of the whole graph that a module, or a step, returned.
+
+    Attributes:
+        where: description of the source.
+        key: key that is equal in runs of copies of one model.
+        value: the tensor.
+    """
 
     where: str
     key: tuple[Any, ...]
@@ -43,13 +51,13 @@ class Event:
 
 @dataclass
 class OnRank:
-    """A run of the step on one rank.
+    """Run of the step on one rank.
 
     Attributes:
-        events: what its modules returned, in order of time.
-        loss: of the whole graph.
+        events: outputs of its modules, in order of time.
+        loss: loss of the whole graph.
         logged: values by name, at the end of the epoch.
-        predicted: what ``predict_step`` returns, put together; empty where that is not known.
+        predicted: combined output of ``predict_step``; empty if it is unknown.
     """
 
     events: Sequence[Event]
@@ -60,7 +68,7 @@ class OnRank:
 
 @dataclass
 class Outcome:
-    """A run of the step on all ranks."""
+    """Run of the step on all ranks."""
 
     ranks: Sequence[OnRank]
     gradients: Mapping[str, Tensor | None]
@@ -73,30 +81,30 @@ class Outcome:
 
 
 class Parted(Exception):
-    """A run on parts did not come to its end; the text says where and why, `__cause__` is the error."""
+    """Raised if a run on parts fails; the message has place and reason, `__cause__` is the error."""
 
 
 class Recorder:
-    """Records the floating tensors that every module of a model returns, in order of time. Its hooks stay.
+    """Records the floating-point tensors that the modules of a model return, in order of time; its hooks stay.
 
-    On a rank, rows are gathered from all ranks. What is inside layers that communicate themselves is left out, as is what has no
-    known placement. One that is not `active` only follows which module is at work.
+    On a rank, rows are gathered from all ranks. Outputs inside layers that communicate themselves are omitted, and outputs of
+    unknown placement. A recorder that is not `active` only tracks the running module.
     """
 
     def __init__(self, module: torch.nn.Module, on_rank: bool, active: bool = True) -> None:
         self.events: list[Event] = []
         self._on_rank, self._active = on_rank, active
-        # Calls that are going on: of which module, in words; which one it is; how often it has called others by name.
+        # Running calls: description of the module, key, and number of calls of its modules by name.
         self._calls: list[tuple[str, tuple[Any, ...], Counter[str]]] = [("", (), Counter())]
         for name, child in module.named_modules():
-            # A metric's states are no outputs of the model.
+            # States of a metric are not outputs of the model.
             if child is not module and not isinstance(child, Metric):
                 child.register_forward_pre_hook(self._before(name, child))
                 child.register_forward_hook(self._after)
 
     @property
     def inside(self) -> str | None:
-        """The innermost module that is at work, in words; None outside all."""
+        """Description of the innermost running module; None outside of modules."""
         return self._calls[-1][0] or None
 
     def _before(self, name: str, child: torch.nn.Module) -> Any:
@@ -116,7 +124,7 @@ class Recorder:
         self.record(f"what {who} returns", key, output)
 
     def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:
-        """Records the floating tensors in `values`, and with `whole_numbers` those of integers and truth values."""
+        """Record the floating-point tensors in `values`, with `whole_numbers` integer and boolean tensors too."""
         if not self._active or (self._on_rank and active_mode() is None):
             return
         for index, value in enumerate(tree_leaves(values)):
@@ -130,12 +138,12 @@ class Recorder:
 
 
 def _in_backward() -> bool:
-    """Returns whether a module is at work in a backward, as checkpoints are: these end before they return."""
+    """Returns whether the module runs in a backward pass, as in checkpoints, which may stop before a module returns."""
     return graph_task() != -1
 
 
 def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:
-    """Yields what can be compared of the events of the whole run, in their order, and the largest difference on any rank."""
+    """Yields the events of the whole run that ranks recorded too, in order, with the maximal difference on any rank."""
     found = [{event.key: event.value for event in events} for events in ranks]
     floor = _floor([event.value for event in whole])
     for event in whole:
@@ -148,13 +156,13 @@ def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterat
             yield event, max(relative_difference(each, event.value, size) for each in values)
 
 
-# Where values cancel out, as in the gradient of a bias before a norm, only rounding is left. What is smaller than this
-# part of the largest value is measured against that part: in float64, and in coarser dtypes.
+# Values that cancel out, such as the gradient of a bias before a norm, consist of rounding errors. Values below this share of the
+# largest value are compared relative to that share: in float64, and in coarser dtypes.
 _FLOOR, _COARSE_FLOOR = 1e-6, 1e-2
 
 
 def _floor(values: Sequence[Tensor]) -> float:
-    """Returns what smaller values are measured against."""
+    """Returns the minimal reference size of differences."""
     is_coarse = any(value.is_floating_point() and value.dtype != torch.float64 for value in values)
     return (_COARSE_FLOOR if is_coarse else _FLOOR) * max(map(largest, values), default=0.0)
 
@@ -166,7 +174,7 @@ def largest(values: Tensor) -> float:
 
 
 def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
-    """Returns the largest absolute difference over `size`; infinite if only one of them is finite somewhere."""
+    """Returns the maximal absolute difference over `size`; infinite if only one tensor is finite at some position."""
     found, expected = found.double(), expected.double()
     difference = float((found - expected).abs().max()) if found.numel() else 0.0
     if not math.isfinite(difference):
@@ -180,7 +188,10 @@ def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
 def differing(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float, usual: float = 0.0
 ) -> Iterator[tuple[str, float]]:
-    """Yields names and differences of floating tensors that differ; None counts as zeros, `usual` is a usual magnitude."""
+    """Yields names and differences of floating-point tensors that differ; None counts as zeros.
+
+    `usual` is a typical magnitude of values.
+    """
     floor = max(_floor([value for value in expected.values() if value is not None]), _FLOOR * usual)
     for name, wanted in expected.items():
         value = found.get(name)
@@ -196,13 +207,13 @@ def differing(
 
 @dataclass(frozen=True)
 class Difference:
-    """A place where a run differs from that of one device.
+    """Difference between a run and the run of one device.
 
     Attributes:
         group: ``"outputs"``, ``"predictions"``, ``"loss"``, ``"gradients"``, ``"buffers"`` or ``"metrics"``.
-        where: what differs, in words that name the layer.
-        size: the largest difference, of the largest value.
-        name: of the parameter, the buffer or the logged value.
+        where: description of the value, with the name of the layer.
+        size: maximal difference, relative to the largest value.
+        name: name of the parameter, the buffer or the logged value.
     """
 
     group: str
@@ -213,13 +224,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a run differs from that of one device.
+    """First difference between a run and the run of one device.
 
     Attributes:
-        step: the module's method.
-        where: what differs first, in words that name the layer.
-        difference: the largest, of the largest value; None where the run ended there.
-        why: what makes it differ, and what to do.
+        step: method of the module.
+        where: description of the first value that differs, with the name of the layer.
+        difference: maximal difference, relative to the largest value; None if the run failed there.
+        why: cause and fix.
     """
 
     step: str
@@ -229,12 +240,12 @@ class Finding:
 
     @classmethod
     def of_error(cls, error: Parted, step: str) -> Finding:
-        """Returns the finding of a run on parts that ended before its time."""
+        """Returns the finding for a run on parts that failed."""
         return cls(step, f"on a part of the graph, {error}", None, str(error.__cause__ or error))
 
     @property
     def what(self) -> str:
-        """What differs, and by how much."""
+        """Description of the difference and its size."""
         if self.difference is None:
             return self.where
         return f"{self.where} differs by {self.difference:.1e} of the largest value"
@@ -244,12 +255,12 @@ class Finding:
 
 
 def first_difference(whole: Outcome, found: Outcome, tolerance: float) -> Difference | None:
-    """Returns where `found` first differs from `whole` by more than `tolerance`, in order of time; None if nowhere."""
+    """Returns the first difference between `found` and `whole` above `tolerance`, in order of time; None if there is none."""
     return next(differences(whole, found, tolerance), None)
 
 
 def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Difference]:
-    """Yields all places where `found` differs from `whole` by more than `tolerance`."""
+    """Yields all differences between `found` and `whole` above `tolerance`."""
     for event, size in compared(whole.ranks[0].events, [each.events for each in found.ranks]):
         if size > tolerance:
             yield Difference("outputs", event.where, size)
@@ -269,5 +280,5 @@ def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Di
     values = found.ranks[0].logged
     for name, value in whole.ranks[0].logged.items():
         if name in values and not (value.isnan().all() and values[name].isnan().all()):
-            for _, size in differing({name: values[name]}, {name: value}, least):  # each is measured against itself
+            for _, size in differing({name: values[name]}, {name: value}, least):  # relative to the value itself
                 yield Difference("metrics", f"the logged '{name}'", size, name)

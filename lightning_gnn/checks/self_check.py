@@ -1,7 +1,7 @@
-"""The self-check: the user's own step on a small random graph, whole and split in two, inside one process.
+"""Self-check: the user's step on a small random graph, unpartitioned and split in two, inside one process.
 
-Row semantics follow every function of torch. What they cannot see, such as the backward of a function of the user's, would differ
-here: outputs of modules, loss, gradients, buffers, predictions and what is logged are compared.
+Row semantics apply to every torch function. Computations outside of them, such as the backward of a user's function, would cause
+differences here. Outputs of modules, loss, gradients, buffers, predictions and logged values are compared.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HALVES = LayoutSpec("edge_cut", 2)
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The outcome of a self-check.
+    """Outcome of a self-check.
 
     Attributes:
-        seconds: what it took.
-        finding: where the step first differs from that of one device, and why; None if nowhere.
-        not_run: why the step could not run on a small graph at all; None if it could.
-        refused: what is wrong with the model on any graph, be it whole; None if nothing is known.
-        hooks_not_run: hooks that log and could not run on a small graph, and why.
+        seconds: duration.
+        finding: first difference from one device, with the reason; None if there is none.
+        not_run: reason why the step could not run on a small graph; None if it could.
+        refused: problem of the model on any graph, even unpartitioned; None if there is none.
+        hooks_not_run: hooks that log and could not run on a small graph, with the reason.
     """
 
     seconds: float
@@ -60,18 +60,18 @@ def self_check(
     make: Callable[..., SmallGraph] = small_graph,
     form: Form = FORM,
 ) -> SelfCheck:
-    """Runs the stage's step on a small graph, whole and on two ranks, and compares. `module` and random streams stay.
+    """Run the stage's step on a small graph, unpartitioned and on two ranks, and compare; restores `module` and random streams.
 
     Args:
-        module: unbound; copies of it run on the CPU, in float64 where they can.
-        batch: this rank's part of the graph, on the CPU; the small graph's attributes are drawn from its rows.
-        bind: how the scheme binds a module to a rank's shard.
-        stage: a key of `STAGES`.
-        trainer: what the step finds as ``self.trainer``; its loggers record nothing.
-        layout: what the scheme's two ranks hold.
-        num_classes: of the whole graph's labels.
-        make: makes a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, of this batch.
-        form: of the small graph.
+        module: unbound module; its copies run on the CPU, in float64 if possible.
+        batch: this rank's part of the graph, on the CPU; attributes of the small graph are sampled from its rows.
+        bind: function that binds a module to a rank's shard for the scheme.
+        stage: key of `STAGES`.
+        trainer: value of ``self.trainer`` in the step; its loggers record nothing.
+        layout: layout of the scheme for two ranks.
+        num_classes: number of classes of the whole graph.
+        make: function that makes a small graph of this batch, as :func:`~lightning_gnn.checks.small_graph.small_graph` does.
+        form: sizes of the small graph.
     """
     began = time.perf_counter()
     quiet_trainer = None if trainer is None else QuietTrainer(trainer, stage)
@@ -96,9 +96,9 @@ def self_check(
             try:
                 finding = _compare(trial, whole, trial.on_parts(shards, bind), tolerance)
                 if finding is not None and finding.where.startswith("the logged"):
-                    # Where scores tie but for rounding, another order of sums changes what is made of their order.
+                    # If scores are equal up to rounding, another summation order changes values that depend on their order.
                     alone = small.undivided().shards(trial.graph, replace(layout, parts=1))
-                    with suppress(Parted):  # schemes that need several ranks
+                    with suppress(Parted):  # some schemes need several ranks
                         if _compare(trial, whole, trial.on_parts(alone, bind), tolerance) is not None:
                             finding = None
             except Parted as error:
@@ -110,8 +110,10 @@ def self_check(
 
 
 def _compare(trial: Trial, whole: Outcome, found: Outcome, tolerance: float) -> Finding | None:
-    """Returns where a run on parts differs from one device; what two runs of one device do not agree in, such as seconds, does
-    not count."""
+    """Returns the first difference between a run on parts and one device; None if there is none.
+
+    Values that vary between two runs of one device, such as seconds, do not count.
+    """
     again: list[Difference] | None = None
     for difference in differences(whole, found, tolerance):
         again = list(differences(whole, trial.on_whole(), tolerance)) if again is None else again

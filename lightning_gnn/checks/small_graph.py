@@ -1,4 +1,4 @@
-"""Small random graphs that look like the user's, in two unequal parts: their rows are rows of theirs, their edges are random."""
+"""Small random graphs in two unequal parts, with sampled rows of the user's attributes and random edges."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_gnn.partition.layout import LayoutSpec
 
 @dataclass(frozen=True)
 class Form:
-    """How large a small graph is, and how it is cut in two.
+    """Sizes of a small graph and of its two parts.
 
     Attributes:
-        nodes, edges: of either part; an edge is its target's.
-        labelled: rows of either part that count in the stage's mask, if there are as many others.
+        nodes, edges: numbers per part; an edge belongs to the part of its target.
+        labelled: rows per part in the mask of the stage, if there are enough other rows.
     """
 
     nodes: tuple[int, int]
@@ -34,48 +34,57 @@ class Form:
 
 FORM = Form((138, 43), (390, 97), (69, 37))
 _ISOLATED, _TWICE = 2, 9
-"""Nodes of a part without edges, and edges that are there twice."""
+"""Nodes of a part without edges, and number of duplicate edges."""
 _POOL = 8192
-"""Rows that are drawn from: of a larger graph, some."""
+"""Maximal number of rows to sample from; larger graphs are subsampled."""
 _VALUES = 64
-"""An attribute with more values is none of classes."""
+"""Maximal number of values of an attribute that counts as classes."""
 
 
 @dataclass(frozen=True)
 class SmallGraph:
-    """A small graph: directed, with duplicate edges and isolated nodes, without self-loops. Which of two ranks, 0 or 1, owns each
-    node, and in a vertex cut computes each edge; with types, type after type."""
+    """Small graph: directed, with duplicate edges and isolated nodes, without self-loops.
+
+    Attributes:
+        graph: the graph.
+        part: owner of each node, rank 0 or 1; with types, type after type.
+        holders: rank that computes each edge in a vertex cut, rank 0 or 1; with types, type after type.
+    """
 
     graph: Graph
     part: np.ndarray
     holders: np.ndarray
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of :func:`~lightning_gnn.data.shards.split_graph`."""
+    """Options of :func:`~lightning_gnn.data.shards.split_graph`."""
 
     def whole(self, graph: Graph) -> Shard:
-        """Returns this graph, such as a copy in another dtype, as the only rank's shard."""
+        """Returns this graph, or for example a copy in another dtype, as the only rank's shard."""
         return whole_graph(graph, **self.options)
 
     def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
-        """Returns the shards of this graph, such as a copy in another dtype."""
+        """Returns the shards of this graph, or for example of a copy in another dtype."""
         holders = self.holders if layout.kind == "vertex_cut" else None
         return split_graph(graph, self.part, layout, holders, **self.options)
 
     def undivided(self) -> Self:
-        """Returns the same graph, all of which is the first rank's."""
+        """Returns the graph with all nodes and edges on the first rank."""
         return replace(self, part=np.zeros_like(self.part), holders=np.zeros_like(self.holders))
 
 
 def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0) -> SmallGraph:
-    """Returns a small graph whose node and edge attributes are rows of the user's; other attributes stay.
+    """Returns a small graph with sampled rows of the user's node and edge attributes; other attributes are unchanged.
 
-    Each part has rows of each class, and of each value of whatever else has few, as far as there are any; beyond these, rows
-    are taken in the order of their labels, so that the parts' classes and losses differ. Rows that are there twice are a little
-    smaller then, in attributes of real numbers: else the largest would be the same on both parts.
+    Each part has rows of each class, and of each value of other attributes with few values, as far as they exist. Further rows
+    are ordered by label, so that classes and losses of the parts differ. Repeated rows of real-valued attributes are scaled down
+    slightly; otherwise the maximum would be equal on both parts.
 
     Args:
-        masks: those of nodes or edges that the step's values are means over.
-        num_classes: of the whole graph; labelled nodes of each part have those that this rank's lack, as far as there is room.
+        batch: a rank's part of the graph.
+        masks: masks of nodes or edges for the means of the step.
+        form: sizes of the small graph.
+        seed: seed of the sample.
+        num_classes: number of classes of the whole graph; labeled nodes of each part include classes that this rank lacks, as far
+            as there is room.
     """
     g = torch.Generator().manual_seed(seed)
     owned, given = int(batch.num_owned), batch.edge_index.size(1)
@@ -99,7 +108,7 @@ def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, 
     for name, value in edges.items():
         small[name] = values_of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
     for name in kinds.keys() - set(OF_BATCHES):
-        if name.endswith("n_id"):  # ids of the whole graph, by which rows are fetched
+        if name.endswith("n_id"):  # global ids, which are used to gather rows
             small[name] = small[name] % sum(form.nodes)
     part = (place >= form.nodes[0]).long().numpy()
     holders = (torch.rand(sum(form.edges), generator=g) < 0.3).long().numpy()
@@ -115,7 +124,10 @@ def predicted_nodes(
     seed: int,
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """As :func:`some_nodes`, of nodes with masks and labels, which `of` holds; what belongs to its owned ones is `nodes`."""
+    """Returns the result of :func:`some_nodes` for nodes with masks and labels.
+
+    `of` has the masks and labels, `nodes` the attributes of its local nodes.
+    """
     counted = torch.zeros_like(nodes[MASKS[0]])
     for mask in set(masks) & set(MASKS):
         y = nodes.get("y")
@@ -123,7 +135,7 @@ def predicted_nodes(
     found, order = some_nodes(nodes, counted, form.nodes, form.labelled, g)
     classes = class_labels(found["y"]) if "y" in found else None
     if classes is not None and len(classes) == len(order):
-        # Classes that this rank's labelled nodes lack, on the last ones of each part: the last class, and some others.
+        # Classes that this rank's labeled nodes lack, on the last nodes of each part: the last class, and some others.
         ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.labelled)]
         there = torch.cat([classes[order[begin:end]] for begin, end in ranges])
         absent = sorted({*range(num_classes)} - {*there.tolist()}, reverse=True)
@@ -141,19 +153,19 @@ def some_nodes(
     labelled: Sequence[int],
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns attributes of both parts' nodes by their ids, and the ids, those of the first part first."""
+    """Returns attributes of both parts' nodes by id, and the ids, beginning with the first part."""
     if not len(counted):
         zeros = {name: value.new_zeros((sum(sizes), *value.shape[1:])) for name, value in nodes.items()}
         return zeros, torch.randperm(sum(sizes), generator=g)
     rows = chosen_rows(nodes, counted, sizes, labelled, g)
-    order = torch.randperm(sum(sizes), generator=g)  # an owner's ids are not in a row
+    order = torch.randperm(sum(sizes), generator=g)  # ids of an owner are not consecutive
     place = order.argsort()
     return {name: values_of_rows(value, rows)[place] for name, value in nodes.items()}, order
 
 
 def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Returns these rows; each time that one is there again it is smaller by a few percent, if its values are real numbers."""
-    found, order = stored_ids(values)[rows].to(values.dtype), rows.argsort(stable=True)  # ids that are not read stay so
+    """Returns these rows; repeated rows are scaled down by a few percent if their values are real numbers."""
+    found, order = stored_ids(values)[rows].to(values.dtype), rows.argsort(stable=True)  # lazy ids stay lazy
     begins = torch.searchsorted(rows[order], rows[order])
     times = torch.empty_like(rows)
     times[order] = torch.arange(len(rows)) - begins
@@ -163,8 +175,10 @@ def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def random_edges(sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator) -> Tensor:
-    """Returns the edges of both parts, ``[2, E]``, between so many nodes of the `same` type or of two; of each, the nodes of the
-    first part come first."""
+    """Returns the edges of both parts, ``[2, E]``, between nodes of the `same` type or of two types.
+
+    `sources` and `targets` are numbers of nodes per part; nodes of the first part have the first ids.
+    """
     busy, own = torch.cat(_busy(sources)), _busy(targets)
     pieces = []
     for into, count in zip(own, edges):
@@ -178,7 +192,7 @@ def random_edges(sources: Sequence[int], targets: Sequence[int], edges: Sequence
 
 
 def _busy(sizes: Sequence[int]) -> list[Tensor]:
-    """Returns which nodes of either part have edges."""
+    """Returns the nodes of each part that have edges."""
     first, second = sizes
     return [torch.arange(_ISOLATED, first), torch.arange(first + _ISOLATED, first + second)]
 
@@ -190,7 +204,7 @@ def chosen_rows(
     labelled: Sequence[int],
     g: torch.Generator,
 ) -> Tensor:
-    """Returns which of the user's rows the parts have, the first part's first."""
+    """Returns the sampled rows of both parts, beginning with the first part."""
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
     if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
         attributes["y"] = classes
@@ -201,7 +215,7 @@ def chosen_rows(
 def _of_both(
     attributes: dict[str, Tensor], counted: Tensor, labelled: Sequence[int], others: Sequence[int], g: torch.Generator
 ) -> list[Tensor]:
-    """Returns the rows of either part; where all count, or none does, all are drawn from them."""
+    """Returns the rows of each part; if all rows count, or none, all are sampled from them."""
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
     if not len(yes) or not len(no):
         yes = no = torch.arange(len(counted))
@@ -210,8 +224,8 @@ def _of_both(
 
 
 def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
-    """Returns that many of `rows` for either part: each value of an attribute with few, then the others in order of labels."""
-    if len(rows) > 8 * _POOL:  # as good as all in a new order, of hundreds of millions of edges in a moment
+    """Returns sampled `rows` of each part: each value of an attribute with few values, then others in order of labels."""
+    if len(rows) > 8 * _POOL:  # equivalent to a shuffle of all rows, and fast for hundreds of millions of edges
         rows = rows[torch.randint(len(rows), (2 * _POOL,), generator=g).unique()]
     pool = rows[torch.randperm(len(rows), generator=g)[:_POOL]]
     kinds = _kinds(attributes, pool)
@@ -237,11 +251,11 @@ def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g
 
 
 def _kinds(attributes: dict[str, Tensor], rows: Tensor) -> list[Tensor]:
-    """Returns for each value of attributes with few which rows have it, bool each; the rarest first."""
+    """Returns a boolean mask of rows for each value of attributes with few values; the rarest first."""
     kinds: list[Tensor] = []
     for value in attributes.values():
         own = stored_ids(value)[rows]
-        if own.dim() == 2 and not own.is_floating_point() and own.size(1) <= _VALUES:  # several labels
+        if own.dim() == 2 and not own.is_floating_point() and own.size(1) <= _VALUES:  # multiple labels
             kinds += list((own > 0).unbind(1))
         elif own.dim() == 1 and not own.is_complex():
             found = own.unique()

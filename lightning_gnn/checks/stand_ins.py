@@ -1,4 +1,4 @@
-"""Stand-ins for what a step may touch when it runs without a Trainer, in checks and rehearsals; random numbers among it."""
+"""Replacements of the objects that a step uses, for steps without a Trainer in checks and rehearsals."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ _DROPOUTS = {
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout does nothing while it is open, in this thread: bound layers draw for the rank's own rows. Generators of the user's
-    are read and stay where they are, since ranks that are threads share them."""
+    """Mode that disables dropout in this thread, since bound layers draw for local rows.
+
+    Generators of the user are copied, since ranks that are threads share them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +71,14 @@ class NoDropout(TorchFunctionMode):
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators of torch, numpy and Python that users draw from."""
+    """Seed the generators of torch, numpy and Python that users draw from."""
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     random.seed(seed)
 
 
 def draws_random_numbers(module: torch.nn.Module) -> bool:
-    """Returns whether a model has dropout, which each rank draws for itself."""
+    """Returns whether a model has dropout, which each rank draws separately."""
     for part in module.modules():
         rate = getattr(part, "p", 0) if "Dropout" in type(part).__name__ else getattr(part, "dropout", 0)
         if isinstance(rate, (int, float)) and rate > 0:
@@ -86,7 +88,7 @@ def draws_random_numbers(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Steps inside leave no trace: no rank is asked, random streams and learned rows stay as they are, nothing is warned of."""
+    """Context manager that isolates steps: no communication, no warnings, restored random streams and learned embeddings."""
     alone = no_process_group(), kept_random_state(), untrained_rows(), torch.inference_mode(False)
     with ExitStack() as stack:
         for each in (*alone, warnings.catch_warnings()):
@@ -96,24 +98,24 @@ def aside() -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Returns what leaves compiled models eager while it is open: compiling would take longer than a few steps."""
+    """Returns a context manager in which compiled models run eagerly: compiling would take longer than a few steps."""
     since_2_6 = hasattr(torch.compiler, "set_stance")
     return torch.compiler.set_stance("force_eager") if since_2_6 else nullcontext()
 
 
 def ignore(*_: Any, **__: Any) -> None:
-    """Does nothing."""
+    """No-op."""
 
 
 def first_failure(ran: Sequence[Any]) -> tuple[int, BaseException] | None:
-    """Returns the rank of a meeting that has failed, and its error; not one that follows from another's, if it can be told."""
+    """Returns the rank and the error of a failed run on threads, if possible not an error caused by another rank's failure."""
     failures = [(rank, each) for rank, each in enumerate(ran) if isinstance(each, BaseException)]
     first = failures[0] if failures else None
     return next((each for each in failures if not isinstance(each[1], CommunicationError)), first)
 
 
 def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
-    """Returns what all ranks of a meeting have returned; raises RuntimeError if one has failed."""
+    """Returns the results of all ranks; raises RuntimeError if a rank failed."""
     failure = first_failure(ran)
     if failure is not None:
         raise RuntimeError(f"{type(failure[1]).__name__}: {failure[1]}") from failure[1]
@@ -122,7 +124,7 @@ def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
 
 
 class QuietTrainer:
-    """The Trainer as a step may read it, without its loggers; in a stage and with a datamodule of its own, if these are given."""
+    """Trainer as seen by a step, without loggers; optionally in another stage and with another datamodule."""
 
     _logged: LoggedValues | None = None
 
@@ -138,12 +140,12 @@ class QuietTrainer:
             self.datamodule = datamodule
 
     def __getattr__(self, name: str) -> Any:
-        if name == TRAINER:  # of a copy that is being made
+        if name == TRAINER:  # during copying
             raise AttributeError(name)
         return getattr(self._trainer, name)
 
     def on_rank(self, world: World | None, logged: LoggedValues) -> QuietTrainer:
-        """Returns the Trainer of one rank, None for one device; `logged` keeps what its logger is given."""
+        """Returns the Trainer of one rank, None for one device; `logged` records the values of its logger."""
         mine: Any = copy.copy(self)
         mine.logger, mine._logged = _KeptLogger(logged), logged
         size, rank = (1, 0) if world is None else (world.size, world.rank)
@@ -151,7 +153,7 @@ class QuietTrainer:
         mine.strategy = _QuietStrategy(self._trainer.strategy, world)
         return mine
 
-    # By the state, as the Trainer's own.
+    # Derived from the state, as in the Trainer.
     training, validating, testing = pl.Trainer.training, pl.Trainer.validating, pl.Trainer.testing
     predicting, evaluating = pl.Trainer.predicting, pl.Trainer.evaluating
     sanity_checking = pl.Trainer.sanity_checking
@@ -162,7 +164,7 @@ class QuietTrainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """What has been logged; the Trainer's own would ask other ranks, which are not here."""
+        """Logged values; the Trainer's own property would communicate with other ranks, which do not exist here."""
         before = metrics_so_far(self._trainer)
         return _Metrics({**before, **({} if self._logged is None else self._logged.so_far())})
 
@@ -170,7 +172,7 @@ class QuietTrainer:
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of steps in all, of one batch an epoch; the Trainer's own would load data."""
+        """Total number of steps with one batch per epoch; the Trainer's own property would load data."""
         trainer = self._trainer
         epochs = trainer.max_epochs if trainer.max_epochs is not None else 1
         most = float("inf") if trainer.max_steps == -1 else trainer.max_steps
@@ -180,14 +182,14 @@ class QuietTrainer:
 
 
 class _Metrics(dict[str, Tensor]):
-    """Logged values by name; what another stage logs, which is not run here, is 1 on all ranks."""
+    """Logged values by name; values of other stages, which do not run here, are 1 on all ranks."""
 
     def __missing__(self, name: str) -> Tensor:
         return torch.tensor(1.0)
 
 
 class _QuietStrategy:
-    """The Trainer's strategy as a step may call it, among ranks that are threads."""
+    """Trainer's strategy as seen by a step, for ranks that are threads."""
 
     def __init__(self, strategy: Any, world: World | None) -> None:
         self._strategy, self._world = strategy, world
@@ -207,17 +209,17 @@ class _QuietStrategy:
             return tensor
         if active_mode() is not None:
             return whole_value(tensor, reduce_op)
-        is_mean = str(reduce_op).lower() in ("mean", "avg")  # of the ranks' own values, in local_rows()
+        is_mean = str(reduce_op).lower() in ("mean", "avg")  # mean of the ranks' local values, in local_rows()
         return self._world.all_reduce_(tensor.clone(), "reduce") / (self._world.size if is_mean else 1)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value if self._world is None else self._world.broadcast_object(value, src)
 
-    barrier = ignore  # ranks need not wait for each other
+    barrier = ignore  # ranks need not synchronize
 
 
 class _KeptLogger(DummyLogger):
-    """A logger whose values are kept; its experiment takes calls of TensorBoard's and W&B's kind."""
+    """Logger whose values are recorded; its experiment accepts calls as for TensorBoard and W&B."""
 
     def __init__(self, logged: LoggedValues) -> None:
         super().__init__()
@@ -244,7 +246,7 @@ class _KeptLogger(DummyLogger):
 
 
 class _Idle:
-    """An optimizer, or a scheduler, whose steps do nothing."""
+    """Optimizer or scheduler whose steps do nothing."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -260,7 +262,7 @@ class _Idle:
 
 
 def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) -> None:
-    """Runs a backward, and sums gradients over ranks if they are to be."""
+    """Run a backward pass, and sum gradients over ranks if `sums` is given."""
     if sums is not None:
         sums.before()
     loss.backward(*args, **kwargs)
@@ -269,7 +271,7 @@ def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) 
 
 
 def without_optimizers(model: pl.LightningModule, run_backward: Callable[..., None]) -> None:
-    """Lets a step with manual optimisation add to gradients only, by `run_backward` in place of its ``manual_backward``."""
+    """Replace ``manual_backward`` by `run_backward`, and disable optimizer methods, for a step with manual optimization."""
     _replace(model, manual_backward=run_backward)
     _replace(model, **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), ignore))
 
@@ -280,7 +282,7 @@ def _replace(model: pl.LightningModule, **methods: Callable[..., Any]) -> None:
 
 
 def _idle(model: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
-    """Returns the optimizers and schedulers that a module configures, whose steps do nothing."""
+    """Returns the optimizers and schedulers that a module configures, as objects whose steps do nothing."""
     configured: Any = model.configure_optimizers()
     schedulers: Any = ()
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], Sequence):
@@ -294,16 +296,16 @@ def _idle(model: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
 
 
 def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
-    """Returns a copy of a module that has the `shared` tensors themselves, whatever its last step has left on it.
+    """Returns a copy of a module that shares the `shared` tensors.
 
-    What pruning, weight norm and convs that keep their scores leave are tensors in the middle of a graph of autograd, which
-    ``copy.deepcopy`` refuses: the copy has their values. What convs have kept of a graph, the copy has not.
+    Pruning, weight norm and convs that store their scores leave non-leaf tensors, which ``copy.deepcopy`` rejects. The copy has
+    their values. Graph caches of convs are not copied.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for part in module.modules():
         for held in part.__dict__.values():
             if isinstance(held, dict) and not held:
-                memo[id(held)] = type(held)()  # of hooks, mostly: copying them took most of the time
+                memo[id(held)] = type(held)()  # mostly hooks: copying them took most of the time
                 continue
             for left in tree_leaves(held):
                 if isinstance(left, Tensor) and not left.is_leaf:
@@ -316,9 +318,9 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
 
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
-    """Returns the module, which logs and prints nothing from now on, with that trainer; its optimizers do nothing."""
+    """Returns the module with logging and printing disabled, the given trainer, and optimizers that do nothing."""
     setattr(model, TRAINER, trainer)
-    idle = cache(partial(_idle, model))  # only if they are asked for
+    idle = cache(partial(_idle, model))  # only on first use
 
     def one_or_all(found: list[_Idle]) -> Any:
         return found[0] if len(found) == 1 else found
@@ -329,7 +331,7 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
 
 
 def run_step(model: pl.LightningModule, name: str, batch: Any) -> Any:
-    """Returns what a step of that name returns, after the module's own hooks on batches."""
+    """Returns the output of a step by name, after the module's own hooks on batches."""
     batch = model.on_after_batch_transfer(model.on_before_batch_transfer(batch, 0), 0)
     step = getattr(model, name)
     return step(batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else step(batch)

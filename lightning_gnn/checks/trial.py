@@ -1,4 +1,4 @@
-"""A module's own step tried out on one graph, whole and in parts, in one process: what is recorded is what checks compare."""
+"""Trial runs of a module's step on one graph, unpartitioned and in parts, in one process, with recorded outputs for checks."""
 
 from __future__ import annotations
 
@@ -48,42 +48,44 @@ STAGES: dict[str, tuple[str, str | None]] = {
     "test": ("test_step", "test_mask"),
     "predict": ("predict_step", None),
 }
-"""By Lightning's name of a stage, the step that it runs and the mask that its values count."""
+"""Step and mask by Lightning's name of a stage."""
 
 LR = 0.01
-"""Of runs of several steps."""
+"""Learning rate of runs of several steps."""
 
 
 class Observer(Protocol):
-    """What is told of the messages that the ranks of a :class:`Trial` send."""
+    """Receiver of the messages that the ranks of a :class:`Trial` send."""
 
     def following(self, world: World, ranks: Ranks) -> AbstractContextManager[None]:
-        """While it is open, messages that a rank sends are those of the step."""
+        """Returns a context manager in which messages of a rank belong to the step."""
 
     def backward(self, rank: int) -> AbstractContextManager[None]:
-        """While it is open, messages that a rank sends are those of a backward pass."""
+        """Returns a context manager in which messages of a rank belong to a backward pass."""
 
     def add(self, rank: int, message: Any) -> None:
-        """Is told of a message by the rank that sends it."""
+        """Hook called for each message, by the rank that sends it."""
 
 
 class Trial:
-    """Runs of copies of one module on one graph. The copies of a run share their parameters, so gradients add up; unless the
-    step optimises by hand, or hooks come before it or after its backward, which may read and write both: then each has its
-    own, and gradients are summed as in training.
+    """Runs of copies of one module on one graph.
+
+    The copies of a run share their parameters, so gradients add up. The copies have separate parameters if the step uses manual
+    optimization, or if hooks run before it or after its backward pass, since these may access parameters and gradients. Gradients
+    are then summed as in training.
 
     Args:
-        module: unbound; copies of it run on the CPU.
-        graph: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, with ``n_id`` and ``e_id``, the ids that
-            the user's code may look things up by.
-        stage: a key of `STAGES`.
-        trainer: what the step finds as ``self.trainer``.
-        dtype: of all floating tensors; None leaves them as they are.
-        whole: returns a graph as the only rank's shard.
-        observer: is told what ranks send. Then they send what they send in training, and nothing is recorded.
+        module: unbound module; its copies run on the CPU.
+        graph: graph from :func:`~lightning_gnn.data.sources.prepare_graph`, with ``n_id`` and ``e_id``, ids for lookups by user
+            code.
+        stage: key of `STAGES`.
+        trainer: value of ``self.trainer`` in the step.
+        dtype: dtype of all floating-point tensors; None leaves them unchanged.
+        whole: function that returns a graph as the only rank's shard.
+        observer: receiver of messages. With an observer, ranks send the messages of training, and nothing is recorded.
 
     Attributes:
-        graph: in the dtype of the trial: what is to be split for :meth:`on_parts`.
+        graph: the graph in the dtype of the trial, to be split for :meth:`on_parts`.
     """
 
     def __init__(
@@ -110,27 +112,27 @@ class Trial:
         if dtype is not None:
             self._module.to(dtype)
         for metric in metrics_in([self._module]):
-            metric.reset()  # of what it has seen in training, each rank has seen a part
+            metric.reset()  # clear its states of training, which cover a part per rank
         if not self.training:
             self._module.eval()
         for child in self._module.modules():
             if isinstance(child, (torch.nn.MultiheadAttention, torch.nn.RNNBase)):
-                child.dropout = 0.0  # drawn where no mode sees it
+                child.dropout = 0.0  # drawn internally, where modes do not apply
 
     @property
     def hooks_not_run(self) -> dict[str, str]:
-        """Hooks that log, and what they have raised on one device."""
+        """Errors on one device of hooks that log."""
         return {hook: in_one_line(error) for hook, error in self._hooks.not_run.items()}
 
     def on_whole(self, steps: int = 1, seed: int = 0) -> Outcome:
         """Returns a run on the whole graph, as on one device.
 
         Args:
-            steps: of which the last one is recorded; between two of them Adam steps, with a learning rate of `LR`.
-            seed: of all random numbers.
+            steps: number of steps; the last one is recorded, and Adam with learning rate `LR` updates between steps.
+            seed: seed of all random numbers.
         """
-        shard = self._whole(self.graph.clone())  # which the step may change in place
-        # Later in training the strategy's own graph is in use, in this thread, too.
+        shard = self._whole(self.graph.clone())  # the step may change it in place
+        # Later in training the strategy's graph is active in this thread, too.
         alone = graph_in_use(None, this_thread_only=True)
         with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
             seed_all(seed)
@@ -145,14 +147,16 @@ class Trial:
         steps: int = 1,
         seed: int = 0,
     ) -> Outcome:
-        """Returns a run on parts of it, each on a rank that is a thread.
+        """Returns a run on parts of the graph, each on a rank that is a thread.
 
         Args:
-            prepare: called with each rank's world before the module is bound; what it returns is open during steps.
+            shards: shards of the graph.
+            bind: function that binds a module to a rank's shard for the scheme.
+            prepare: function called with each rank's world before the module is bound; its context manager is open during steps.
             steps, seed: see :meth:`on_whole`.
 
         Raises:
-            Parted: a rank raised, or they did not exchange alike.
+            Parted: a rank raised an error, or the exchanges of the ranks diverged.
         """
         # Copies: a step may change its batch in place, and slices of one tensor share its version.
         shards = [replace(shard, batch=shard.batch.clone()) for shard in shards]
@@ -164,8 +168,8 @@ class Trial:
             world: World = InProcessWorld(rank, meeting)
             prepared = nullcontext() if prepare is None else prepare(world)
             binding = bind(models[rank], shards[rank], world)
-            if (x := getattr(shards[rank].batch, "x", None)) is not None:  # not by type
-                binding.context.columns_at_once = max(1, x.size(1))  # of few rows
+            if (x := getattr(shards[rank].batch, "x", None)) is not None:  # not for graphs with types
+                binding.context.columns_at_once = max(1, x.size(1))  # all columns at once, since there are few rows
             recorders[rank] = Recorder(models[rank], True, self._observer is None)
             with graph_in_use(binding.context, this_thread_only=True), prepared:
                 seed_all(seed)
@@ -192,7 +196,7 @@ class Trial:
         binding: Binding | None,
         steps: int,
     ) -> OnRank:
-        """Runs the step on one rank, or on the whole graph where there is no world."""
+        """Run the step on one rank, or on the whole graph if there is no world."""
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
@@ -227,7 +231,7 @@ class Trial:
     ) -> OnRank:
         ran, alone = OnRank(recorder.events), world is None
         batch: Any = copy.copy(shard.batch)
-        # For tables with a row per node of the user's, which may be smaller.
+        # For the user's embedding tables with a row per node, which may be smaller.
         with local_rows():
             for store, known_ids, name in self._ids(shard, batch):
                 if len(known_ids) and int(known_ids.max()) + 1 < len(known_ids):
@@ -277,18 +281,18 @@ class Trial:
         return ran
 
     def _ids(self, shard: Shard, batch: Any) -> Iterator[tuple[Any, Tensor, str]]:
-        """Yields where a batch has ids of nodes and edges, those that the user's graph has, and their names."""
+        """Yields stores of a batch with ids of nodes and edges, the ids in the user's graph, and their names."""
         known = shard.stores(self.graph)
         for kind, store in shard.stores(batch).items():
             yield from ((store, known[kind][name], name) for name in ("n_id", "e_id") if name in known[kind])
 
     def _in_dtype(self) -> DtypeContext:
-        """Tensors that a step makes are of the trial's type, too."""
+        """Returns a context manager in which a step creates tensors of the trial's dtype."""
         return DtypeContext(self._dtype or torch.get_default_dtype())
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
-        """Gives the parameters that all runs share their values back."""
+        """Context manager that restores the parameters that all runs share."""
         before = [parameter.detach().clone() for parameter in self._module.parameters()]
         try:
             yield
@@ -299,7 +303,7 @@ class Trial:
                         parameter.copy_(values)
 
     def _copies(self, count: int) -> list[pl.LightningModule]:
-        """Returns copies without gradients; buffers are each copy's own."""
+        """Returns copies without gradients; each copy has its own buffers."""
         for parameter in self._module.parameters():
             parameter.grad = None
         shared = [] if self._own_weights else list(self._module.parameters())
@@ -312,7 +316,7 @@ class Trial:
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
-    """Steps once for all ranks, whose gradients have been added up."""
+    """Update once for all ranks, with summed gradients."""
     if world is not None:
         world.all_gather_object(None)
     if world is None or world.rank == 0:
@@ -323,11 +327,11 @@ def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
 
 
 def in_dtype(graph: _Graph, dtype: torch.dtype | None) -> _Graph:
-    """Returns a graph whose floating tensors are of that type; None leaves them as they are."""
+    """Returns a graph with floating-point tensors of `dtype`; None leaves them unchanged."""
     return copy.copy(graph).apply(lambda each: each.to(dtype) if dtype and each.is_floating_point() else each)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an error's kind and the begin of its text."""
+    """Returns an error's type and the begin of its message."""
     first, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first[:300]}"

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer trains and the module has not registered: no rank would sum their gradients with others."""
+"""Detection of parameters that an optimizer trains and the module has not registered: their gradients would not be summed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _DEEPEST = 4
-"""Containers in containers in which a parameter is looked for, to name it."""
+"""Maximal depth of nested containers in the search for the name of a parameter."""
 
 
 def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()) -> ValueError | None:
-    """Returns an error that names the first parameter of an optimizer that learns and is none of the module's; None without.
+    """Returns an error that names the first trainable parameter of an optimizer that the module lacks; None if there is none.
 
     Args:
-        module: of the run.
-        optimizers: of the Trainer.
-        before: parameters that the module had when the run began; pruning and weight norm replace them, and they learn no more.
+        module: module of the run.
+        optimizers: optimizers of the Trainer.
+        before: parameters of the module at the begin of the run; pruning and weight norm replace them, and they train no more.
     """
     registered = {id(parameter) for parameter in (*module.parameters(), *before)}
     for optimizer in optimizers:
@@ -32,7 +32,7 @@ def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer], befor
 
 
 def unregistered_in_loss(module: torch.nn.Module, loss: Tensor) -> ValueError | None:
-    """As :func:`unregistered`, of optimizers that the Trainer does not know and that hold a parameter of this loss."""
+    """Returns an error as :func:`unregistered` for optimizers outside of the Trainer with a parameter of this loss."""
     registered = {id(parameter) for parameter in module.parameters()}
     apart = {id(leaf) for leaf in _leaves(loss) if isinstance(leaf, torch.nn.Parameter)} - registered
     if not apart:
@@ -46,7 +46,7 @@ def unregistered_in_loss(module: torch.nn.Module, loss: Tensor) -> ValueError | 
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the leaves that a backward of the loss comes to."""
+    """Yields the leaves of the loss's autograd graph."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node: Any = waiting.pop()
@@ -72,7 +72,7 @@ def _text(module: torch.nn.Module, optimizer: str, group: int, found: list[Tenso
 
 
 def _places(parameter: Tensor, module: torch.nn.Module) -> Iterator[str]:
-    """Yields the attributes of a module in which a parameter is and is not registered."""
+    """Yields the attributes of a module that contain a parameter without registration."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             if not attribute.startswith("_"):

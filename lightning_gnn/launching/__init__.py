@@ -1,4 +1,4 @@
-"""How ranks are started, watched and ended."""
+"""Launchers: start, supervision and end of ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ StartMethod = Literal["popen", "spawn", "fork"]
 __all__ = ["RankFailedError", "StartMethod", "join_parent", "make_launcher", "program"]
 
 STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
-"""Environment of a started rank: its parent's process id, its rank, the number of ranks, the descriptor of its pipe."""
+"""Environment variable of a started rank: process id of its parent, its rank, number of ranks, descriptor of its pipe."""
 
 
 _MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
-"""Of the environment of a process that Open MPI, MPICH or Intel MPI, or MVAPICH has started."""
+"""Environment variables of processes that Open MPI, MPICH or Intel MPI, or MVAPICH started."""
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has failed: its traceback, if it had one, and at the end a line that says why and where."""
+    """Raised if another rank failed: its traceback, if there is one, and a last line with reason and place."""
 
 
 def join_parent() -> None:
-    """Takes up the pipe to its parent, in a process that :class:`~lightning_gnn.launching.script.ScriptLauncher` has started."""
+    """Open the pipe to the parent, in a process that :class:`~lightning_gnn.launching.script.ScriptLauncher` started."""
     if STARTED_BY in os.environ:
         from lightning_gnn.launching.script import take_up
 
@@ -41,7 +41,7 @@ def join_parent() -> None:
 
 
 class InPlaceLauncher(Launcher):
-    """Starts nothing: this process is the only rank."""
+    """Launcher that starts nothing: this process is the only rank."""
 
     @property
     @override
@@ -54,12 +54,16 @@ class InPlaceLauncher(Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """There is no other process."""
+        """No-op: there is no other process."""
 
 
 def make_launcher(strategy: Launchable, start_method: StartMethod) -> Launcher:
-    """Returns the launcher, which starts the ranks and runs the Trainer's calls on them; raises ValueError if they are there
-    already, and would be started again, RuntimeError under MPI."""
+    """Returns the launcher, which starts the ranks and runs the Trainer's calls on them.
+
+    Raises:
+        ValueError: the ranks already run, and would be started again; or `start_method` does not support several machines.
+        RuntimeError: MPI started this process.
+    """
     environment: Any = strategy.cluster_environment
     ranks = strategy.num_processes * strategy.num_nodes
     if ranks == 1 and not environment.creates_processes_externally:
@@ -86,7 +90,7 @@ def make_launcher(strategy: Launchable, start_method: StartMethod) -> Launcher:
 
 
 def _check_mpi(ranks: int) -> None:
-    """Raises RuntimeError in one of several processes that MPI has started, each of which would start all ranks."""
+    """Raises RuntimeError in one of several processes that MPI started, since each would start all ranks."""
     name, size = next(((name, os.environ[name]) for name in _MPI_SIZES if name in os.environ), ("", "1"))
     if size.isdecimal() and int(size) > 1:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""What a rank has changed on module and callbacks, for the process that has started it for one call of the Trainer.
+"""Changes of a rank to module and callbacks, sent to the process that started it for one call of the Trainer.
 
-The rank begins with a copy of the caller's objects. At its end it sends the attributes that differ, as pickles in which modules,
-parameters, callbacks and the Trainer are names: the caller has these objects itself, and changes them in place.
+The rank starts with a copy of the caller's objects. At its end it sends the attributes that differ, as pickles. Modules,
+parameters, callbacks and the Trainer are pickled as names, since the caller has these objects and changes them in place.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from lightning_gnn.private_torch import LOAD_HOOKS, MODULES, version_counter
 
 MOST_BYTES = 1 << 30
-"""Of the attributes that a rank sends back."""
+"""Maximal bytes of the attributes that a rank sends."""
 
 _SAMPLE = 64
-"""Entries in each dimension by which a tensor is recognised, beside its address and its version."""
+"""Number of entries per dimension that identify a tensor, together with its address and its version."""
 
 _OF_RUN = vars(pl.LightningModule()).keys() - vars(torch.nn.Module()).keys()
-"""Attributes of a LightningModule that Lightning sets in a process, for that process."""
+"""Attributes of a LightningModule that Lightning sets for one process."""
 
 _MADE_UP = _CLASS, _PARAMETRIZATIONS = "__class__", "parametrizations"
 """Not among the attributes of a module itself."""
 
-_Place = tuple[str, str]  # the name of an object, and an attribute
+_Place = tuple[str, str]  # name of an object and name of an attribute
 
 
 class _Gone:
-    """In place of an attribute that is there no more."""
+    """Placeholder for a removed attribute."""
 
 
 class Shared:
-    """The objects that a caller and its ranks have in common, by name; made in both before the call."""
+    """Objects shared by a caller and its ranks, by name; created in both before the call."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         module: Any = torch.nn.Module() if trainer.lightning_module is None else trainer.lightning_module
@@ -70,18 +70,18 @@ class Shared:
         self._owners[name], self._labels[name] = owner, label
 
     def digests(self) -> dict[_Place, bytes]:
-        """Returns a number for the value of each attribute."""
+        """Returns a checksum for the value of each attribute."""
         return {place: _digest(value, self._names) for place, value in self._attributes()}
 
     def _attributes(self) -> Iterator[tuple[_Place, Any]]:
-        from lightning_gnn.nn.learned_rows import LearnedRows  # not before there are ranks: it takes time
+        from lightning_gnn.nn.learned_rows import LearnedRows  # local import, since it is slow
 
         for name, owner in self._owners.items():
-            if not isinstance(owner, LearnedRows):  # its state_dict has its rows
+            if not isinstance(owner, LearnedRows):  # its state_dict contains its rows
                 yield from (((name, attribute), value) for attribute, value in _attributes_of(owner).items())
 
     def changes(self, before: Mapping[_Place, bytes]) -> tuple[bytes, dict[str, str]]:
-        """Returns, in a rank, the attributes that differ from `before`, and why some cannot be sent, by name."""
+        """Returns, in a rank, the attributes that differ from `before`, and the reasons why some cannot be sent, by name."""
         changed = {
             place: value
             for place, value in self._attributes()
@@ -108,7 +108,7 @@ class Shared:
         return file.getvalue()
 
     def apply(self, changes: bytes) -> dict[str, str]:
-        """Changes, in the caller, its objects as a rank has changed its own; returns why that was not possible, by name."""
+        """Apply the changes of a rank to the caller's objects; returns the reasons of failures, by name."""
         try:
             found: dict[_Place, Any] = _Receiver(io.BytesIO(changes), self._objects).load()
         except Exception as error:  # of a class that this process does not have, say
@@ -119,7 +119,7 @@ class Shared:
 
 
 def warn_of_lost(lost: Mapping[str, str], strategy: str) -> None:
-    """Says which attributes have stayed in the ranks, in one warning."""
+    """Warn once about attributes that could not be sent."""
     if lost:
         named = ", ".join(f"{name} ({why})" for name, why in lost.items())
         rank_zero_warn(
@@ -129,7 +129,7 @@ def warn_of_lost(lost: Mapping[str, str], strategy: str) -> None:
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes of an object that pickles have, with a module's class."""
+    """Returns the attributes of an object that pickles contain, with the class of a module."""
     if isinstance(owner, pl.Trainer):
         return {"callbacks": owner.callbacks}  # type: ignore[attr-defined]
     if not isinstance(owner, torch.nn.Module):
@@ -147,7 +147,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def _state_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes that a pickle of an object has, or all, if it cannot be pickled."""
+    """Returns the attributes that a pickle of an object contains, or all if it cannot be pickled."""
     try:
         reduced = owner.__reduce_ex__(2)
     except Exception:  # whatever it raises
@@ -157,7 +157,7 @@ def _state_of(owner: Any) -> dict[str, Any]:
 
 
 def _put(owner: Any, attribute: str, value: Any) -> None:
-    """Sets an attribute; lists, dicts and sets stay the same objects, which others may have."""
+    """Set an attribute; lists, dicts and sets are changed in place, since other objects may refer to them."""
     if attribute == _CLASS:
         if not is_parametrized(owner):
             owner.__class__ = value
@@ -184,7 +184,7 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
 
 
 class _Limited(io.BytesIO):
-    """A file that does not grow beyond :data:`MOST_BYTES`."""
+    """File that does not grow beyond :data:`MOST_BYTES`."""
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > MOST_BYTES:
@@ -193,7 +193,7 @@ class _Limited(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value with shared objects as names."""
+    """Pickler with shared objects as names."""
 
     def __init__(self, file: Any, names: Mapping[int, str]) -> None:
         super().__init__(file, protocol=4)
@@ -204,7 +204,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Looker(_Pickler):
-    """Pickles a value to recognise it: what cannot be pickled, and what is large, by its address."""
+    """Pickler for checksums: large objects and objects that cannot be pickled are represented by their address."""
 
     def persistent_id(self, value: Any) -> Any:
         if (name := super().persistent_id(value)) is not None:
@@ -229,14 +229,14 @@ class _Looker(_Pickler):
 
 
 def _sample(value: Tensor) -> list[Any]:
-    """Returns the first entries of a tensor; none of one that is not dense."""
+    """Returns the first entries of a tensor; empty if it is not dense."""
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         return []
     return value.detach()[(slice(0, _SAMPLE),) * value.dim()].reshape(-1)[: _SAMPLE**2].tolist()
 
 
 def _digest(value: Any, names: Mapping[int, str]) -> bytes:
-    """Returns a number for a value; for one that cannot be looked at, another each time."""
+    """Returns a checksum of a value; a random one if it cannot be computed."""
     file = io.BytesIO()
     try:
         _Looker(file, names).dump(value)
@@ -246,7 +246,7 @@ def _digest(value: Any, names: Mapping[int, str]) -> bytes:
 
 
 class _Sender(_Pickler):
-    """Pickles a value, with tensors of devices as tensors of the CPU."""
+    """Pickler that sends tensors of devices as CPU tensors."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What went wrong in a rank, reported to the process that started it, so that it is shown once."""
+"""Failures of ranks, reported to the process that started them, so that each is shown once."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ from lightning_gnn.comm.watchdog import EXIT_STATUS
 from lightning_gnn.launching import RankFailedError
 
 GRACE_S = 3.0
-"""How long ranks may take to end by themselves once one has failed; then they are ended."""
+"""Seconds that ranks may take to end by themselves after a failure before they are terminated."""
 
 IMPORT_S = 300.0
-"""How long a started rank may take at least to import and to come to the Trainer's call."""
+"""Minimal timeout in seconds for a started rank to import and to reach the Trainer's call."""
 
 SETTLE_S = 1.0
-"""How long a rank that has lost another looks for one that has ended."""
+"""Seconds for which a rank that lost another rank searches for one that ended."""
 
 _REPORT = "_lightning_gnn_report"
 
 STOP_S = 60.0
-"""How long ranks that were asked to end may take, for a checkpoint, say."""
+"""Seconds that ranks may take to end after a request, for example to write a checkpoint."""
 
 
 @dataclass
 class Failure:
-    """Why a rank failed; ``str()`` of it is one line.
+    """Failure of a rank; ``str()`` of it is one line.
 
     Attributes:
-        what: ``"failed"``, or how its process ended.
-        reason: what it raised, or a possible cause; one line.
-        place: where it was in its training, as far as that is known.
-        about_peers: it only says that other ranks are gone or late, so another failure is likely the cause.
-        exception: what it raised, where that can be pickled.
+        rank: the rank.
+        what: ``"failed"``, or a description of how its process ended.
+        reason: error, or a possible cause; one line.
+        place: position in training, if known.
+        traceback: traceback as text.
+        about_peers: whether the error only reports that other ranks are gone or late, so that another failure is likely the
+            cause.
+        exception: the exception, if it can be pickled.
     """
 
     rank: int
@@ -72,9 +75,9 @@ class Failure:
 
     @classmethod
     def ended(cls, rank: int, code: int, place: str = "") -> Failure:
-        """Returns the failure of a process that ended without reporting one."""
+        """Returns the failure of a process that ended without a report."""
         if code >= 0:
-            about_peers = code == EXIT_STATUS  # the watchdog's: its ranks wait for each other in vain
+            about_peers = code == EXIT_STATUS  # exit status of the watchdog: its ranks are deadlocked
             return cls(rank, f"ended with exit status {code}", "its output says why", place, about_peers=about_peers)
         name = signal.Signals(-code).name
         hint = "if nobody did that on purpose, the machine may have run out of memory" if name == "SIGKILL" else ""
@@ -91,22 +94,29 @@ class Failure:
 
 
 def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
-    """Writes to stderr which ranks of this machine have ended, and how, after waiting some seconds for the first; returns what it
-    wrote."""
+    """Write to stderr which ranks of this machine ended, and how; returns the text.
+
+    Args:
+        rank: this rank.
+        what: what this rank reports about itself.
+        wait_s: seconds to wait for a rank that ended.
+    """
     lines = []
     for peer, status in processes.ended(wait_s).items():
         place = processes.place_of(peer)
         failure = Failure.ended(peer, status, place) if status else Failure(peer, "has ended", place=place)
         lines.append(f"Rank {rank} {what}: {str(failure)[0].lower()}{str(failure)[1:]}")
     if lines:
-        # Not print: a signal handler may interrupt another.
+        # os.write instead of print: a signal handler may interrupt another.
         os.write(2, "".join(f"{line}\n" for line in lines).encode())
     return "\n".join(lines)
 
 
 def report_to_torchrun(line: str, consequence: bool) -> None:
-    """Leaves a line for the summary that torchrun prints at the end, where it has started this process; it is to take another
-    failure, of which this one is a `consequence`, for the first."""
+    """Write a line for torchrun's final summary, if torchrun started this process.
+
+    For a `consequence` of another failure, the timestamp is later, so that torchrun treats the other failure as the first.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with contextlib.suppress(OSError), open(file, "w") as opened:
@@ -114,9 +124,9 @@ def report_to_torchrun(line: str, consequence: bool) -> None:
 
 
 def show_once() -> None:
-    """Lets this process end with one traceback, that of the rank that failed, and with a line that says why and where.
+    """Install an exception hook that prints one traceback, of the failed rank, and a line with reason and place.
 
-    Called again, it goes before hooks that were set meanwhile: torch's marks all lines as this rank's.
+    A repeated call installs it before hooks that were set in between: torch's hook prefixes all lines with this rank.
     """
     before = sys.excepthook
     if getattr(before, "_shows_once", False):
@@ -124,7 +134,7 @@ def show_once() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         line, text = getattr(error, _REPORT, ("", None))
-        set_report(error, "", text)  # the line once, where such a hook stands before and behind torch's
+        set_report(error, "", text)  # print the line once, if such hooks surround torch's hook
         if text is None:
             before(kind, error, where)
         else:
@@ -137,6 +147,11 @@ def show_once() -> None:
 
 
 def set_report(error: BaseException, line: str, text: str | None = None) -> None:
-    """Notes what :func:`show_once` prints of an error that nobody catches: a last line, unless it is empty, and before it a text
-    in place of the error's traceback, empty if another process shows that."""
+    """Set the output of :func:`show_once` for an uncaught error.
+
+    Args:
+        error: the error.
+        line: last line; empty for none.
+        text: text in place of the error's traceback; empty if another process shows it, None for the traceback.
+    """
     setattr(error, _REPORT, (line, text))

@@ -1,4 +1,4 @@
-"""Ranks as processes that each run one call of the Trainer: for notebooks, and for callers that want one process."""
+"""Launcher of ranks as processes that run one call of the Trainer: for notebooks, and for callers that need one process."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from lightning_gnn.private_torch import tree_map_only
 
 
 class ProcessLauncher(Launcher):
-    """Starts processes that each run one call of the Trainer, and brings rank 0's results back to the caller.
+    """Launcher of processes that run one call of the Trainer, and return rank 0's results to the caller.
 
-    The caller's module and callbacks get the trained weights and whatever else has changed on them (``changes.py``). Metrics, the
-    loop's progress and predictions come back as well. What a rank raises is raised in the caller, with that rank's traceback.
-    ``"fork"`` is the start method that works in notebooks.
+    The caller's module and callbacks get the trained weights and other changed attributes (``changes.py``). Metrics, the loop's
+    progress and predictions are returned as well. An error of a rank is raised in the caller, with that rank's traceback. In
+    notebooks, only the start method ``"fork"`` works.
     """
 
     def __init__(self, strategy: Launchable, start_method: Literal["spawn", "fork"]) -> None:
         self._strategy, self._start_method = strategy, start_method
         self._supervisor: Supervisor | None = None
-        self._reporter: Reporter | None = None  # in a rank
-        self._listener: socket.socket | None = None  # where ranks will meet, until they are started
+        self._reporter: Reporter | None = None  # set in a rank
+        self._listener: socket.socket | None = None  # rendezvous socket, until ranks are started
 
     @property
     @override
@@ -69,12 +69,12 @@ class ProcessLauncher(Launcher):
         supervisor = Supervisor()
         try:
             if self._start_method == "spawn":
-                # They import while this process looks for what is wrong.
+                # They import while this process checks the run.
                 self._start(supervisor, _enter)
-            # Threads that the check starts do not come along in a fork, and waiting for them would hang.
+            # A fork lacks the threads that the check starts, and would wait for them forever.
             strategy.before_ranks_start(trainer, (*args, *kwargs.values()), self_check=self._start_method == "spawn")
             self._listener = listener_of(environment, strategy.num_processes)
-            os.environ["MASTER_PORT"] = str(environment.main_port)  # chosen once, here
+            os.environ["MASTER_PORT"] = str(environment.main_port)  # set once, here
             if trainer is not None:
                 begin_runs(trainer)
             if self._start_method == "spawn":
@@ -83,7 +83,7 @@ class ProcessLauncher(Launcher):
             else:
                 given = None, trainer, function, args, kwargs
                 self._start(supervisor, self._run, *given)
-            self._close_listener()  # rank 0 has it
+            self._close_listener()  # rank 0 has a copy
             self._begin(supervisor, given)
             self._supervisor = supervisor
             results = torch.load(io.BytesIO(_result_of(supervisor)), weights_only=False)
@@ -98,9 +98,9 @@ class ProcessLauncher(Launcher):
         return results["output"]
 
     def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
-        """Starts the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
-        # A process group of an earlier run ends its threads when Python collects it; a forked rank has none to end, and would
-        # wait for them forever. So what is garbage is collected here, and ranks leave alone what was there before them.
+        """Start the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
+        # Python's garbage collector ends the threads of an earlier run's process group. A forked rank lacks these threads, and
+        # would wait forever. So garbage is collected before the fork, and ranks freeze existing objects.
         if self._start_method == "fork":
             gc.collect()
         for rank in range(self._strategy.num_processes):
@@ -116,7 +116,7 @@ class ProcessLauncher(Launcher):
         return Child(rank, process.pid, partial(getattr, process, "exitcode"), ours)
 
     def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
-        """Begins to watch the ranks, which have been `given` what they run."""
+        """Hook called when the ranks have received the arguments `given`, before they are watched."""
 
     def _sends_results(self, local_rank: int) -> bool:
         return local_rank == 0
@@ -132,7 +132,7 @@ class ProcessLauncher(Launcher):
         args: Any,
         kwargs: Any,
     ) -> None:
-        """Runs in each started process."""
+        """Main function of each started process."""
         gc.freeze()
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
@@ -141,7 +141,7 @@ class ProcessLauncher(Launcher):
             if random_states is not None:
                 set_random_states(random_states)
             if self._start_method == "fork":
-                torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would hang
+                torch.set_num_threads(1)  # a fork lacks OpenMP's threads, and would wait for them forever
             else:
                 set_num_threads(num_processes=self._strategy.num_processes)
             os.environ["LOCAL_RANK"] = str(local_rank)
@@ -149,7 +149,7 @@ class ProcessLauncher(Launcher):
                 hold(self._listener)
             else:
                 self._close_listener()
-            if self._start_method == "spawn":  # parameters arrive in shared memory: each rank needs its own
+            if self._start_method == "spawn":  # parameters are in shared memory: each rank needs its own
                 for module in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.nn.Module)):
                     for tensor in (*module.parameters(), *module.buffers()):
                         tensor.data = tensor.data.clone()
@@ -165,7 +165,7 @@ class ProcessLauncher(Launcher):
                 torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, results), file)
             reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's would raise while the process says why, and exits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler would raise during the report
             reporter.failed(error)
             sys.exit(1)
 
@@ -176,7 +176,7 @@ class ProcessLauncher(Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Passes a signal on to the ranks."""
+        """Forward a signal to the ranks."""
         if self._supervisor is not None:
             for child in self._supervisor.running():
                 child.signal(signum)
@@ -186,14 +186,14 @@ class ProcessLauncher(Launcher):
 
 
 def _enter(local_rank: int, parent: int, connection: Connection) -> None:
-    """Runs in each spawned process: waits for what it is to run."""
+    """Main function of each spawned process: waits for its arguments."""
     end_with_parent(parent)
     launcher, given = Reporter(local_rank, connection).wait_for_start()
     launcher._run(local_rank, parent, connection, *given)
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
-    """Returns what the first of the ranks that send results has sent, once all are done; raises what a rank raised."""
+    """Returns the first result after all ranks are done; raises the error of a failed rank."""
     waiting = list(supervisor.children)
     while waiting:
         failures = supervisor.look()
@@ -202,7 +202,7 @@ def _result_of(supervisor: Supervisor) -> bytes:
             raise _to_raise(supervisor.look()[0])
         waiting = [
             child
-            for child in supervisor.children  # the others may change
+            for child in supervisor.children  # the list may change
             if "result" not in child.received and not child.failures and child.exit_code() != 0
         ]
         wait([child.connection for child in waiting], timeout=0.2)
@@ -215,7 +215,7 @@ def _result_of(supervisor: Supervisor) -> bytes:
 
 
 def _to_raise(failure: Failure) -> BaseException:
-    """Returns what the rank has raised, if that could be sent; in notebooks, its cause shows where."""
+    """Returns the rank's exception if it could be sent; its cause shows the place in notebooks."""
     show_once()
     if failure.exception is None:
         return failure.error()
@@ -238,13 +238,13 @@ def _collect(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields parameters and buffers, also those that are not in the ``state_dict``."""
+    """Yields parameters and buffers, including tensors outside of the ``state_dict``."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def _restore(trainer: pl.Trainer, shared: Shared, results: dict[str, Any]) -> None:
-    """Changes the caller's objects as a rank has changed its own."""
+    """Apply the changes of a rank to the caller's objects."""
     changes, lost = results["changes"]
     lost |= shared.apply(changes)
     if results["weights"] is not None:
@@ -258,7 +258,7 @@ def _restore(trainer: pl.Trainer, shared: Shared, results: dict[str, Any]) -> No
 
 
 def _load(module: torch.nn.Module, weights: dict[str, Any], beside: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Gives a module the weights of a rank, and tensors `beside` them; returns why it lacks some, by name."""
+    """Load the weights of a rank, and the tensors `beside` the ``state_dict``; returns reasons for missing weights, by name."""
     with torch.no_grad():
         for name, tensor in _tensors(module):
             if name in beside and beside[name].shape == tensor.shape:
@@ -267,7 +267,7 @@ def _load(module: torch.nn.Module, weights: dict[str, Any], beside: dict[str, to
         module.load_state_dict(weights)
         return {}
     except RuntimeError as error:
-        known = module.state_dict()  # whatever fits has been loaded
+        known = module.state_dict()  # matching weights have been loaded
         there = {name for name in weights.keys() & known.keys() if _shape(weights[name]) == _shape(known[name])}
         return dict.fromkeys(sorted((weights.keys() | known.keys()) - there), str(error).partition(":")[0])
 

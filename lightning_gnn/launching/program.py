@@ -1,4 +1,4 @@
-"""How this program was started, so that ranks can run it again: with the same options, arguments and folder."""
+"""Command of this program, for ranks that run it again with equal options, arguments and folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multiprocessing import parent_process
 
 try:
-    _FOLDER = os.getcwd()  # of the import: the program may go elsewhere later, and its ranks go there themselves
+    _FOLDER = os.getcwd()  # working directory at import: the program may change it later, and so do its ranks
 except FileNotFoundError:
     _FOLDER = os.sep
 
@@ -19,10 +19,10 @@ def options() -> list[str]:
 
 
 def command() -> tuple[list[str], str]:
-    """Returns the command that runs this program again, and the folder to start it in.
+    """Returns the command that runs this program again, and its working directory.
 
     Raises:
-        RuntimeError: it cannot be run again; says why.
+        RuntimeError: it cannot be run again; the message has the reason.
     """
     if parent_process() is not None:
         raise RuntimeError("this process runs a function for another one (multiprocessing), and no program of its own")
@@ -38,17 +38,17 @@ def command() -> tuple[list[str], str]:
         raise RuntimeError("it was read from standard input, which can be read once only")
     path = os.path.join(_FOLDER, file)
     if spec is not None and os.path.basename(path) == "__main__.py":
-        path = os.path.dirname(path)  # an archive, or a folder
+        path = os.path.dirname(path)  # an archive or a folder
     if not os.path.exists(path):
         raise RuntimeError(f"its file {path} is not there any more")
     typed = given[0] if how == "" and given else ""
-    if not typed or not path.endswith(os.path.join(os.sep, typed)):  # a debugger, say, has started it
+    if not typed or not path.endswith(os.path.join(os.sep, typed)):  # started for example by a debugger
         return [*python, path, *sys.argv[1:]], _FOLDER
     return [*python, path, *given[1:]], _FOLDER if os.path.isabs(typed) else path[: -len(typed)]
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Returns Python's own options, without ``-i``; then ``-c``, ``-m`` or nothing for a file; and what follows."""
+    """Returns Python's own options without ``-i``, then ``-c``, ``-m`` or nothing for a file, and the remaining arguments."""
     options, left = list[str](), list(arguments)
     while left and left[0].startswith("-") and left[0] != "-":
         option = left.pop(0)
@@ -64,6 +64,6 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
             if letter in "WX":
                 options += [f"-{letter}", *(rest or [left.pop(0)])]
                 break
-            if letter != "i":  # after its end, a rank would wait for input
+            if letter != "i":  # with -i, a rank would wait for input at its end
                 options.append(f"-{letter}")
     return options, "", left

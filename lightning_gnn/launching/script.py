@@ -1,4 +1,4 @@
-"""Ranks as processes that run the same script: this process is the first of its machine and starts the others."""
+"""Launcher of ranks as processes that run the script again: this process is the first of its machine, and starts the others."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from lightning_gnn.private_lightning import HYDRA_AVAILABLE, Launcher, hydra_com
 
 @dataclass
 class _Script:
-    """The ranks that run the script. They belong to the process, not to one Trainer: they follow it through the script.
+    """State of the ranks that run the script; they belong to the process, not to one Trainer, and follow it through the script.
 
     Attributes:
-        supervisor: of the ranks that this process has started.
-        reporter, parent: of a started rank: its pipe, and the process that has started it.
-        watches: a started rank ends with its parent, from its first Trainer on.
-        waits: it has not come to its first call of a Trainer.
-        size: the number of ranks, where this package has started them.
+        supervisor: supervisor of the ranks that this process started.
+        reporter, parent: for a started rank, its pipe and the process that started it.
+        watches: whether a started rank ends with its parent; set by its first Trainer.
+        waits: whether the rank has not reached its first call of a Trainer.
+        size: number of ranks, if this package started them.
     """
 
     supervisor: Supervisor | None = None
@@ -63,23 +63,23 @@ _script = _Script()
 
 
 def take_up(parent: int, rank: int, size: int, descriptor: int) -> None:
-    """Takes up the pipe to the process that has started this rank."""
+    """Open the pipe to the process that started this rank."""
     os.set_inheritable(descriptor, False)
     _script.reporter, _script.parent, _script.size, _script.waits = Reporter(rank, Connection(descriptor)), parent, size, True
     show_once()
 
 
 class ScriptLauncher(Launcher):
-    """Runs the script once per rank; or, where ranks are there already (torchrun, SLURM), nothing but the call.
+    """Launcher that runs the script once per rank, or only the call if ranks already run (torchrun, SLURM).
 
-    The others begin to import while this process looks for what is wrong, and are ended if something is.
+    The other ranks import while this process checks the run. If a check fails, they are terminated.
 
-    If a rank fails, the others end within :data:`~lightning_gnn.launching.failures.GRACE_S` seconds and a little, and
-    the traceback of that rank is shown once, with a line that says why and where. Where ranks are there already, whoever
-    started them ends them; those of the same machine say which was gone.
+    If a rank fails, the others end within about :data:`~lightning_gnn.launching.failures.GRACE_S` seconds. The traceback of the
+    failed rank is shown once, with a line with reason and place. Ranks that already run are ended by the launcher that started
+    them. Ranks of the same machine report which rank was gone.
     """
 
-    _script = _script  # of the process, so of all launchers
+    _script = _script  # state of the process, shared by all launchers
 
     def __init__(self, strategy: Launchable) -> None:
         self._strategy = strategy
@@ -103,11 +103,11 @@ class ScriptLauncher(Launcher):
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
         ranks = strategy.num_processes * strategy.num_nodes
         reporter = script.reporter
-        if reporter is not None:  # in a started rank
+        if reporter is not None:  # this is a started rank
             if script.waits:
                 script.waits = False
                 self._arrive(reporter)
-            # This call needs all ranks, and says so where one is gone.
+            # This call needs all ranks, and raises an error if one is gone.
             reporter.needs_parent = reporter.needs_parent or os.getppid() == script.parent
         args = with_whole_last(trainer, args)
         starts = not environment.creates_processes_externally
@@ -133,15 +133,16 @@ class ScriptLauncher(Launcher):
             raise
 
     def _arrive(self, reporter: Reporter) -> None:
-        """Comes, in a started rank, to its first call of a Trainer."""
+        """Wait, in a started rank, at its first call of a Trainer."""
         reporter.wait_for_start()
 
     def _begin(self, supervisor: Supervisor, first: bool) -> None:
-        """Begins a call of a Trainer, in the process that has started the others; `first` if it was for this call."""
+        """Hook called at the begin of a Trainer's call, in the process that started the ranks; `first` if it started them for it.
+        """
         supervisor.begin()
 
     def _start(self, check: Callable[[], None]) -> None:
-        """Starts the other ranks of this machine, which run once `check` has found nothing wrong."""
+        """Start the other ranks of this machine, which continue after `check` succeeds."""
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
         size = strategy.num_processes * strategy.num_nodes
@@ -159,7 +160,7 @@ class ScriptLauncher(Launcher):
             check()
             listener = listener_of(environment, size)
             if listener is not None:
-                hold(listener)  # this process is rank 0
+                hold(listener)  # only rank 0 has a listener
             variables["MASTER_PORT"] = port = str(environment.main_port)
             supervisor.start_all(None, max(IMPORT_S, strategy.timeout.total_seconds()), MASTER_PORT=port)
         except BaseException:
@@ -171,7 +172,7 @@ class ScriptLauncher(Launcher):
         atexit.register(_see_off, supervisor)
 
     def _start_rank(self, local_rank: int, variables: Mapping[str, str]) -> Child:
-        """Runs the script once more, with these variables in its environment."""
+        """Run the script again, with these environment variables."""
         environment, ranks = self._strategy.cluster_environment, self._strategy.num_processes
         assert environment is not None
         command, folder = _command(local_rank, self._strategy.strategy_name)
@@ -185,7 +186,7 @@ class ScriptLauncher(Launcher):
                 **variables,
                 "LOCAL_RANK": str(local_rank),
                 STARTED_BY: f"{os.getpid()} {rank} {size} {theirs.fileno()}",
-                # A script's own wandb.init() gives the sweep's choice here too, and makes no second run.
+                # A script's wandb.init() returns the configuration of the sweep here too, without a second run.
                 "WANDB_MODE": "disabled",
             },
             pass_fds=[theirs.fileno()],
@@ -204,8 +205,8 @@ class ScriptLauncher(Launcher):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            inside.clear()  # this process knows; else the other ranks were asked to end, and said so as if it were why
-            if supervisor.stopping and is_about_peers(error):  # another rank came first to where Lightning ends
+            inside.clear()  # stops _watch, which would end the other ranks and hide the cause
+            if supervisor.stopping and is_about_peers(error):  # another rank was first to end after the signal
                 supervisor.end(grace=STOP_S)
                 raise SIGTERMException from None
             own = Failure.of(self._strategy.global_rank, error)
@@ -215,7 +216,7 @@ class ScriptLauncher(Launcher):
                 set_report(error, str(own), _without_traceback(error))
                 raise
             raise cause from None
-        except BaseException:  # Ctrl-C, or the end of the process
+        except BaseException:  # Ctrl-C, or process exit
             inside.clear()
             supervisor.end(grace=STOP_S if supervisor.stopping else 1.0)
             raise
@@ -223,9 +224,11 @@ class ScriptLauncher(Launcher):
             inside.clear()
 
     def _cause(self, supervisor: Supervisor, error: Exception) -> Exception | None:
-        """Returns what to raise in place of this rank's error, if another's failure led to it; settles the others."""
-        # What another rank says may take a moment to arrive. Ranks that all raise, as for bad input, may all go on; one that does
-        # not would wait forever.
+        """Returns the error to raise in place of this rank's error if another rank's failure caused it; ends or continues the
+        others.
+        """
+        # Messages of another rank may be delayed. If all ranks raise, for example for invalid input, all may continue. A rank
+        # that did not raise would wait forever.
         all_failed = supervisor.wait_for(supervisor.all_failed, GRACE_S)
         failures = supervisor.look()
         if all_failed and len(supervisor.running()) == len(supervisor.children):
@@ -238,7 +241,7 @@ class ScriptLauncher(Launcher):
 
     @override
     def kill(self, signum: Any) -> None:
-        """Passes a signal on to the other ranks; called by Lightning when this process is asked to end."""
+        """Forward a signal to the other ranks; called by Lightning when this process receives it."""
         end_after(STOP_S, 128 + signum)
         what = f"was asked to end by {signal.Signals(signum).name}"
         reporter, supervisor = self._script.reporter, self._script.supervisor
@@ -252,11 +255,11 @@ class ScriptLauncher(Launcher):
             self._end_without_asking(128 + signum)
 
     def _end_without_asking(self, code: int) -> None:
-        """Ends this rank, another having ended: Lightning would go on to ask all ranks, and wait for that one."""
+        """End this rank after another rank ended: Lightning would communicate with all ranks, and wait for the missing one."""
         raise SystemExit(code)
 
     def _report_guest(self, error: Exception) -> None:
-        """Reports what a rank has raised that neither started others nor was started by this package."""
+        """Report an error of a rank that this package did not start, and that started no ranks."""
         own = Failure.of(self._strategy.global_rank, error)
         ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
         show_once()
@@ -265,16 +268,16 @@ class ScriptLauncher(Launcher):
 
 
 def _without_traceback(error: Exception) -> str | None:
-    """Returns an error as text, if it has been said where the code of all ranks is; None otherwise."""
+    """Returns an error as text if its message already has the code positions of all ranks; None otherwise."""
     explained = isinstance(error, CommunicationError) and error.explained
     return f"{type(error).__name__}: {error}\n" if explained else None
 
 
 def _command(local_rank: int, strategy: str) -> tuple[Sequence[str], str]:
-    """Returns how this script is run again, and where.
+    """Returns the command that runs this script again, and its working directory.
 
     Raises:
-        RuntimeError: it cannot be.
+        RuntimeError: it cannot be run again.
     """
     if HYDRA_AVAILABLE:
         from hydra.core.hydra_config import HydraConfig
@@ -292,7 +295,7 @@ def _command(local_rank: int, strategy: str) -> tuple[Sequence[str], str]:
 
 
 def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
-    """Ends everything if another rank has failed and this one does not come to know of it."""
+    """End all ranks if another rank failed and this rank does not detect it."""
     while inside.is_set():
         time.sleep(0.1)
         failures = supervisor.look()
@@ -307,6 +310,6 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
 
 
 def _see_off(supervisor: Supervisor) -> None:
-    """At the end of the script: lets the other ranks come to its end too, unless something went wrong."""
+    """Wait at the end of the script for the other ranks to reach their end, unless an error occurred."""
     wrong = getattr(sys, "last_value", None) is not None
     supervisor.end(grace=GRACE_S if wrong or supervisor.look() else 60.0)

@@ -1,8 +1,8 @@
-"""What launchers share: where ranks meet, and who watches them. One that fails ends the others, in bounded time.
+"""Supervision of ranks, shared by launchers: rendezvous address, pipes, and the end of all ranks in bounded time if one fails.
 
-Each started rank has a pipe to the process that started it: it reports arrival at the Trainer's call, failures and its result,
-and gets what it is to run with, tensors in shared memory included. torchelastic's `start_processes` was tried: lost would be
-errors as objects, the caller's own way with Ctrl-C, imports while the first rank checks, and ranks that do without a lost one.
+Each started rank has a pipe to the process that started it. The rank reports arrival at the Trainer's call, failures and its
+result. It receives its arguments, including tensors in shared memory. torchelastic's `start_processes` was tried. It would lose
+errors as objects, the caller's handling of Ctrl-C, imports during the checks, and ranks that continue without a lost rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_gnn.private_lightning import PORT
 
 
 class Launchable(Protocol):
-    """A strategy whose ranks a launcher can start."""
+    """Strategy whose ranks a launcher can start."""
 
     strategy_name: str
     cluster_environment: ClusterEnvironment | None
@@ -42,21 +42,21 @@ class Launchable(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
 
     @property
     def global_rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
 
     def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
-        """Finds what is wrong while there is one process only."""
+        """Hook called to check the run before ranks start."""
 
     def outcome(self) -> Mapping[str, Any]:
         """Returns attributes that a call of the Trainer has set, for the process that started the ranks."""
 
 
 class _SharesDescriptors:
-    """Stands in for the process that is being started, so that locks and queues can be pickled for one that runs already."""
+    """Replacement for the process that is being started, so that locks and queues can be pickled for a running process."""
 
     DupFd = staticmethod(resource_sharer.DupFd)
 
@@ -69,27 +69,30 @@ class Reporter:
     """A started rank's end of the pipe.
 
     Attributes:
-        needs_parent: this rank ends if its parent does.
+        needs_parent: whether this rank ends if its parent does.
     """
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self.needs_parent, self._connection = rank, True, connection
 
     def send(self, event: str, value: Any = None) -> None:
-        """Sends to the parent, unless it is gone: that this rank has "arrived", with the address of its progress; that it has
-        "started"; bytes as its "result"; that it has "failed", with a failure; other events are for launchers of schemes."""
+        """Send an event to the parent, unless it is gone.
+
+        Events are "arrived" with the address of the rank's progress, "started", "result" with bytes, and "failed" with a failure.
+        Launchers of schemes may have other events.
+        """
         with contextlib.suppress(OSError):
             self._connection.send((event, value))
 
     def failed(self, error: BaseException) -> None:
-        """Sends what this rank raised to the parent, which shows it."""
+        """Send an error of this rank to the parent, which shows it."""
         self.send("failed", Failure.of(self.rank, error))
         set_report(error, "", "")
 
     def wait_for_start(self) -> Any:
-        """Waits until the parent has found nothing wrong; returns the argument of :meth:`Supervisor.start_all`.
+        """Wait for the checks of the parent; returns the argument of :meth:`Supervisor.start_all`.
 
-        Takes the parent's environment, and whether Ctrl-C interrupts it. Ends this process silently if the parent ends.
+        Copies the parent's environment, and its handling of Ctrl-C. Ends this process silently if the parent ends.
         """
         self.send("arrived", here().address)
         try:
@@ -99,14 +102,23 @@ class Reporter:
         self.send("started")
         os.environ.update(variables)
         if interruptible and threading.current_thread() is threading.main_thread() and not _handles_interrupts():
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # raises KeyboardInterrupt again
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # restores KeyboardInterrupt
         return given
 
 
 @dataclass
 class Child:
-    """A started rank; `exit_code` returns its exit status, negative for a signal, None while it runs. `connection` is the
-    parent's end of the pipe, `failures` those that it has sent, or its end, and `received` values of its events, by name."""
+    """Started rank.
+
+    Attributes:
+        rank: the rank.
+        pid: process id.
+        exit_code: function that returns the exit status, negative for a signal, None while the process runs.
+        connection: the parent's end of the pipe.
+        failures: failures that the rank sent, or the failure of its process.
+        received: values of its events, by name.
+        progress: shared memory with the rank's progress, after arrival.
+    """
 
     rank: int
     pid: int
@@ -128,18 +140,18 @@ class Child:
                     self.progress = Progress.of(value)
 
     def signal(self, number: int) -> None:
-        """Sends its process a signal, if it still runs."""
+        """Send a signal to the process, if it still runs."""
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class Supervisor:
-    """The children of this process.
+    """The child processes of this process.
 
     Attributes:
-        stopping: the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
-        ending: they are being ended.
+        stopping: whether the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
+        ending: whether they are being terminated.
     """
 
     def __init__(self, children: Iterable[Child] = ()) -> None:
@@ -150,10 +162,10 @@ class Supervisor:
         self._lock = threading.RLock()
 
     def look(self) -> list[Failure]:
-        """Returns the failures so far, those that are not about other ranks first."""
+        """Returns the failures so far; failures about other ranks are last."""
         with self._lock:
             for child in self.children:
-                code = child.exit_code()  # before listening: what it sent last is then there
+                code = child.exit_code()  # before listening, so that its last message is available
                 child.listen()
                 if code and not child.failures:
                     child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
@@ -161,9 +173,9 @@ class Supervisor:
             return sorted(self._of_concern(found), key=lambda failure: failure.about_peers)
 
     def begin(self, of_concern: Callable[[list[Failure]], list[Failure]] = list) -> None:
-        """Another call of a Trainer begins, in which :meth:`look` returns those failures that are `of_concern` to all ranks."""
+        """Begin another call of a Trainer, in which :meth:`look` returns only failures that are `of_concern` to all ranks."""
         with self._lock:
-            self.look()  # receives what was sent in the call before
+            self.look()  # receives the messages of the previous call
             self._of_concern = of_concern
 
     def running(self) -> list[Child]:
@@ -174,15 +186,16 @@ class Supervisor:
         return all(child.failures for child in self.children)
 
     def start_all(self, given: Any, seconds: float, **variables: str) -> None:
-        """Waits until all children have arrived at the Trainer's call, and lets them run it.
+        """Wait until all children have arrived at the Trainer's call, and let them run it.
 
         Args:
-            given: what :meth:`Reporter.wait_for_start` returns in each of them.
-            **variables: of their environment, beside those that have changed here since they were started.
+            given: return value of :meth:`Reporter.wait_for_start` in the children.
+            seconds: timeout.
+            **variables: environment variables of the children, in addition to variables that changed here since they started.
 
         Raises:
-            RankFailedError: one of them has failed, or ended, before it arrived.
-            RuntimeError: one has not arrived in time.
+            RankFailedError: a child failed, or ended, before it arrived.
+            RuntimeError: a child did not arrive in time.
         """
 
         def missing() -> list[Child]:
@@ -201,7 +214,7 @@ class Supervisor:
             )
         variables |= {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         for child in self.children:
-            with contextlib.suppress(OSError):  # it has ended: look() says so
+            with contextlib.suppress(OSError):  # it ended: look() reports it
                 set_spawning_popen(_SharesDescriptors)  # type: ignore[arg-type]
                 try:
                     data = ForkingPickler.dumps((variables, _handles_interrupts(), given))
@@ -212,13 +225,13 @@ class Supervisor:
                 self.wait_for(lambda: bool(self.look()) or "started" in child.received, seconds)  # noqa: B023
 
     def forget_failures(self) -> None:
-        """Starts anew: all ranks raised alike, and go on alike."""
+        """Clear the failures: all ranks raised equal errors, and continue."""
         with self._lock:
             for child in self.children:
                 child.failures = []
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Returns whether `condition` came true within some time."""
+        """Returns whether `condition` became true within `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -227,7 +240,7 @@ class Supervisor:
         return True
 
     def end(self, grace: float = GRACE_S) -> None:
-        """Ends all children: first by themselves, then by SIGTERM, then by SIGKILL."""
+        """End all children: wait `grace` seconds, then send SIGTERM, then SIGKILL."""
         self.ending = True
         if not self.wait_for(lambda: not self.running(), grace):
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -238,9 +251,9 @@ class Supervisor:
 
 
 def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | None:
-    """Returns a socket, for rank 0 of this machine, that listens where the ranks of an environment will meet; None elsewhere.
+    """Returns a socket, for rank 0 of this machine, that listens at the rendezvous address of an environment; None elsewhere.
 
-    Unless the port is given (MASTER_PORT), the environment has another one after each call.
+    Unless MASTER_PORT is set, each call sets another port in the environment.
     """
     if environment.node_rank() > 0:
         return None
@@ -253,8 +266,10 @@ def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | N
 
 @contextmanager
 def ignoring_interrupts() -> Iterator[None]:
-    """Processes that are started while this is open ignore Ctrl-C, until :meth:`Reporter.wait_for_start` has returned: it would
-    end an import with a traceback of their own."""
+    """Context manager in which started processes ignore Ctrl-C until :meth:`Reporter.wait_for_start` returns.
+
+    Otherwise Ctrl-C would end an import with a traceback.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
@@ -267,5 +282,5 @@ def ignoring_interrupts() -> Iterator[None]:
 
 
 def _handles_interrupts() -> bool:
-    """Returns whether Ctrl-C interrupts this process; not what a shell starts in the background."""
+    """Returns whether Ctrl-C interrupts this process; False for background processes of a shell."""
     return signal.getsignal(signal.SIGINT) != signal.SIG_IGN
