@@ -32,7 +32,9 @@ def text_console(width: int | None = None, file: IO[str] | None = None, **option
 
 
 def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:
-    """Returns a table of numbers except for the `left` first columns; cells are folded, since truncated numbers would be wrong.
+    """Returns a table of numbers except for the `left` first columns.
+
+    Cells are folded, since truncated numbers would be wrong.
     """
     table = Table(title=title, title_justify="left")
     for place, head in enumerate(heads):

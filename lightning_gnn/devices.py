@@ -91,7 +91,7 @@ def available_bytes() -> int | None:
     for _, controllers, path in groups:
         if controllers in _GROUP_FILES:
             root, *names = _GROUP_FILES[controllers]
-            # In a container, the path may be that on its host.
+            # In a container, the path may be a path of the host.
             folder = next((each for each in (Path(root + path), Path(root)) if (each / names[0]).is_file()), None)
             free = free if folder is None else int(min(free, _left_in(folder, *names)))
     return free

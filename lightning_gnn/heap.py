@@ -41,7 +41,9 @@ def keeping_freed_memory() -> Iterator[bool]:
 
 @contextmanager
 def freed_at_once(least_bytes: int) -> Iterator[bool]:
-    """Context manager in which blocks of at least `least_bytes` have separate mappings, returned when freed; yields if it works.
+    """Context manager in which blocks of at least `least_bytes` have separate mappings, which are unmapped when freed.
+
+    Yields whether this works.
     """
     found = _malloc()
     if found is None:

@@ -70,9 +70,9 @@ class Observer(Protocol):
 class Trial:
     """Runs of copies of one module on one graph.
 
-    The copies of a run share their parameters, so gradients add up. The copies have separate parameters if the step uses manual
-    optimization, or if hooks run before it or after its backward pass, since these may access parameters and gradients. Gradients
-    are then summed as in training.
+    The copies of a run share their parameters, so gradients add up. The copies have separate parameters under manual
+    optimization, or with hooks before the step or after its backward pass. Such code may access parameters and gradients.
+    Gradients are then summed as in training.
 
     Args:
         module: unbound module; its copies run on the CPU.

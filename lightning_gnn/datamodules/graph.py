@@ -126,8 +126,8 @@ class GraphDataModule(L.LightningDataModule):
         partition_dir: partition directory. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         num_neighbors, batch_size: options of mini-batches, for a strategy that samples; see
             :class:`~lightning_gnn.SamplingStrategy`. Default: the values of the strategy.
-        partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``, without the
-            memory that grows with the number of nodes. Default: a third of the available memory.
+        partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``; memory that grows
+            with the number of nodes is not included. Default: a third of the available memory.
         feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.
 
     Raises:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.checkpoints import with_whole_last
-from lightning_gnn.launching import program  # where this program was started is known now only
+from lightning_gnn.launching import program  # records the working directory at import
 from lightning_gnn.private_lightning import Launcher
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ _OF_RUN = vars(pl.LightningModule()).keys() - vars(torch.nn.Module()).keys()
 """Attributes of a LightningModule that Lightning sets for one process."""
 
 _MADE_UP = _CLASS, _PARAMETRIZATIONS = "__class__", "parametrizations"
-"""Not among the attributes of a module itself."""
+"""Keys that are not attributes of the module itself."""
 
 _Place = tuple[str, str]  # name of an object and name of an attribute
 
@@ -92,7 +92,7 @@ class Shared:
         lost: dict[str, str] = {}
         try:
             return self._pickled(changed), lost
-        except Exception:  # whatever an object raises as it is pickled
+        except Exception:  # pickling may raise any error
             kept = {}
             for place, value in changed.items():
                 try:
@@ -111,7 +111,7 @@ class Shared:
         """Apply the changes of a rank to the caller's objects; returns the reasons of failures, by name."""
         try:
             found: dict[_Place, Any] = _Receiver(io.BytesIO(changes), self._objects).load()
-        except Exception as error:  # of a class that this process does not have, say
+        except Exception as error:  # for example, this process lacks the class
             return {"attributes": f"{type(error).__name__}: {error}"}
         for (name, attribute), value in sorted(found.items(), key=lambda each: each[0][1] != _PARAMETRIZATIONS):
             _put(self._owners[name], attribute, value)
@@ -134,12 +134,12 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
         return {"callbacks": owner.callbacks}  # type: ignore[attr-defined]
     if not isinstance(owner, torch.nn.Module):
         return {name: value for name, value in _state_of(owner).items() if name in vars(owner)}
-    if is_parametrized(owner):  # of a class that was made for it
+    if is_parametrized(owner):  # torch made a class for this module
         modules = {name: each for name, each in getattr(owner, MODULES).items() if name != _PARAMETRIZATIONS}
         lists: Any = owner.parametrizations
         made = {name: list(each) for name, each in lists.items()}
         kind, state = type(owner).__bases__[0], {**vars(owner), MODULES: modules, _PARAMETRIZATIONS: made}
-        del state[LOAD_HOOKS]  # torch's weight norm has a local function there, for older checkpoints
+        del state[LOAD_HOOKS]  # torch's weight norm adds a local function, for older checkpoints
     else:
         kind, state = type(owner), _state_of(owner)
     left_out = _OF_RUN if isinstance(owner, pl.LightningModule) else ()
@@ -150,7 +150,7 @@ def _state_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes that a pickle of an object contains, or all if it cannot be pickled."""
     try:
         reduced = owner.__reduce_ex__(2)
-    except Exception:  # whatever it raises
+    except Exception:  # it may raise any error
         return vars(owner)
     state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
     return state if isinstance(state, dict) else {}
@@ -223,7 +223,7 @@ class _Looker(_Pickler):
         else:
             try:
                 known = value.__reduce_ex__(4) is not None
-            except Exception:  # whatever an object raises
+            except Exception:  # any object may raise any error
                 known = False
         return NotImplemented if known else (str, (f"{type(value).__name__} {id(value)}",))
 
@@ -240,7 +240,7 @@ def _digest(value: Any, names: Mapping[int, str]) -> bytes:
     file = io.BytesIO()
     try:
         _Looker(file, names).dump(value)
-    except Exception:  # whatever an object raises as it is pickled
+    except Exception:  # pickling may raise any error
         return os.urandom(16)
     return hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
 

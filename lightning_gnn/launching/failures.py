@@ -26,7 +26,7 @@ IMPORT_S = 300.0
 """Minimal timeout in seconds for a started rank to import and to reach the Trainer's call."""
 
 SETTLE_S = 1.0
-"""Seconds for which a rank that lost another rank searches for one that ended."""
+"""Seconds for which a rank that lost a peer searches for ranks that ended."""
 
 _REPORT = "_lightning_gnn_report"
 

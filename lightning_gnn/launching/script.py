@@ -137,7 +137,9 @@ class ScriptLauncher(Launcher):
         reporter.wait_for_start()
 
     def _begin(self, supervisor: Supervisor, first: bool) -> None:
-        """Hook called at the begin of a Trainer's call, in the process that started the ranks; `first` if it started them for it.
+        """Hook called when a Trainer's call begins, in the process that started the ranks.
+
+        `first` is True if the ranks were started for this call.
         """
         supervisor.begin()
 
@@ -224,8 +226,9 @@ class ScriptLauncher(Launcher):
             inside.clear()
 
     def _cause(self, supervisor: Supervisor, error: Exception) -> Exception | None:
-        """Returns the error to raise in place of this rank's error if another rank's failure caused it; ends or continues the
-        others.
+        """Returns the error to raise in place of this rank's error if another rank's failure caused it; else None.
+
+        Ends the other ranks, or lets them continue if all failed and still run.
         """
         # Messages of another rank may be delayed. If all ranks raise, for example for invalid input, all may continue. A rank
         # that did not raise would wait forever.

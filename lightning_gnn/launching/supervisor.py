@@ -221,7 +221,7 @@ class Supervisor:
                 finally:
                     set_spawning_popen(None)
                 child.connection.send_bytes(data)
-                # One after the other: until a child has them, descriptors are open here once more.
+                # One child at a time: until a child has received the descriptors, they are duplicated here.
                 self.wait_for(lambda: bool(self.look()) or "started" in child.received, seconds)  # noqa: B023
 
     def forget_failures(self) -> None:

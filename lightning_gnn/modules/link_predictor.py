@@ -65,9 +65,9 @@ class LinkPredictor(GraphModule):
     pairs of embeddings. Each edge ``(s, t)`` is compared with negatives ``(s, t')``, where ``t'`` is drawn from all nodes except
     t; some negatives may be edges. The draws depend only on the edge, the step and the seed, not on the number of ranks.
 
-    Logs ``train_loss``, ``val_loss``, ``val_mrr`` (mean of 1 / rank of an edge among its negatives, with ties before it),
-    ``val_hits@10`` (share of edges with a rank of at most 10), and the corresponding values of ``test``. Predicts the embeddings,
-    ``[N, F]``.
+    Logs ``train_loss``, ``val_loss``, ``val_mrr``, ``val_hits@10``, and the corresponding values of ``test``. ``mrr`` is the mean
+    of 1 / rank of an edge among its negatives, with ties before it. ``hits@10`` is the share of edges with a rank of at most 10.
+    Predicts the embeddings, ``[N, F]``.
 
     The graph must have ``edge_train_mask``, ``edge_val_mask`` and ``edge_test_mask``, as returned by
     :func:`~lightning_gnn.split_edges`.

@@ -371,7 +371,7 @@ class RowsMode(TorchFunctionMode):
                 self.refresh(x)
         try:
             return rule(self, func, args, kwargs)
-        except OtherSizeError:  # one row that is broadcast, or torch's own error
+        except OtherSizeError:  # a single row is broadcast; otherwise torch raises the error
             return self.on_all_rows(func, args, kwargs)
 
     def change(self, func: Any, args: Any, kwargs: Any) -> Any:

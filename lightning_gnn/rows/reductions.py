@@ -69,7 +69,7 @@ def _sum(mode: RowsMode, call: Call) -> Tensor:
 def _mean(mode: RowsMode, call: Call) -> Tensor | None:
     x, dtype = call.x, call.kwargs.get("dtype")
     if not (x.is_floating_point() or x.is_complex()) and dtype is None:
-        return None  # and torch raises
+        return None  # torch raises the error
     return mean(mode, x.to(dtype) if dtype else x, call.of, call.dims, _keeps(call), call.name)
 
 
@@ -134,7 +134,7 @@ def _norm(mode: RowsMode, call: Call) -> Tensor | None:
 
 def _extreme(mode: RowsMode, call: Call) -> Tensor | None:
     if 0 in (call.of.rows.total, *(size for dim, size in enumerate(call.x.shape) if dim != call.of.dim)):
-        return None  # and torch raises
+        return None  # torch raises the error
     return extreme(mode, call.name, call.x, call.of, call.dims, _keeps(call))
 
 
@@ -209,7 +209,7 @@ def _one_hot(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if x is None or of is None or classes >= 0:
         return by_itself(mode, func, args, kwargs)
     if of.rows.total == 0:
-        return mode.on_all_rows(func, args, kwargs)  # which raises
+        return mode.on_all_rows(func, args, kwargs)  # raises the error of torch
     most = extreme(mode, "max", x, of, range(x.dim()), False)
     return by_itself(mode, func, (x, int(most) + 1), {})
 

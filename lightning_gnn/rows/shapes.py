@@ -622,7 +622,7 @@ def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
     if item.dtype != torch.bool:
         return rows.choose(item) if of is None else None
     if (len(item) if of is None else of.rows.total) != rows.total:
-        return None  # and torch raises
+        return None  # torch raises the error
     return rows.select(converted(mode, item, rows, 1, "mask"))
 
 

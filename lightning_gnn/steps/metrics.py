@@ -108,9 +108,9 @@ class StandInMetrics:
 
     - Many metrics raise an error for an empty update, so a rank without labeled nodes has a placeholder row in its mask. An
     update on this rank with no more rows is skipped.
-    - A scalar without a weight in a ``MeanMetric`` or ``SumMetric`` (or a running one) counts as a mean over the rank's labeled
-    rows in the mask of the stage. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` get the mean of such scalars over ranks.
-    ``SumMetric`` adds whole numbers as counts.
+    - A scalar without a weight in a ``MeanMetric`` or ``SumMetric`` (or a running one) counts as a mean. The mean is over the
+    rank's labeled rows in the mask of the stage. ``MaxMetric``, ``MinMetric`` and ``CatMetric`` get the mean of such scalars over
+    ranks. ``SumMetric`` adds whole numbers as counts.
     - States of ranks without updates are left out when states are reduced: they may have another form.
     - The value of a metric on a batch covers the rows of all ranks if it is logged, and the local rows otherwise.
 

@@ -100,9 +100,9 @@ class GNNStrategy(RankStrategy):
         checkpoint_convs: whether each conv stores only its arguments and is recomputed in the backward pass, where halo features
             are exchanged again, as in SAR. This takes less memory and more time and bytes, with equal results (docs/memory.md).
             Full-graph strategies only.
-        memory_limit: memory of this machine that its CPU ranks share, in bytes or such as ``"4GB"``; tensors beyond it are in
-            files (docs/memory.md, "Beyond memory"). None: no limit.
-        spill_dir: folder of these files. Default: the Trainer's ``default_root_dir``.
+        memory_limit: memory limit of all ranks together, for several CPU ranks of one machine, in bytes or such as ``"4GB"``.
+            Tensors beyond it are in files (docs/memory.md, "Beyond memory"), and `reuse_buffers` has no effect. None: no limit.
+        spill_dir: folder of these files; needs `memory_limit`. Default: the Trainer's ``default_root_dir``.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 

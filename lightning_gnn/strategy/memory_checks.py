@@ -62,9 +62,10 @@ def check_own_memory(run: Run, world: World, shard: Shard) -> None:
 
 
 def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: int, working_bytes: int = 0) -> None:
-    """Warns if ranks that share memory are predicted to need more than is available, and suggests what would fit.
+    """Warns if ranks that share memory are predicted to need more than is available, and suggests changes that would fit.
 
     Args:
+        run: the call of the Trainer.
         shard: shard of one of the ranks, on the CPU.
         sizes: sizes of the ranks that share the memory.
         available: available bytes.
