@@ -1,1 +1,1 @@
-"""Features that attach to the core, a folder each; the core imports none of them."""
+"""Optional features, one folder each; the core imports none of them."""

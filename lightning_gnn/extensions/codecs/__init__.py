@@ -1,1 +1,1 @@
-"""Rows in fewer bytes between ranks, approximately."""
+"""Codecs: messages between ranks in fewer bytes, with approximate results."""

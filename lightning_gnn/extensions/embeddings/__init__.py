@@ -1,1 +1,1 @@
-"""Learnable rows for nodes, each on the rank that owns its node."""
+"""Learnable node embeddings, each stored on the owner of its node."""

@@ -1,1 +1,1 @@
-"""Graphs in files, cut and sorted in memory that does not grow with their edges."""
+"""Graphs in files, partitioned and sorted in memory that does not grow with the number of edges."""

@@ -1,1 +1,1 @@
-"""Ranks of one machine that share less memory than they need together, and compute in turns."""
+"""Out-of-core training: ranks of one machine that compute in turns under a shared memory limit."""

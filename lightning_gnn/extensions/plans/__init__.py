@@ -1,1 +1,1 @@
-"""Who sends what when over which links, and what it costs; most of it runs without ranks."""
+"""Communication plans over the links between ranks, and their costs; most of the code runs without ranks."""

@@ -1,4 +1,4 @@
-"""What the running ranks are joined by, as far as host names, NVIDIA's management library (NVML) and Linux tell."""
+"""Detection of the topology of the running ranks from host names, NVIDIA's management library (NVML) and Linux."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_gnn.extensions.plans.wiring import uniform
 
 
 def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
-    """Returns the topology of the ranks, on every rank the same; called by all of them.
+    """Returns the topology of the ranks, the same on every rank. Collective: all ranks must call it.
 
-    Ranks of one host name belong to one machine. For those on CUDA devices, the first rank of each machine asks NVML (package
-    ``nvidia-ml-py``, imported as ``pynvml``) and Linux how they are joined; without it they are taken as alike. Of several
-    machines, it also asks Linux for the ports between them. What it does not find out is taken as DGCL measured it, and a line of
-    rank 0's log says so; ``lightning-gnn topology measure`` measures.
+    Ranks with the same host name are on one machine. For CUDA ranks, the first rank of each machine queries NVML (package
+    ``nvidia-ml-py``, imported as ``pynvml``) and Linux for the links. Without NVML, the links are assumed to be uniform. With
+    several machines, it also queries Linux for the network ports. Unknown bandwidths are assumed as measured by DGCL, and rank 0
+    logs the assumptions. ``lightning-gnn topology measure`` measures them.
 
     Args:
         world: the ranks.
-        sysfs: where Linux tells of devices.
+        sysfs: folder in which Linux describes devices.
     """
     hosts, cuda = hosts_of(world), world.device.type == "cuda"
     if len(hosts) == 1 and not cuda:
         return uniform(world.size, SHARED_MEMORY, "detected", **SOCKET_LATENCY)
-    from lightning_gnn.extensions.plans.hardware import Machine, detected, device_uuid, local_machine  # most runs need none of it
+    from lightning_gnn.extensions.plans.hardware import Machine, detected, device_uuid, local_machine  # often unused
 
     uuids = world.all_gather_object(device_uuid(world.device))
     ranks = next(host for host in hosts if world.rank in host)
@@ -53,7 +53,7 @@ def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
 
 
 def hosts_of(world: World) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each machine, by host names; called by all ranks."""
+    """Returns the ranks of each machine, by host names. Collective: all ranks must call it."""
     ranks: dict[str, list[int]] = {}
     for rank, key in enumerate(world.all_gather_object(machine_key() or socket.gethostname())):
         ranks.setdefault(key, []).append(rank)

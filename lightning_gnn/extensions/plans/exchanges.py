@@ -1,6 +1,7 @@
-"""What one exchange of rows moves under a scheme, and how long it takes by the cost model (DGCL section 5.1), without ranks.
+"""Predicted traffic and time of one exchange of a scheme by the cost model (DGCL section 5.1), computed without ranks.
 
-An exchange serves one propagation, forward or backward; both move the same rows, in opposite directions of the same hops.
+An exchange serves one propagation, forward or backward. Both directions send the same rows over the same hops in opposite
+directions.
 
 N nodes, E edges, P ranks, S stages. Traffic is ``[S, P, P]``: stage, sender, receiver.
 """
@@ -27,17 +28,17 @@ from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, cut into parts.
+    """Partitioned graph and sizes of a model.
 
     Attributes:
-        relation: which rows are needed where.
+        relation: communication relation: which devices need which rows.
         edge_index: all edges in the relation's ids, source and target, int64 ``[2, E]``.
-        num_layers: propagations of the model.
+        num_layers: number of propagations of the model.
         columns: width of the rows that layers exchange.
-        features: width of the graph's features.
-        element_bytes: of one number.
-        value_bytes: of an edge's weight, which travels where blocks of the matrix do; 0 if all are one.
-        holder: of a vertex cut, the rank that computes each edge, ``[E]``; None where its target's owner does.
+        features: width of the input features.
+        element_bytes: bytes of one element.
+        value_bytes: bytes of an edge weight, which is sent with blocks of the matrix; 0 if all weights are one.
+        holder: for a vertex cut, the rank that computes each edge, ``[E]``; None if it is the owner of the edge's target.
     """
 
     relation: Relation
@@ -64,33 +65,33 @@ class Workload:
 
     @cached_property
     def owner(self) -> Ids:
-        """The rank of each node, int64 ``[N]``."""
+        """Rank of each node, int64 ``[N]``."""
         return np.repeat(np.arange(self.relation.num_devices), np.diff(self.relation.offsets))
 
     @cached_property
     def replication_factors(self) -> tuple[float, ...]:
-        """Nodes held by all ranks over N after 1 to `num_layers` hops (DGCL Figure 4)."""
+        """Nodes stored by all ranks, divided by N, after 1 to `num_layers` hops (DGCL Figure 4)."""
         return replication_factors(self.edge_index, self.owner, self.relation.num_devices, self.num_layers)
 
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """One exchange of a scheme; see the top of this file.
+    """Cost of one exchange of a scheme; the module docstring describes exchanges.
 
     Attributes:
-        scheme: its name, and of a product on a process grid its form: ``"spmm_15d c=2 blocks"``.
-        followed: ``fit`` exchanges in this way.
-        reason: why there is no time: the scheme does not apply to the topology.
-        rows: that cross links, relayed ones each time, summed over ranks; of a swap those written and those read; of products
-            in columns of blocks, words over columns.
-        seconds: on a topology; None without one, or where the scheme does not apply.
-        edges: that each rank sums over in all columns, ``[P]``.
-        replication: rows that all ranks hold over N; None where blocks of rows only pass through.
-        matrix_bytes: of the matrix's blocks, which travel too (2D and 3D).
-        paper_rows: by the count of the paper's algorithm, which sends whole blocks; None where it has no formula.
-        choice: what a scheme that chooses between several such exchanges knows of each, with ``rows`` and ``bytes_held``: for
-            ``spmm_15d``, whose `rows` are an upper bound if sparsity-aware.
-        plan, cost: what moves, where the scheme follows a plan, and what it puts on each hop.
+        scheme: name of the scheme; for a product on a process grid with its variant: ``"spmm_15d c=2 blocks"``.
+        followed: whether ``fit`` uses this exchange.
+        reason: the reason for missing seconds: the scheme does not apply to the topology.
+        rows: number of rows that cross links, summed over ranks; relayed rows count each time. For a swap, rows written plus rows
+            read; for products in column blocks, words divided by columns.
+        seconds: time on a topology; None without a topology or if the scheme does not apply.
+        edges: number of edges that each rank aggregates over all columns, ``[P]``.
+        replication: rows that all ranks store, divided by N; None if blocks of rows are only passed on.
+        matrix_bytes: bytes of the matrix blocks, which 2D and 3D products also send.
+        paper_rows: rows by the paper's algorithm, which sends whole blocks; None if it has no formula.
+        choice: for a scheme that chooses between several exchanges, data of this one, with ``rows`` and ``bytes_held``; for
+            ``spmm_15d``, `rows` is an upper bound if sparsity-aware.
+        plan, cost: the plan, if the scheme follows one, and its load on each hop.
     """
 
     scheme: str
@@ -108,7 +109,7 @@ class ExchangeCost:
 
     @property
     def edge_balance(self) -> float:
-        """Edges that the rank with most sums over, over the mean; of 2D and 3D by columns too."""
+        """Maximum number of edges per rank, divided by the mean; for 2D and 3D also by columns."""
         return float(self.edges.max() / self.edges.mean()) if self.edges.any() else 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,9 +123,9 @@ class ExchangeCost:
 
 @singledispatch
 def exchange_costs(scheme: Scheme, work: Workload, topology: Topology | None) -> Sequence[ExchangeCost]:
-    """Returns the ways to exchange rows that ``lightning-gnn plan`` shows of a scheme, one of them followed; no ranks are there.
+    """Returns the exchanges that ``lightning-gnn plan`` shows for a scheme, one of them followed; needs no ranks.
 
-    By default none: nothing is predicted. ``@exchange_costs.register`` adds a function for a class of schemes.
+    By default, the list is empty: nothing is predicted. ``@exchange_costs.register`` adds a function for a class of schemes.
     """
     return []
 
@@ -135,7 +136,7 @@ def _(scheme: EdgeCutScheme, work: Workload, topology: Topology | None) -> Seque
 
 
 def sent_directly(scheme: str, traffic: NDArray[Any], work: Workload, topology: Topology | None, **more: Any) -> ExchangeCost:
-    """Returns an exchange that sends each row from its owner to where it is needed, in the stages of `traffic`."""
+    """Returns an exchange that sends each row directly from its owner to the ranks that need it, in the stages of `traffic`."""
     more.setdefault("rows", int(traffic.sum()))
     if topology is None:
         return ExchangeCost(scheme, **more)
@@ -148,9 +149,11 @@ def sent_directly(scheme: str, traffic: NDArray[Any], work: Workload, topology: 
 
 
 def edge_exchange(scheme: str, work: Workload, topology: Topology | None, holder: Ids | None = None, **more: Any) -> ExchangeCost:
-    """Returns the exchange of any scheme that sends only the rows that an edge needs, and partial sums that it adds to.
+    """Returns the exchange of a scheme that sends only rows needed by an edge, and the partial sums that edges add to.
 
-    `holder` is the rank that computes each edge, ``[E]``, by default as `work` has it; `more` are of :class:`ExchangeCost`.
+    Args:
+        holder: the rank that computes each edge, ``[E]``; default: as in `work`.
+        more: attributes of :class:`ExchangeCost`.
     """
     relation = work.relation
     if holder is None:
@@ -162,9 +165,9 @@ def edge_exchange(scheme: str, work: Workload, topology: Topology | None, holder
 
 
 def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, holder: Ids, **more: Any) -> ExchangeCost:
-    """Returns an exchange of :func:`edge_exchange` along trees: copies go down them, and then partial sums up such trees.
+    """Returns an exchange of :func:`edge_exchange` along trees: copies are sent down the trees, partial sums up similar trees.
 
-    Each by the plan that is the fastest for rows of the width of `work`; the way up takes as long as the way down.
+    Each direction uses the fastest plan for rows as wide as in `work`; sending up takes as long as sending down.
     """
     offsets = work.relation.offsets
     found = []
@@ -179,20 +182,21 @@ def planned_edges(direct: ExchangeCost, work: Workload, topology: Topology, hold
 
 
 def fastest_for(relation: Relation, topology: Topology, work: Workload) -> PricedPlan:
-    """Returns the plan by which ``plan="spst"`` moves rows of the width of `work`."""
+    """Returns the plan that ``plan="spst"`` uses for rows as wide as in `work`."""
     return fastest(fastest_plans(relation, topology), work.row_bytes)
 
 
 def edge_traffic(holder: Ids, offsets: Ids, edge_index: Ids) -> Ids:
-    """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: those that are expanded, then partial sums that are reduced.
+    """Returns the rows of a sparse exchange, int64 ``[2, P, P]``: copies of sources, then partial sums.
 
-    A rank gets each node that one of its edges leaves from its owner, once, and sends its owner a partial sum of each node that
-    one leads to; `holder` is each edge's rank, ``[E]``. Where that is the target's owner, these are halos, and nothing.
+    A rank receives each source of its edges once from the source's owner. It sends one partial sum for each target of its edges
+    to the target's owner. `holder` is the rank of each edge, ``[E]``. If this is the owner of the target, the copies are the halo
+    and there are no partial sums.
     """
     num_ranks = len(offsets) - 1
     traffic = np.zeros((2, num_ranks, num_ranks), np.int64)
     for stage, ends in enumerate(edge_index):
-        # A flag per node and rank: less work than to sort all edges.
+        # A flag per node and rank is less work than sorting all edges.
         used = np.zeros((int(offsets[-1]), num_ranks), np.bool_)
         used[ends, holder] = True
         for owner in range(num_ranks):

@@ -1,8 +1,8 @@
-"""What NVML and Linux tell of a machine's GPUs, PCIe devices and network ports, and the topology of machines of which they tell.
+"""GPUs, PCIe devices and network ports of a machine as reported by NVML and Linux, and the topology of such machines.
 
-A :class:`Machine` is a small table; :func:`detected` makes a topology of several. Its bandwidths are those that DGCL measured
-(section 5.1, Tables 1 and 3), in proportion to the rates that are reported. Of Linux, files below ``/sys`` are read (kernel:
-Documentation/ABI, sysfs-bus-pci, sysfs-class-net, sysfs-class-infiniband).
+A :class:`Machine` is a small table; :func:`detected` builds a topology from several. Bandwidths are DGCL's measurements (section
+5.1, Tables 1 and 3), scaled by the reported rates. From Linux, files below ``/sys`` are read (kernel: Documentation/ABI,
+sysfs-bus-pci, sysfs-class-net, sysfs-class-infiniband).
 
 n GPUs of one machine. Rates are nominal, in 10^9 bytes per second and direction.
 """
@@ -36,26 +36,28 @@ from lightning_gnn.extensions.plans.topology import (
 from lightning_gnn.extensions.plans.wiring import Wiring
 
 ONE_SWITCH, HOST_BRIDGE, NUMA_NODE, SYSTEM = 10, 30, 40, 50
-"""What two devices have in common, by NVML: a PCIe switch; the host bridge (20: switches below it); the NUMA node; the system."""
+"""Nearest common ancestor of two devices, by NVML: PCIe switch; host bridge (20: several switches); NUMA node; system."""
 
 V100_NVLINK = 25.781
-"""Rate of one NVLink of a V100, as NVML has it: 24.22 GB/s of it (94 %) were measured (DGCL Table 1)."""
+"""Rate of one NVLink of a V100 by NVML; 24.22 GB/s of it (94 %) were measured (DGCL Table 1)."""
 
 PCIE3_X16 = 8 * 16 * 128 / 130 / 8
-"""Rate of 16 lanes of PCIe 3, 15.75 GB/s: 11.13 GB/s of it (71 %) were measured (DGCL Table 1); of PCIe 4's, 22.70 GB/s (72 %;
-CDFGNN Table 2). For others the share of PCIe 3 is assumed."""
+"""Rate of 16 lanes of PCIe 3, 15.75 GB/s; 11.13 GB/s of it (71 %) were measured (DGCL Table 1).
+
+For PCIe 4, 22.70 GB/s (72 %) were measured (CDFGNN Table 2). For other generations, the share of PCIe 3 is assumed.
+"""
 
 
 @dataclass(frozen=True)
 class LocalGPUs:
-    """How the GPUs of one machine's ranks are joined, in the order of the ranks.
+    """Links between the GPUs of one machine's ranks, in the order of the ranks.
 
     Attributes:
-        nvlinks: number of active NVLinks between each two, ``[n][n]``.
-        switch_nvlinks: number of each one's NVLinks into NVSwitches, ``[n]``.
-        ancestors: what each two have in common over PCIe, ``[n][n]``; see :data:`ONE_SWITCH`.
-        nvlink_rates: of one of each one's NVLinks, ``[n]``.
-        pcie_rates: of each one's slot, ``[n]``.
+        nvlinks: number of active NVLinks between each pair, ``[n][n]``.
+        switch_nvlinks: number of NVLinks of each GPU to NVSwitches, ``[n]``.
+        ancestors: nearest common ancestor of each pair over PCIe, ``[n][n]``; see :data:`ONE_SWITCH`.
+        nvlink_rates: rate of one NVLink of each GPU, ``[n]``.
+        pcie_rates: rate of each GPU's slot, ``[n]``.
     """
 
     nvlinks: tuple[tuple[int, ...], ...]
@@ -67,12 +69,12 @@ class LocalGPUs:
 
 @dataclass(frozen=True)
 class Port:
-    """A network port of a machine.
+    """Network port of a machine.
 
     Attributes:
-        name: unique in its machine.
-        gb_per_s: its rate, of which nothing is taken off: DGCL measured 3.12 GB/s of Ethernet's 25 Gbit/s.
-        ancestors: what it has in common with each GPU over PCIe, ``[n]``; empty if unknown.
+        name: name, unique within its machine.
+        gb_per_s: full nominal rate; DGCL measured 3.12 GB/s on Ethernet of 25 Gbit/s.
+        ancestors: nearest common ancestor with each GPU over PCIe, ``[n]``; empty if unknown.
     """
 
     name: str
@@ -82,12 +84,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks of one machine.
+    """Ranks of one machine and their hardware.
 
     Attributes:
-        ranks: ascending.
-        gpus: how they are joined; None where that is unknown or they have none: all alike.
-        ports: that its ranks may use to reach other machines; empty where none is known: one of DGCL's Ethernet.
+        ranks: ranks, ascending.
+        gpus: links between the GPUs; None if unknown or without GPUs: links are uniform.
+        ports: ports that the ranks may use to reach other machines; empty if unknown: one Ethernet port as measured by DGCL.
     """
 
     ranks: tuple[int, ...]
@@ -96,36 +98,40 @@ class Machine:
 
 
 def nvlink_gb_per_s(count: int, rate: float = V100_NVLINK) -> float:
-    """Returns the bandwidth of so many NVLinks side by side: of a V100's one and two as in DGCL's Table 1, else 24.2 GB/s each;
-    of others in proportion to their rate."""
+    """Returns the bandwidth of `count` parallel NVLinks, scaled by their rate.
+
+    For a V100, one and two NVLinks are as in DGCL's Table 1; otherwise each has 24.2 GB/s.
+    """
     return round({1: NVLINK, 2: NVLINK_PAIR}.get(count, 24.2 * count) * rate / V100_NVLINK, 2)
 
 
 def pcie_gb_per_s(rate: float) -> float:
-    """Returns the bandwidth of a slot of a rate."""
+    """Returns the bandwidth of a slot from its rate."""
     return round(rate * PCIE / PCIE3_X16, 2)
 
 
 def qpi_gb_per_s(rate: float) -> float:
-    """Returns the bandwidth between sockets, and between host bridges, of a machine whose slots have a rate.
+    """Returns the bandwidth between sockets, and between host bridges, of a machine whose slots have this rate.
 
-    Nothing reports it. That of QPI (DGCL Table 1) is assumed, in proportion to the rate, since a machine's parts are of one age.
+    No interface reports it. The bandwidth of QPI (DGCL Table 1) is assumed, scaled by the rate, as the parts of a machine are
+    from the same generation.
     """
     return round(rate * QPI / PCIE3_X16, 2)
 
 
 def detected(machines: Sequence[Machine]) -> Topology:
-    """Returns the topology of machines: their GPUs as reported, other ranks with a link for each two, and their network ports.
+    """Returns the topology of machines: reported GPU links, one link per pair of other ranks, and network ports.
 
-    Two GPUs use their NVLinks, direct or over NVSwitches, if they have any, else PCIe: the switch above each group of GPUs, and
-    QPI where a host bridge or socket lies between. A GPU has a slot of its own where two under one switch talk over it.
+    Two GPUs use their NVLinks, direct or over NVSwitches, if they have any. Otherwise they use PCIe: the switch above each group
+    of GPUs, and QPI if a host bridge or socket is between them. A GPU has a separate slot hop if two GPUs under one switch
+    communicate over the switch.
 
-    A rank reaches other machines over the port that is nearest to its GPU, as NCCL does; of several, the one that the fewest use.
-    What lies between is shared with other traffic over PCIe; under the same switch, nothing does. A machine of which no port is
-    known has one of Ethernet (DGCL Table 1).
+    A rank reaches other machines over the port that is nearest to its GPU, as in NCCL; among equally near ports, over the least
+    used. The hops between are shared with other PCIe traffic; a port under the same switch has none. A machine without known
+    ports gets one Ethernet port (DGCL Table 1).
 
     Args:
-        machines: with all ranks.
+        machines: machines that together have all ranks.
     """
     made, to_port = Wiring("detected"), dict[int, list[str]]()
     for number, machine in enumerate(machines):
@@ -144,10 +150,10 @@ def detected(machines: Sequence[Machine]) -> Topology:
 
 
 class _Place(NamedTuple):
-    """Where a device or port is on PCIe: groups of GPUs by number, and further numbers for ports apart from all of them.
+    """Location of a device or port on PCIe: numbers of GPU groups, or further numbers for ports outside all groups.
 
     Attributes:
-        switch: -1 for a port under no GPU's switch.
+        switch: -1 for a port that is not under a GPU's switch.
     """
 
     switch: int
@@ -168,14 +174,14 @@ def _nearest(ports: Sequence[Port], n: int) -> list[Port]:
 
 
 def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, ports: Sequence[Port]) -> list[list[str]]:
-    """Adds a machine of GPUs, its hops and links; returns the way of each GPU to its port, if any."""
+    """Adds the hops and links of a machine with GPUs; returns the hops from each GPU to its port, if any."""
     n = len(ranks)
     levels = (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE)
     groups = [_groups(gpus, level) for level in levels]
     switches, bridges, nodes = groups
 
     def place(ancestors: Sequence[int], apart: _Place) -> _Place:
-        """Returns where something is that has this in common with each GPU; `apart` where it is in no GPU's group."""
+        """Returns the location of a device with these common ancestors; `apart` at levels where it is in no GPU's group."""
         return _Place(
             *(
                 next((at for at, group in enumerate(each) if any(ancestors[i] <= level for i in group)), elsewhere)
@@ -197,13 +203,13 @@ def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, 
     ]
 
     def across(name: str, one: int, other: int) -> str:
-        """Returns the step over the connection of two sockets or bridges, which goes forward from the first to the second."""
+        """Returns the step over the connection of two sockets or bridges; forward is from the first to the second."""
         low, high = sorted((one, other))
         gb_per_s = qpi_gb_per_s(max(gpus.pcie_rates))
         return ("" if one < other else "-") + made.hop(f"{name}{number}.{low}-{high}", "qpi", gb_per_s)
 
     def between(one: _Place, other: _Place) -> list[str]:
-        """Returns the way from the switch of a GPU to another place."""
+        """Returns the hops from the switch of a GPU to another location."""
         if one.switch == other.switch:
             return []
         way = [switch[one.switch]]
@@ -218,7 +224,7 @@ def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, 
             rate = min(gpus.nvlink_rates[i], gpus.nvlink_rates[j])
             made.link(ranks[i], ranks[j], kind="nvlink", gb_per_s=nvlink_gb_per_s(gpus.nvlinks[i][j], rate))
         elif (i, j) not in bare:
-            # Any GPU reaches any other at its full width, but all its traffic shares that.
+            # Any GPU reaches any other at its full bandwidth, which all its traffic shares.
             ends = [
                 made.hop(f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
                 for k in (i, j)
@@ -233,13 +239,13 @@ def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, 
     ways: list[list[str]] = []
     for i, port in enumerate(ports):
         apart = _Place(-1, len(bridges) + ports.index(port), len(nodes))
-        # Without ancestors it is not known what lies between.
+        # Without ancestors, the hops between are unknown.
         ways.append([*slot[i], *between(places[i], place(port.ancestors, apart))] if port.ancestors else [])
     return ways
 
 
 def _groups(gpus: LocalGPUs, level: int) -> list[list[int]]:
-    """Returns the GPUs that have something up to `level` in common, by their first one, ``[groups][members]``."""
+    """Returns groups of GPUs with a common ancestor up to `level`, ordered by their first GPU, ``[groups][members]``."""
     groups: dict[int, list[int]] = {}
     for i in range(len(gpus.ancestors)):
         first = next((first for first in groups if gpus.ancestors[first][i] <= level), i)
@@ -255,13 +261,13 @@ _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 @dataclass(frozen=True)
 class PCIeDevice:
-    """A device on PCIe.
+    """PCIe device.
 
     Attributes:
-        path: the host bridge, the bridges of switches on the way, and the device, such as ``("pci0000:15", "0000:15:01.0",
+        path: host bridge, bridges of switches on the path, and the device, such as ``("pci0000:15", "0000:15:01.0",
             "0000:16:00.0")``.
-        numa_node: of its socket; -1 if unknown.
-        gb_per_s: that its link carries by speed and width, in 10^9 bytes per second and direction; None if unknown.
+        numa_node: NUMA node of its socket; -1 if unknown.
+        gb_per_s: bandwidth of its link by speed and width, in 10^9 bytes per second and direction; None if unknown.
     """
 
     path: tuple[str, ...]
@@ -269,7 +275,7 @@ class PCIeDevice:
     gb_per_s: float | None
 
     def common_ancestor(self, other: PCIeDevice) -> int:
-        """Returns what two devices have in common, as NVML does for GPUs; several switches count as one."""
+        """Returns the nearest common ancestor of two devices, as NVML does for GPUs; several switches count as one."""
         if self.path[:2] == other.path[:2]:
             return ONE_SWITCH
         if self.path[0] == other.path[0]:
@@ -279,12 +285,12 @@ class PCIeDevice:
 
 @dataclass(frozen=True)
 class NetworkPort:
-    """A port that is up.
+    """Network port that is up.
 
     Attributes:
         name: ``"mlx5_0:1"`` for port 1 of an InfiniBand or RoCE device, ``"eth0"`` for an interface.
-        gb_per_s: by its rate and by its device's PCIe link, in 10^9 bytes per second and direction.
-        device: None if it is on no PCIe.
+        gb_per_s: minimum of its rate and its device's PCIe link, in 10^9 bytes per second and direction.
+        device: PCIe device; None if it is not on PCIe.
     """
 
     name: str
@@ -298,7 +304,7 @@ def pcie_device(address: str, sysfs: Path = SYSFS) -> PCIeDevice | None:
 
 
 def rdma_ports(sysfs: Path = SYSFS) -> list[NetworkPort]:
-    """Returns the active InfiniBand and RoCE ports whose rate is known, by name."""
+    """Returns the active InfiniBand and RoCE ports with known rates, sorted by name."""
     found = []
     for port in sorted((sysfs / "class/infiniband").glob("*/ports/*")):
         rate = _number(_read(port / "rate"))  # "400 Gb/sec (4X NDR)"
@@ -309,10 +315,10 @@ def rdma_ports(sysfs: Path = SYSFS) -> list[NetworkPort]:
 
 
 def interfaces(sysfs: Path = SYSFS, name: str | None = None) -> list[NetworkPort]:
-    """Returns the interfaces of devices that are up and whose speed is known, by name; or the one of this name of any kind."""
+    """Returns device interfaces that are up and have a known speed, sorted by name; or any interface called `name`."""
     found = []
     for interface in sorted((sysfs / "class/net").glob(name or "*")):
-        speed = _number(_read(interface / "speed"))  # Mbit/s, -1 where the driver does not know
+        speed = _number(_read(interface / "speed"))  # Mbit/s, -1 if unknown to the driver
         if speed and _read(interface / "operstate") == "up" and (name or (interface / "device").exists()):
             found.append(_port(interface.name, speed / 8000, interface / "device"))
     return found
@@ -324,7 +330,7 @@ def _port(name: str, gb_per_s: float, link: Path) -> NetworkPort:
 
 
 def _device(folder: Path) -> PCIeDevice | None:
-    """Returns the PCIe device that a folder describes, or a part of one, as with virtio."""
+    """Returns the PCIe device described by a folder or by a parent folder, as for virtio."""
     while folder.name and not _ADDRESS.fullmatch(folder.name):
         folder = folder.parent
     bridge = next((number for number, part in enumerate(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None)
@@ -335,7 +341,7 @@ def _device(folder: Path) -> PCIeDevice | None:
 
 
 def _link_gb_per_s(folder: Path) -> float | None:
-    """Returns what the link above a device carries: an idle one is slow, so the highest speed that both of its ends can."""
+    """Returns the bandwidth of the link above a device: by the highest speed that both ends support, as idle links are slow."""
     ends = [folder, folder.parent] if _ADDRESS.fullmatch(folder.parent.name) else [folder]
     speed = min(_number(_read(end / "max_link_speed")) for end in ends)  # "8.0 GT/s PCIe"
     encoding = 0.8 if speed < 8 else 128 / 130  # since PCIe 3
@@ -343,7 +349,7 @@ def _link_gb_per_s(folder: Path) -> float | None:
 
 
 def _number(text: str) -> float:
-    """Returns the number that a text begins with; 0 for another text or a negative one."""
+    """Returns the number at the start of a text; 0 for other text or a negative number."""
     found = re.match(r"[0-9.]+", text)
     return float(found[0]) if found else 0.0
 
@@ -351,14 +357,14 @@ def _number(text: str) -> float:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # missing, or the driver has no answer
+    except OSError:  # missing file, or no value from the driver
         return ""
 
 
 def local_machine(
     ranks: tuple[int, ...], uuids: Sequence[str | None], cuda: bool, several: bool, sysfs: Path = SYSFS
 ) -> tuple[Machine, list[str]]:
-    """Returns the machine of these ranks, with ports if there are `several` machines, and what is assumed of it."""
+    """Returns the machine of these ranks, with ports if there are `several` machines, and the assumptions made about it."""
     gpus, devices, assumed = None, list[PCIeDevice | None](), list[str]()
     if cuda and (len(ranks) > 1 or several):
         try:
@@ -368,7 +374,7 @@ def local_machine(
     found = _ports(cuda, sysfs) if several else []
     if several and not found:
         assumed.append(f"one network port, of {ETHERNET} GB/s, since Linux does not tell which one ranks use and how fast it is")
-    # Of ports of several kinds, as for storage and messages, NCCL prefers the fastest.
+    # Of ports of several kinds, for example for storage and messages, NCCL prefers the fastest.
     most = max((port.gb_per_s for port in found), default=0.0)
     found = [port for port in found if port.gb_per_s >= most]
     ports = tuple(Port(port.name, port.gb_per_s, _ancestors(port.device, devices)) for port in found)
@@ -376,10 +382,10 @@ def local_machine(
 
 
 def _ports(cuda: bool, sysfs: Path) -> list[NetworkPort]:
-    """Returns the ports that messages may take, as far as they are known.
+    """Returns the ports that messages may use, as far as known.
 
-    NCCL uses InfiniBand and RoCE where it can, else interfaces; gloo one interface: the one that GLOO_SOCKET_IFNAME names, or the
-    host's name has, which is known where there is one only.
+    NCCL uses InfiniBand and RoCE if available, else interfaces. gloo uses one interface: the one named by GLOO_SOCKET_IFNAME or
+    the one of the host name. The latter is known only if there is a single interface.
     """
     if cuda:
         return rdma_ports(sysfs) or interfaces(sysfs)
@@ -388,17 +394,17 @@ def _ports(cuda: bool, sysfs: Path) -> list[NetworkPort]:
 
 
 def _ancestors(port: PCIeDevice | None, gpus: Sequence[PCIeDevice | None]) -> tuple[int, ...]:
-    """Returns what a port has in common with each GPU; nothing unless that is known of all."""
+    """Returns the nearest common ancestor of a port with each GPU; empty unless known for all GPUs."""
     known = [gpu for gpu in gpus if gpu is not None]
     return () if port is None or len(known) < len(gpus) else tuple(port.common_ancestor(gpu) for gpu in known)
 
 
 class UnknownGPUsError(RuntimeError):
-    """How GPUs are joined cannot be found out; says why, and what would help."""
+    """Raised if the links between GPUs cannot be detected; the message has the reason and a fix."""
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """Returns the UUID of a CUDA device as NVML has it, whatever CUDA_VISIBLE_DEVICES says; None for others, or if unknown."""
+    """Returns the NVML UUID of a CUDA device, independent of CUDA_VISIBLE_DEVICES; None for other devices or if unknown."""
     if device.type != "cuda":
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # torch 2.5 or newer
@@ -406,10 +412,10 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def local_gpus(uuids: Sequence[str | None], sysfs: Path = SYSFS) -> tuple[LocalGPUs, list[PCIeDevice | None], list[str]]:
-    """Returns how the GPUs of this machine with these UUIDs are joined, where they are on PCIe, and what is assumed of them.
+    """Returns the links between the GPUs with these UUIDs, their PCIe devices, and the assumptions made about them.
 
     Raises:
-        UnknownGPUsError: without pynvml, if NVML does not work, or does not know these devices.
+        UnknownGPUsError: if pynvml is missing, NVML does not work, or NVML does not find these devices.
     """
     try:
         nvml = importlib.import_module("pynvml")
@@ -440,14 +446,14 @@ def _gpus(uuids: Sequence[str], nvml: ModuleType, sysfs: Path) -> tuple[LocalGPU
             try:
                 active = nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
-                break  # it has no NVLinks, or not so many
+                break  # no NVLinks, or no more of them
             if not active:
                 continue
             if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 switch_nvlinks[index] += 1
                 continue
             other = position.get(_bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
-            if other is not None:  # else a GPU that no rank uses
+            if other is not None:  # None: a GPU that no rank uses
                 nvlinks[index][other] += 1
     ancestors = [[0 if a is b else int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)) for b in handles] for a in handles]
     assumed = []
@@ -469,7 +475,7 @@ def _gpus(uuids: Sequence[str], nvml: ModuleType, sysfs: Path) -> tuple[LocalGPU
 
 
 def _nvlink_rate(handle: object, nvml: ModuleType) -> float | None:
-    """Returns the rate of each of a GPU's active NVLinks in GB/s and direction; None if NVML does not tell it."""
+    """Returns the rate of each of a GPU's active NVLinks in GB/s per direction; None if NVML does not report it."""
     try:
         [field] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     except nvml.NVMLError:
@@ -478,7 +484,7 @@ def _nvlink_rate(handle: object, nvml: ModuleType) -> float | None:
 
 
 def _bus_id(info: object) -> str:
-    """Returns a PCI address as Linux spells it: NVML's are bytes or text, with 4 or 8 digits of the domain."""
+    """Returns a PCI address in Linux spelling; NVML returns bytes or text, with 4 or 8 digits of the domain."""
     bus_id = info.busId  # type: ignore[attr-defined]
     text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
     domain, _, rest = text.lower().partition(":")

@@ -1,11 +1,11 @@
-"""Plans in two stages, between machines and inside them, for more ranks than can be planned link by link.
+"""Two-stage plans, between machines and inside machines, for more ranks than link-by-link planning supports.
 
-Each row crosses to a machine once, to one of the ranks there that read it, its gateway; this one sends it to the others. A rank's
-part is made of its own rows, of what its readers ask for and of the halos of its own machine, so neither time nor memory grows
-with the number of ranks beyond a few numbers for each. DGCL (section 4.1) partitions in such a hierarchy, and plans over a search
-of all links; what moves here is what its trees move where nothing but the machines' ports is slow.
+Each row is sent to a machine once. The receiver is one of the ranks there that read the row, its gateway, which sends it to the
+others. A rank's part of the plan depends on its own rows, the ids that its readers request, and the halos of its own machine. So
+time and memory grow with the number of ranks only by a few values per rank. DGCL (section 4.1) partitions in such a hierarchy,
+and plans by a search over all links. The two-stage plan sends the same rows as DGCL's trees if only the machines' ports are slow.
 
-P ranks, N owned rows, H halo rows.
+P ranks, N local nodes, H halo nodes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_gnn.partition.shard import HaloPlan, Ids
 
 
 def gateways(readers: Sequence[Ids]) -> list[NDArray[np.bool_]]:
-    """Returns which of its rows each reader of a machine receives from their owners, bool ``[rows]`` each.
+    """Returns, for each reader of a machine, a mask of the rows that it receives from their owners, bool ``[rows]`` each.
 
-    Of n readers of a row it is the one at place id modulo n, so that owners and readers agree without asking, and none relays
-    what it does not read.
+    The gateway of a row with n readers is reader number (id modulo n). So owners and readers agree without messages, and no rank
+    relays a row that it does not read.
 
     Args:
-        readers: the ids that each reads, without duplicates.
+        readers: for each reader, the ids that it reads, without duplicates.
     """
     ids = np.concatenate(readers)
-    order = np.argsort(ids, kind="stable")  # the readers of a row stay in their order
+    order = np.argsort(ids, kind="stable")  # stable: keeps the readers of each row in order
     ids = ids[order]
     first = np.flatnonzero(np.diff(ids, prepend=-1))
     count = np.diff(first, append=len(ids))
@@ -40,16 +40,17 @@ def gateways(readers: Sequence[Ids]) -> list[NDArray[np.bool_]]:
 
 
 def plan_through_hosts(rank: int, hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids) -> RankPlan:
-    """Returns what `rank` does in the plan of two stages.
+    """Returns the part of `rank` in the two-stage plan.
 
-    In the first, owners send each row to its gateway on each other machine, and to all readers on their own; in the second,
-    gateways send rows to the other readers. Backward, gateways add the gradients of a machine, and one row goes to the owner.
+    In the first stage, owners send each row to its gateway on each other machine, and to all readers on their own machine. In the
+    second stage, gateways send rows to the other readers. Backward, gateways add the gradients of a machine and send one row to
+    the owner.
 
     Args:
-        rank: whose part.
-        hosts: of the ranks.
-        rows: what goes directly from and to this rank.
-        halos: of each rank, the ids that it reads from others, ascending; those of the rank's own machine are looked at.
+        rank: the rank.
+        hosts: machines of the ranks.
+        rows: rows of the direct exchange from and to this rank.
+        halos: for each rank, the ids of its halo nodes, ascending; only entries of ranks on the rank's own machine are read.
         offsets: first id of each rank and the end, ``[P + 1]``.
     """
     size, owned, halo = len(offsets) - 1, rows.num_owned, np.asarray(halos[rank])
@@ -64,7 +65,7 @@ def plan_through_hosts(rank: int, hosts: Hosts, rows: HaloPlan, halos: Sequence[
 
     far = host_of[np.searchsorted(offsets, halo, side="right") - 1] != host_of[rank]
     ids, far_rows = halo[far], owned + np.flatnonzero(far)
-    # Of what others read, all that matters here is what this rank reads, too.
+    # Rows that other ranks of the machine read matter here only if this rank reads them, too.
     shared = [ids if peer == rank else np.intersect1d(ids, halos[peer], assume_unique=True) for peer in near_ranks]
     from_owners = gateways(shared)
     mine = from_owners[near_ranks.index(rank)]
@@ -85,8 +86,11 @@ def plan_through_hosts(rank: int, hosts: Hosts, rows: HaloPlan, halos: Sequence[
 
 
 def loads(rank: int, hosts: Hosts, rows: HaloPlan, tables: RankPlan) -> NDArray[np.int64]:
-    """Returns what :func:`prices` needs of a rank, int64 ``[3, 4]``: directly, in the first stage and in the second, the rows
-    that it sends to and receives from other machines, the most from a rank of its own, and its messages."""
+    """Returns the counts of one rank for :func:`prices`, int64 ``[3, 4]``.
+
+    The rows are the direct exchange, the first stage and the second stage. The columns count the rows sent to and received from
+    other machines, the most rows received from one rank of the same machine, and messages.
+    """
     near = hosts.host_of == hosts.host_of[rank]
     direct = np.array([len(each) for each in rows.send_rows]), np.array(rows.recv_counts)
     stages = [tuple(np.array([len(each) for each in ends]) for ends in (s.sends, s.receives)) for s in tables.forward]
@@ -98,12 +102,13 @@ def loads(rank: int, hosts: Hosts, rows: HaloPlan, tables: RankPlan) -> NDArray[
 
 
 def prices(hosts: Hosts, loads: NDArray[np.int64]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns the :attr:`~lightning_gnn.extensions.plans.plan_cost.PlanCost.price` of direct rows and of those in two stages,
-    over machines as :func:`~lightning_gnn.extensions.plans.presets.machines` has them.
+    """Returns the :attr:`~lightning_gnn.extensions.plans.plan_cost.PlanCost.price` of direct and of two-stage exchanges.
+
+    The machines are modeled as in :func:`~lightning_gnn.extensions.plans.presets.machines`.
 
     Args:
-        hosts: of the ranks.
-        loads: of each rank, ``[P, 3, 4]``, see :func:`loads`.
+        hosts: machines of the ranks.
+        loads: the result of :func:`loads` for each rank, ``[P, 3, 4]``.
     """
     port = np.zeros((len(hosts.ranks), 3, 2), np.int64)
     np.add.at(port, hosts.host_of, loads[:, :, :2])

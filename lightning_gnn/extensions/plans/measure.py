@@ -1,7 +1,7 @@
-"""How fast messages between each two of the running ranks are, over the same transport as in training.
+"""Measurement of bandwidth and latency between each pair of running ranks, over the transport used in training.
 
-Every timing starts at a barrier, sends one message per flow and ends when the last one has arrived, as a stage of a plan does
-(DGCL section 5.1). Noise from elsewhere only slows down, so of several timings the fastest counts.
+Each timing starts at a barrier, sends one message per flow, and ends when the last message is received, as a stage of a plan does
+(DGCL section 5.1). Other load can only increase a timing, so the fastest of several timings is used.
 
 P ranks.
 """
@@ -32,21 +32,21 @@ SHORT_BYTES, SHORT_REPEATS = 64, 10
 UNEVEN = 1.25
 
 ALIKE = 1.08
-"""Bandwidths are taken for one if their ratio is at most this: DGCL's nearest two, PCIe and QPI, differ by 1.16."""
+"""Maximum ratio of bandwidths that are treated as equal; the nearest two of DGCL, PCIe and QPI, differ by 1.16."""
 
 Progress = Callable[[int, int], None]
-"""Told how many pairs of ranks have been measured, in one direction each, and how many there are."""
+"""Callback with the number of measured pairs of ranks, per direction, and their total number."""
 
 
 def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
-    """Returns how long messages of ``num_bytes[a, b]`` from a to b take until the last has arrived; runs on all ranks.
+    """Returns the seconds until the last of the messages of ``num_bytes[a, b]`` from a to b is received. Collective.
 
     Raises:
-        CommunicationError: a message did not arrive; names the peer.
+        CommunicationError: if a message is not received; the error names the peer.
     """
     sent, received = num_bytes[world.rank].tolist(), num_bytes[:, world.rank].tolist()
     out = world.transport.scratch((sum(sent),), torch.uint8)
-    out.fill_(world.rank)  # memory that nobody has touched is faster to read than rows are
+    out.fill_(world.rank)  # untouched memory is faster to read than real rows
     into = torch.zeros(sum(received), dtype=torch.uint8, device=world.device)
     world.barrier()
     synchronize(world.device)
@@ -64,13 +64,13 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
 
 
 def rate(world: World, a: int, b: int, seconds: float, most_bytes: int) -> float:
-    """Returns the GB/s of a message from rank a to rank b; runs on all ranks, with the same result.
+    """Returns the bandwidth in GB/s of messages from rank a to rank b. Collective; the same result on all ranks.
 
     Args:
         world: the ranks.
-        a, b: two of them.
-        seconds: that a message should take: longer is more exact.
-        most_bytes: that a message may have.
+        a, b: two of the ranks.
+        seconds: target duration of a message; longer is more accurate.
+        most_bytes: maximum size of a message.
     """
 
     def carried(length: int) -> float:
@@ -85,13 +85,14 @@ def rate(world: World, a: int, b: int, seconds: float, most_bytes: int) -> float
         enough = min(most_bytes, int(fastest * 1e9 * seconds))
         if length * 1.5 >= enough:
             return fastest
-        length = min(enough, 16 * length)  # step by step: how long starting takes is not known yet
+        length = min(enough, 16 * length)  # gradually: the share of the startup time is not known yet
 
 
 def fixed_seconds(world: World) -> tuple[float, float]:
-    """Returns what a stage of messages takes whatever its size, and what each further message of a rank in it takes, in seconds.
+    """Returns the seconds of a stage of messages regardless of size, and of each further message of a rank in the stage.
 
-    The first is the median over flows of a single short message, the second what all flows at once take longer, by message.
+    The first value is the median time of a single short message over several flows. The second is the additional time per message
+    when all flows run at once.
     """
     size = world.size
 
@@ -109,10 +110,10 @@ def fixed_seconds(world: World) -> tuple[float, float]:
 
 
 def measured(world: World) -> Topology:
-    """Returns the topology of the running ranks, measured in a fraction of the time of ``lightning-gnn topology measure``.
+    """Returns the measured topology of the running ranks, in a fraction of the time of ``lightning-gnn topology measure``.
 
     Raises:
-        CommunicationError: two ranks do not reach each other.
+        CommunicationError: if two ranks cannot reach each other.
     """
     began = time.perf_counter()
     found = measure(world, QUICK_SECONDS, QUICK_BYTES, lambda done, total: None)
@@ -125,19 +126,20 @@ def measured(world: World) -> Topology:
 
 
 def measure(world: World, seconds: float, most_bytes: int, progress: Progress, name: str = "measured") -> Topology:
-    """Returns the topology of the running ranks as measured; runs on all ranks, with the same result.
+    """Returns the measured topology of the running ranks. Collective; the same result on all ranks.
 
-    Each two ranks have a link of their own, as fast as a message between them is while no other is sent. Hosts are known by name.
+    Each pair of ranks gets a separate link, with the bandwidth of a message between them while no other message is sent. Hosts
+    are identified by name.
 
     Args:
         world: the ranks, two or more.
         seconds, most_bytes: see :func:`rate`.
-        progress: called after every pair of ranks and direction.
-        name: of the topology.
+        progress: called after each ordered pair of ranks.
+        name: name of the topology.
 
     Raises:
-        CommunicationError: two ranks do not reach each other.
-        ValueError: there is one rank only.
+        CommunicationError: if two ranks cannot reach each other.
+        ValueError: if there is only one rank.
     """
     if world.size < 2:
         raise ValueError("There is nothing to measure between ranks where there is one only.")
@@ -164,7 +166,7 @@ def measure(world: World, seconds: float, most_bytes: int, progress: Progress, n
 
 
 def levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns each value's level: the median of those that are taken for one, so that equal links come out equal."""
+    """Returns the level of each value: the median of the values treated as equal, so that equal links get equal bandwidths."""
     found, rest = values.copy(), np.argsort(values)
     while len(rest):
         count = int(np.searchsorted(values[rest], ALIKE * values[rest[0]], side="right"))

@@ -1,4 +1,4 @@
-"""Pictures of plans: the load of links on a topology, and what hops do over time. Drawn without a display.
+"""Pictures of plans: the load of links on a topology, and the load of hops over time. No display is needed.
 
 Functions return a figure; :func:`~lightning_gnn.callbacks.pictures.save_picture` writes it.
 """
@@ -23,22 +23,22 @@ from lightning_gnn.extensions.plans.plan_cost import LinkLoad, PlanCost, hop_lab
 from lightning_gnn.extensions.plans.topology import Topology
 
 DEVICE = 0.24
-"""Radius of a device; the unit of what follows is about the distance of two devices."""
+"""Radius of a device; the unit of all lengths is about the distance of two devices."""
 
 SPACING, MARGIN = 1.25, 0.5
-"""Between the devices of a host along their circle; between it and the host's frame."""
+"""Distance of a host's devices along their circle, and distance between the circle and the host's frame."""
 
 GATE, BETWEEN, LEAST = 0.1, 1.9, 4.2
-"""Half the width of the gate of a host, the way between two hosts' frames, and the least width of a picture."""
+"""Half the width of a host's gate, the distance between two hosts' frames, and the minimum width of a picture."""
 
 HOPS = 18
-"""So many are drawn, over time and beside the links."""
+"""Maximum number of hops drawn, over time and next to the links."""
 
 
 def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Figure:
-    """Returns a picture of the devices by host and socket, and the links, coloured by the time of their busiest hop.
+    """Returns a picture of the devices by host and socket, with links colored by the time of their busiest hop.
 
-    Links between hosts are gathered at a gate of each host (a grey square): between devices and gates arrows show the time of a
+    Links between hosts are combined at a gate of each host (a gray square). Arrows between devices and gates show the time of the
     device's own rows.
     """
     figure = new_figure(12, 6.8)
@@ -59,7 +59,7 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
     low, high = low - spare, high + spare
     axes.set(xlim=(low[0], high[0]), ylim=(low[1] - 0.25, high[1] + 0.25), aspect="equal")
     axes.axis("off")
-    points = 72 * min(8.6 / (high[0] - low[0]), 6.0 / (high[1] - low[1]))  # of one unit
+    points = 72 * min(8.6 / (high[0] - low[0]), 6.0 / (high[1] - low[1]))  # points per unit
     for number, (centre, size) in enumerate(zip(centres, reach)):
         _draw_host(axes, topology, number, centre, radii[number], size, places, points)
     used = {frozenset((load.sender, load.receiver)) for load in loads}
@@ -77,12 +77,12 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
             axes.plot(*gates[number], "s", color=GREY, ms=points * 0.1, zorder=4)
     arrows = _arrows(loads, topology, places, gates, np.array(radii) == 0)
     thin = min(1.0, points / 70 + 0.35) * min(1.0, math.sqrt(40 / max(1, len(arrows))))
-    for seconds, begin, end, rounds in sorted(arrows, key=lambda arrow: arrow[0]):  # the busiest on top
+    for seconds, begin, end, rounds in sorted(arrows, key=lambda arrow: arrow[0]):  # draws the busiest on top
         axes.add_patch(
             FancyArrowPatch(
                 tuple(begin),
                 tuple(end),
-                connectionstyle="arc3,rad=0.13",  # to the right of the way, so that both directions are seen
+                connectionstyle="arc3,rad=0.13",  # to the right of the direction, so that both directions are visible
                 arrowstyle="-|>",
                 mutation_scale=max(4.0, points * 0.12),
                 shrinkA=points * rounds[0],
@@ -100,14 +100,14 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
 
 Point: TypeAlias = NDArray[np.float64]
 Arrow: TypeAlias = tuple[float, Point, Point, tuple[float, float]]
-"""Seconds, where it begins and ends, and the radii of what is there."""
+"""Seconds, start, end, and the radii of the markers at both ends."""
 
 
 def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, alone: NDArray[np.bool_]) -> list[Arrow]:
-    """Returns an arrow for each link inside a host; links between hosts are gathered at the hosts' gates.
+    """Returns an arrow for each link inside a host; links between hosts are combined at the hosts' gates.
 
-    There are too many of these to distinguish, and they share hops: from a device to its gate and back there is an arrow for
-    the time that its own rows take, and from gate to gate one for the busiest hop. A host with one device has no gate.
+    Links between hosts are too many to distinguish, and they share hops. An arrow between a device and its gate has the time of
+    the device's own rows. An arrow between gates has the time of the busiest hop. A host with one device has no gate.
     """
     host = topology.host_of
     arrows: list[Arrow] = []
@@ -160,9 +160,9 @@ def _draw_host(
 
 
 def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
-    """Returns where devices are, ``[P, 2]``, the centres of hosts, ``[hosts, 2]``, and the radii of their circles.
+    """Returns the positions of devices, ``[P, 2]``, the centers of hosts, ``[hosts, 2]``, and the radii of their circles.
 
-    Devices of a host stand on a circle, so that no three are in a line; so do hosts.
+    The devices of a host are on a circle, so that no three are on one line; hosts are, too.
     """
     radii = []
     for sockets in topology.groups:
@@ -179,9 +179,9 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
     for sockets, centre, radius in zip(topology.groups, centres, radii):
         gap = 0.6 * (len(sockets) > 1)
         step = 2 * math.pi / (sum(map(len, sockets)) + gap * len(sockets))
-        angle = math.pi / 2 + step * (gap / 2 + 0.5)  # from the top to the left
+        angle = math.pi / 2 + step * (gap / 2 + 0.5)  # counterclockwise from the top
         for index, socket in enumerate(sockets):
-            # Of two sockets both count from the top: devices that correspond to each other stand side by side.
+            # Of two sockets, both count from the top, so that corresponding devices are side by side.
             ordered = socket[::-1] if len(sockets) == 2 and index == 1 else socket
             for device in ordered:
                 places[device] = centre + radius * np.array([math.cos(angle), math.sin(angle)])
@@ -191,7 +191,7 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
 
 
 def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colours: Colormap) -> None:
-    """Draws the hops that hold links up as bars in the colours of the links: a legend, and shared hops by name."""
+    """Draws the busiest hops of links as bars in the colors of the links: a legend, with names of shared hops."""
     kind = dict(zip(hop_labels(topology), (hop.kind for hop in topology.hops)))
     seconds: dict[str, float] = {}
     for load in loads:
@@ -208,12 +208,12 @@ def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, lon
 
 
 def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_bytes: float) -> Figure:
-    """Returns a picture of when hops are busy under several plans, one above the other on one axis of time.
+    """Returns a picture of the busy times of hops under several plans, stacked on one time axis.
 
     A plan that is much shorter than the longest is drawn a second time, enlarged.
 
     Args:
-        costs: by the plan's name; in place of a cost, why the plan does not apply.
+        costs: for each plan name, the cost, or the reason why the plan does not apply.
     """
     made = {name: cost for name, cost in costs.items() if isinstance(cost, PlanCost)}
     shown = _chosen_hops(list(made.values()), topology)
@@ -273,7 +273,7 @@ def _draw_panel(
 
 
 def _chosen_hops(costs: Sequence[PlanCost], topology: Topology) -> list[int]:
-    """Returns the busiest hops of each kind, as a share of the plan where they are busiest, in the topology's order."""
+    """Returns the busiest hops of each kind, by their share of the plan in which they are busiest, in topology order."""
     share = np.zeros(len(topology.hops))
     for cost in costs:
         share = np.maximum(share, cost.hop_seconds.sum(0) / (cost.seconds_per_byte or 1.0))

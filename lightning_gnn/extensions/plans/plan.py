@@ -1,4 +1,4 @@
-"""A communication plan: along which tree, and in which stages, each row gets from its owner to where it is needed (DGCL 5.1).
+"""Communication plan: the tree and stages on which each row is sent from its owner to the devices that need it (DGCL 5.1).
 
 G groups of nodes that share a tree, P devices, K stages.
 """
@@ -17,13 +17,13 @@ from lightning_gnn.extensions.plans.topology import Topology
 
 
 class TreeEdges(NamedTuple):
-    """The edges of all trees, by stage, sender, receiver and group; int64, one entry per edge.
+    """Edges of all trees, sorted by stage, sender, receiver and group; int64, one entry per edge.
 
     Attributes:
-        group: whose tree.
-        stage: when its rows cross, 0 to K - 1.
+        group: group of the tree.
+        stage: stage in which the rows are sent, 0 to K - 1.
         sender, receiver: devices.
-        sub_stage: of the backward pass: which of the edges that leave the sender in this tree and stage it is.
+        sub_stage: for the backward pass, the index among the edges of the same tree, stage and sender.
     """
 
     group: Ids
@@ -35,17 +35,18 @@ class TreeEdges(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Trees over which groups of nodes travel.
+    """Trees along which groups of nodes are sent.
 
-    The owner is the root; a device that is on the tree gets the rows from its parent in its stage, and sends them on in later
-    ones. Devices may be on a tree as relays only.
+    The owner is the root. Each device on the tree receives the rows from its parent in its stage, and sends them on in later
+    stages. A device may be on a tree only as a relay.
 
     Attributes:
-        name: how it was made, such as ``"spst"``.
-        relation: which rows are needed where.
-        bounds: where each group begins in ``relation.nodes``, and the end; no group spans two classes; int64 ``[G + 1]``.
-        parent: who sends the group's rows to each device, -1 for none, int8 ``[G, P]``.
-        stage: when they arrive, -1 for never, int8 ``[G, P]``; the owner has them before stage 0, and -1.
+        name: name of the planner, such as ``"spst"``.
+        relation: communication relation: which devices need which rows.
+        bounds: first index of each group in ``relation.nodes``, and the end; no group spans two classes; int64 ``[G + 1]``.
+        parent: device that sends the group's rows to each device, -1 for none, int8 ``[G, P]``.
+        stage: stage in which each device receives them, -1 for never, int8 ``[G, P]``; also -1 for the owner, which has them
+            before stage 0.
     """
 
     name: str
@@ -64,12 +65,12 @@ class Plan:
 
     @cached_property
     def counts(self) -> Ids:
-        """Nodes of each group, int64 ``[G]``."""
+        """Number of nodes of each group, int64 ``[G]``."""
         return np.diff(self.bounds)
 
     @cached_property
     def group_class(self) -> Ids:
-        """The class of the relation that each group belongs to, int64 ``[G]``."""
+        """Class of the relation that contains each group, int64 ``[G]``."""
         return np.searchsorted(self.relation.bounds, self.bounds[:-1], side="right") - 1
 
     @cached_property
@@ -77,7 +78,7 @@ class Plan:
         group, receiver = np.nonzero(self.parent >= 0)
         stage = self.stage[group, receiver].astype(np.int64)
         sender = self.parent[group, receiver].astype(np.int64)
-        # Edges of one tree that leave one device in one stage, numbered by receiver.
+        # Number the edges of the same tree, sender and stage by receiver.
         order = np.lexsort((receiver, sender, stage, group))
         siblings = np.stack([group, stage, sender])[:, order]
         first = np.ones(len(order), np.bool_)
@@ -90,7 +91,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> Ids:
-        """Rows that each device sends to each other one in each stage, int64 ``[K, P, P]``."""
+        """Rows that each device sends to each other device in each stage, int64 ``[K, P, P]``."""
         rows = np.zeros((self.num_stages, self.num_devices, self.num_devices), np.int64)
         edges = self.edges
         np.add.at(rows, (edges.stage, edges.sender, edges.receiver), self.counts[edges.group])
@@ -101,7 +102,7 @@ def p2p(relation: Relation, topology: Topology) -> Plan:
     """Returns the direct exchange: one stage, in which each owner sends to each device that needs its rows.
 
     Raises:
-        ValueError: a pair of devices that exchange rows has no link, or the topology is for another number of devices.
+        ValueError: if two devices that exchange rows have no link, or the topology has another number of devices.
     """
     check_devices(relation, topology)
     check_links(relation.pair_rows, topology, '. Let a plan relay them: plan="spst".')
@@ -110,7 +111,7 @@ def p2p(relation: Relation, topology: Topology) -> Plan:
 
 
 def check_devices(relation: Relation, topology: Topology) -> None:
-    """Raises ValueError unless the relation and the topology are of as many devices."""
+    """Raises ValueError unless the relation and the topology have the same number of devices."""
     if relation.num_devices != topology.num_devices:
         raise ValueError(
             f"The graph is cut into {relation.num_devices} parts, but topology {topology.name!r} has "
@@ -119,7 +120,7 @@ def check_devices(relation: Relation, topology: Topology) -> None:
 
 
 def check_links(rows: NDArray[Any], topology: Topology, advice: str) -> None:
-    """Raises ValueError if a device has rows ``[P, P]`` for one to which it has no link."""
+    """Raises ValueError if a device has rows, ``[P, P]``, for a device to which it has no link."""
     for sender, receiver in np.argwhere(rows).tolist():
         if (sender, receiver) not in topology.links:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""What a plan puts on hops and links, and the time that it takes, by the cost model of DGCL section 5.1.
+"""Load of a plan on hops and links, and its time by the cost model of DGCL section 5.1.
 
-Stages follow each other, hops work side by side. Beside the paper's bandwidths, a stage has a time whatever its size, and so has
-each message of a device after the first (alpha-beta, CAGNET section 3).
+Stages are sequential, and hops work in parallel. In addition to the paper's bandwidths, each stage has a fixed time. So does each
+message of a device after the first (alpha-beta model, CAGNET section 3).
 
 K stages, H hops.
 """
@@ -24,12 +24,12 @@ from lightning_gnn.extensions.plans.topology import Topology
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What a plan puts on each hop.
+    """Load of a plan on each hop.
 
     Attributes:
-        topology: whose hops.
-        hop_rows: rows that cross each hop in each stage, ``[K, H]``; no whole numbers where parts of rows travel.
-        messages: the most that a device sends or receives in each stage, ``[K]``.
+        topology: topology with the hops.
+        hop_rows: number of rows that cross each hop in each stage, ``[K, H]``; not integral if parts of rows are sent.
+        messages: maximum number of messages that a device sends or receives in each stage, ``[K]``.
     """
 
     topology: Topology
@@ -38,54 +38,54 @@ class PlanCost:
 
     @classmethod
     def of(cls, traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
-        """Returns the cost of rows that each device sends to each other one in each stage, ``[K, P, P]``."""
+        """Returns the cost of `traffic`: rows that each device sends to each other device in each stage, ``[K, P, P]``."""
         sent = traffic > 0
         messages = np.maximum(sent.sum(1), sent.sum(2)).max(1, initial=0)
         return cls(topology, np.einsum("kab,abh->kh", traffic, topology.passes), messages)
 
     @cached_property
     def hop_seconds(self) -> NDArray[np.float64]:
-        """Time of each hop in each stage for rows of one byte, ``[K, H]``."""
+        """Seconds of each hop in each stage for rows of one byte, ``[K, H]``."""
         return self.hop_rows / (self.topology.gb_per_s * 1e9)
 
     @property
     def fixed_seconds(self) -> NDArray[np.float64]:
-        """Time of each stage whatever the width of rows, ``[K]``; 0 of one without messages."""
+        """Seconds of each stage regardless of the row size, ``[K]``; 0 for a stage without messages."""
         more = (self.messages - 1) * self.topology.message_seconds
         return np.where(self.messages > 0, self.topology.stage_seconds + more, 0.0)
 
     @property
     def seconds_per_byte(self) -> float:
-        """What each byte of a row adds to the time of one allgather, in seconds: that of the busiest hop of each stage."""
+        """Seconds that each byte of a row adds to one halo exchange: the sum over the busiest hop of each stage."""
         return float(self.hop_seconds.max(1, initial=0).sum())
 
     @property
     def price(self) -> tuple[float, float]:
-        """Seconds of one allgather whatever the width of rows, and for each byte of a row beside that."""
+        """Seconds of one halo exchange regardless of the row size, and additional seconds per byte of a row."""
         return float(self.fixed_seconds.sum()), self.seconds_per_byte
 
     def stage_seconds(self, row_bytes: float) -> NDArray[np.float64]:
-        """Returns the time of each stage: of its messages and of its busiest hop, ``[K]``."""
+        """Returns the seconds of each stage, ``[K]``: fixed time plus the time of the busiest hop."""
         return self.fixed_seconds + self.hop_seconds.max(1, initial=0) * row_bytes
 
     def seconds(self, row_bytes: float) -> float:
-        """Returns the time of one allgather of rows of so many bytes."""
+        """Returns the seconds of one halo exchange with rows of `row_bytes`."""
         return float(self.stage_seconds(row_bytes).sum())
 
     def kind_seconds(self, row_bytes: float = 1) -> dict[str, float]:
-        """Returns the time if all other kinds of hops took none (DGCL Table 7): alike, if the plan balances them."""
+        """Returns the seconds of each kind of hop if other kinds took no time (DGCL Table 7); equal if the plan balances them."""
         kinds = np.array([hop.kind for hop in self.topology.hops])
         return {str(kind): float(self.hop_seconds[:, kinds == kind].max(1).sum() * row_bytes) for kind in np.unique(kinds)}
 
 
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
-    """Returns the cost of `plan` on `topology`, a ValueError if they are of different numbers of devices."""
+    """Returns the cost of `plan` on `topology`; raises ValueError if their numbers of devices differ."""
     check_devices(plan.relation, topology)
     return PlanCost.of(plan.traffic, topology)
 
 
 def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
-    """Returns the cost of rows that each device sends to each other one directly, in stages, ``[K, P, P]``."""
+    """Returns the cost of `traffic` sent directly: rows from each device to each other device, in stages, ``[K, P, P]``."""
     if traffic.shape[1] != topology.num_devices:
         raise ValueError(
             f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
@@ -99,8 +99,8 @@ def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topo
 def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
     """Returns the cost of NeuGraph's exchange: each device writes all of its rows to host memory, then reads its halo.
 
-    A device reads over the hops to the memory of its own socket: rows that lie in another socket's take longer, so this is a
-    lower estimate.
+    A device is assumed to read over the hops to the memory of its own socket. Reads from another socket take longer, so this is a
+    lower bound.
     """
     check_devices(relation, topology)
     if len(topology.hosts) > 1:
@@ -116,15 +116,15 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What crosses a link, from one device to another, in one forward exchange.
+    """Traffic of a link from one device to another in one forward exchange.
 
     Attributes:
         sender, receiver: devices.
-        kinds: of the hops on the way, each once, in their order.
-        rows: in each stage, ``[S]``.
-        seconds: that its rows take on its slowest hop if nothing else moves.
-        busiest_hop: of the hops on the way; others' rows cross it too.
-        hop_seconds: that this hop is busy in all stages.
+        kinds: distinct kinds of the hops on the link, in order.
+        rows: number of rows in each stage, ``[S]``.
+        seconds: time of the rows on the link's slowest hop without other traffic.
+        busiest_hop: label of the link's busiest hop, including rows of other links.
+        hop_seconds: time that this hop is busy in all stages.
     """
 
     sender: int
@@ -140,7 +140,7 @@ class LinkLoad:
 
 
 def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[LinkLoad]:
-    """Returns the links that rows cross, those with the busiest hops first; seconds are for rows of `row_bytes`."""
+    """Returns the links that rows cross, sorted by descending time of the busiest hop; seconds are for rows of `row_bytes`."""
     busy = plan_cost(plan, topology).hop_seconds.sum(0) * row_bytes
     labels, loads = hop_labels(topology), []
     for sender, receiver in np.argwhere(plan.traffic.any(0)).tolist():
@@ -163,7 +163,7 @@ def link_loads(plan: Plan, topology: Topology, row_bytes: float = 1) -> list[Lin
 
 
 def hop_labels(topology: Topology) -> list[str]:
-    """Returns a name for each directed hop: ``0→3`` for one that a single link passes, else ``qpi0`` or ``qpi0 back``."""
+    """Returns a label for each directed hop: ``0→3`` for a hop of a single link, else ``qpi0`` or ``qpi0 back``."""
     passing: list[list[tuple[int, int]]] = [[] for _ in topology.hops]
     for pair, via in topology.links.items():
         for hop in via:
@@ -171,20 +171,20 @@ def hop_labels(topology: Topology) -> list[str]:
     labels = []
     for number, pairs in enumerate(passing):
         name = topology.hops[number & ~1].name
-        own = len(pairs) == 1 and re.fullmatch(r"\d+-\d+", name)  # what a topology calls a link's own connection
+        own = len(pairs) == 1 and re.fullmatch(r"\d+-\d+", name)  # name given by topologies to a link's separate connection
         labels.append(f"{pairs[0][0]}→{pairs[0][1]}" if own else name + " back" * (number & 1))
     return labels
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a plan uses the kinds of hops (DGCL Table 7).
+    """Balance of a plan over the kinds of hops (DGCL Table 7).
 
     Attributes:
-        kinds: seconds of an exchange if all other kinds took none, by kind.
-        others_seconds: the same for all kinds but NVLink together, as the paper has them; None without NVLink or others.
-        spread: how much longer the slowest kind takes than the fastest, as a share of the latter; None if a kind is idle.
-        paper_spread: the same for NVLink and all others together: the paper's relative difference.
+        kinds: for each kind, the seconds of an exchange if all other kinds took no time.
+        others_seconds: seconds of all kinds except NVLink together, as in the paper; None without NVLink or without other kinds.
+        spread: relative difference of the slowest kind to the fastest kind; None if a kind is idle.
+        paper_spread: relative difference between NVLink and all other kinds together, as in the paper.
     """
 
     kinds: dict[str, float]
@@ -194,7 +194,7 @@ class Balance:
 
 
 def balance(cost: PlanCost, row_bytes: float = 1) -> Balance:
-    """Returns the time of each kind of hops in an exchange of rows of `row_bytes`."""
+    """Returns the seconds of each kind of hop in an exchange of rows of `row_bytes`."""
     kinds = cost.kind_seconds(row_bytes)
     spread = _difference([*kinds.values()])
     if "nvlink" not in kinds or len(kinds) == 1:

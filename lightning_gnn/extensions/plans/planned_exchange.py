@@ -1,7 +1,8 @@
-"""Exchanges that do not send rows directly: in the stages of a plan, with relays (DGCL sections 6.1 and 6.2), or by way of host
-memory (sections 3 and 7.1).
+"""Halo exchanges that relay rows in the stages of a plan, or go through host memory.
 
-N owned rows, H halo rows, R rows that this rank only relays, P ranks; ``...`` stands for any trailing dimensions.
+Sources: DGCL sections 6.1 and 6.2 (plans with relays), and sections 3 and 7.1 (host memory).
+
+N local nodes, H halo nodes, R nodes whose rows this rank only relays, P ranks; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from lightning_gnn.partition.shard import HaloPlan, Ids
 
 @dataclass(frozen=True)
 class _Run:
-    """Successive rows of a stage's messages that lie in one tensor.
+    """Consecutive rows of a stage's messages that are stored in one tensor.
 
-    Messages are in the order of ids, of which a rank owns one range, so one message is at most three runs.
+    Messages are sorted by node id, and each rank owns one range of ids, so a message has at most three runs.
 
     Attributes:
-        owned: whether these are owned rows; the others are kept in a tensor of their own.
-        rows: where in that tensor, int64 ``[K]``.
-        place: where in the stage's messages, which lie one after the other in peer order.
+        owned: whether the rows belong to local nodes; other rows are in a separate tensor.
+        rows: indices into that tensor, int64 ``[K]``.
+        place: slice of the stage's messages, which are concatenated in peer order.
     """
 
     owned: bool
@@ -44,7 +45,7 @@ class _Run:
 
 
 def _runs(tables: Sequence[Ids], num_owned: int, device: torch.device) -> list[_Run]:
-    """Returns the runs of `tables`, which follow each other; none spans two of them."""
+    """Returns the runs of the concatenated `tables`; no run spans two tables."""
     runs, first = [], 0
     for table in tables:
         owned = table < num_owned
@@ -60,13 +61,13 @@ def _runs(tables: Sequence[Ids], num_owned: int, device: torch.device) -> list[_
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage in which this rank has something to do.
+    """Plan stage in which this rank sends or receives.
 
     Attributes:
-        send_counts, receive_counts: rows for and from each peer.
-        sends: where the rows to send lie.
-        arrives: where in the memory for arriving rows to receive.
-        adds: backward: the rows that arriving ones are added to, those of one peer after the other.
+        send_counts, receive_counts: number of rows for and from each peer.
+        sends: runs of the rows to send.
+        arrives: slice of the receive buffer for the rows of this stage.
+        adds: backward only: runs of the rows that the received rows are added to, in peer order.
     """
 
     send_counts: list[int]
@@ -77,7 +78,7 @@ class _Stage:
 
 
 def _stages(stages: Sequence[Stage], position: Ids, num_owned: int, device: torch.device, adds: bool) -> tuple[list[_Stage], int]:
-    """Returns the stages that are not idle, sent rows renumbered by `position`, and how many rows arrive in all of them."""
+    """Returns the stages that are not idle, with sent rows renumbered by `position`, and the total number of received rows."""
     found, arrived = [], 0
     for stage in stages:
         if not stage.idle:
@@ -91,21 +92,22 @@ def _stages(stages: Sequence[Stage], position: Ids, num_owned: int, device: torc
 
 
 class PlannedExchange(Exchange):
-    """Moves rows along the trees of a plan: S and S^T of the direct exchange, over other ways.
+    """Halo exchange along the trees of a plan, with the results of the direct exchange (S and S^T).
 
-    Forward, each row that is not owned arrives exactly once, so rows are received in place, one stage behind the other, and
-    sent on from there; at the end the halo is taken out in its order. Backward, gradients are collected in the halo rows and
-    relayed rows, and go to the parents in the trees. Those that arrive are added peer after peer.
+    Forward, each row that is not local is received exactly once. The receive buffer holds the rows of all stages in order, and
+    later stages send from it. Finally, the halo rows are copied out in their own order. Backward, gradients are added up in halo
+    and relayed rows and sent to the parents in the trees. Received gradients are added in peer order.
 
-    Where the transport can, all receiving starts at once: a message that is expected is not held up behind others.
+    If the transport supports it, the receives of all stages start at once, so that an expected message does not wait for others.
 
-    A rank waits for its own peers of each stage; there is neither a coordinator nor a barrier. That cannot lock up: whoever is
-    waited for is in an earlier stage, or has still to send in this one, and some rank is the furthest behind.
+    In each stage, a rank waits only for its own peers; there is no coordinator and no barrier. Deadlock is impossible: a rank
+    waits only for ranks that are in an earlier stage or have not sent yet in the same stage. Some rank is always the furthest
+    behind.
 
     Args:
         plan: this rank's part of a plan that all ranks follow.
-        world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`; relayed rows are counted, too.
-        route: the plan of all ranks, where it is kept to be shown.
+        world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`; relayed rows are also counted.
+        route: the plan of all ranks, if it is kept for display.
     """
 
     in_stages = True
@@ -116,7 +118,7 @@ class PlannedExchange(Exchange):
         self.num_relayed, self.route = plan.num_relayed, route
         owned, device = plan.num_owned, world.device
         arriving = np.concatenate([np.empty(0, np.int64), *(rows for stage in plan.forward for rows in stage.receives)])
-        # From the plan's order of rows to one in which those that are not owned lie as they arrive.
+        # Maps the plan's order of rows to an order in which rows of other ranks are in order of arrival.
         position = np.arange(plan.num_rows)
         position[arriving] = np.arange(owned, plan.num_rows)
         self._halo_rows = torch.from_numpy(position[owned : owned + plan.num_halo] - owned).to(device)
@@ -125,7 +127,7 @@ class PlannedExchange(Exchange):
         self._backward, self._num_added = _stages(plan.backward, np.arange(plan.num_rows), owned, device, adds=True)
 
     def _others(self, halo: Tensor) -> Tensor:
-        """Takes a buffer for the rows that are not owned, ``[H + R, ...]``, for halo rows like `halo`."""
+        """Returns a buffer from the pool for rows that are not local, ``[H + R, ...]``, shaped and typed like `halo`."""
         return self.buffers.take((self.num_halo + self.num_relayed, *halo.shape[1:]), halo.dtype)
 
     def _go(
@@ -136,12 +138,12 @@ class PlannedExchange(Exchange):
         call: Call,
         then: Callable[[_Stage], None],
     ) -> Callable[[], None]:
-        """Starts the first of `stages`; returns the function that waits for it and goes through the others.
+        """Starts the first of `stages`; returns a function that waits for it and runs the others.
 
         Args:
-            sources: the rows that are not owned, then the owned ones, unless no stage sends them.
-            arriving: receives what arrives in all stages, in peer order each.
-            then: called when what a stage brings is there.
+            sources: the rows that are not local, and the local rows; the latter may be omitted if no stage sends them.
+            arriving: receive buffer of all stages; the rows of each stage are in peer order.
+            then: function called with each stage after its rows are received.
         """
         nobody = [0] * self.world.size
         none = arriving[:0]
@@ -184,7 +186,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        """Sends the first stage; the others follow while waiting."""
+        """Starts the first stage; returns a function that runs the other stages and waits for `halo`."""
         others = self._others(halo)
         go_on = self._go(self._forward, (others, x), others, call, lambda stage: None)
 
@@ -197,7 +199,7 @@ class PlannedExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Sends the first stage; the others follow while finishing. Relays add what they receive, or take the maximum."""
+        """Starts the first stage; returns a function that runs the other stages. Relays add received rows or take the maximum."""
         others = self._others(halo)
         others[: self.num_halo] = halo
         others[self.num_halo :] = 0 if call.operation == "sum" else -torch.inf
@@ -225,19 +227,20 @@ class PlannedExchange(Exchange):
 
 
 class SwapExchange(HaloExchange):
-    """S by way of memory that all ranks of one machine map: each writes all of its rows there, and reads those that it needs.
+    """Halo exchange through memory that all ranks of one machine map.
 
-    S^T is that of the direct exchange, which uses the same memory. NeuGraph's scheme, as DGCL describes it; a baseline.
+    Forward (S), each rank writes all of its rows to this memory and reads the rows that it needs. Backward (S^T) is the direct
+    exchange, which uses the same memory. This is NeuGraph's scheme as DGCL describes it; it serves as a baseline.
 
     Args:
-        plan: which rows go to whom.
-        halo: ids of this rank's halo rows, ascending, ``[H]``.
+        plan: rows to send to each rank.
+        halo: ids of this rank's halo nodes, ascending, ``[H]``.
         offsets: first id of each rank and the end, ``[P + 1]``.
         world: the ranks.
-        meter: where traffic is counted: rows written.
+        meter: counts traffic: rows written.
 
     Raises:
-        ValueError: the ranks do not share memory.
+        ValueError: if the ranks do not share memory.
     """
 
     def __init__(self, plan: HaloPlan, halo: Ids, offsets: Ids, world: World, meter: Meter) -> None:

@@ -1,4 +1,4 @@
-"""Topologies by name: the machines of DGCL section 7 and of CAGNET section 5.2, with the bandwidths that these papers give."""
+"""Named topologies: the machines of DGCL section 7 and CAGNET section 5.2, with the bandwidths given there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from lightning_gnn.extensions.plans.topology import INFINIBAND, NVLINK, NVLINK_P
 from lightning_gnn.extensions.plans.wiring import Wiring, load_topology, uniform
 
 NCCL_STAGE, NCCL_STAGE_BETWEEN_HOSTS = 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
-"""Seconds of a stage of NCCL's messages: its base latency, and that of PCIe or of the network (the values for rings and the
-protocol "Simple" in the tuning tables of NCCL 2.19 to 2.27, src/graph/tuning.cc)."""
+"""Seconds of a stage of NCCL messages: base latency plus the latency of PCIe or of the network.
+
+The values are for rings and the protocol "Simple" in the tuning tables of NCCL 2.19 to 2.27 (src/graph/tuning.cc).
+"""
 
 _CUBE_MESH = {
     NVLINK_PAIR: ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)),
     NVLINK: ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)),
 }
-"""Pairs of a DGX-1 with V100: each GPU has six NVLinks, to four others."""
+"""NVLink pairs of a DGX-1 with V100: each GPU has six NVLinks, to four other GPUs."""
 
 
 def dgx1(num_hosts: int = 1) -> Topology:
-    """Returns machines of 8 GPUs: hybrid cube mesh of NVLinks; other pairs through PCIe switches (2 GPUs each) and QPI.
+    """Returns DGX-1 machines of 8 GPUs: NVLinks in a hybrid cube mesh, other pairs over PCIe switches (2 GPUs each) and QPI.
 
-    Machines are joined by one InfiniBand port each, at their first PCIe switch: GPUs elsewhere get to it by way of theirs.
+    Machines are connected by one InfiniBand port each, at their first PCIe switch. GPUs of other switches reach it through their
+    own switch.
     """
     made = Wiring("dgx1" if num_hosts == 1 else f"dgx1x{num_hosts}")
     nvlinked = {pair for pairs in _CUBE_MESH.values() for pair in pairs}
@@ -70,20 +73,20 @@ def pcie8() -> Topology:
 
 
 SUMMIT_NVLINK, SUMMIT_XBUS, SUMMIT_SOCKET_PORT = 50.0, 64.0, 12.5
-"""GB/s and direction: two GPUs of a socket, or a GPU and its CPU; between sockets; out of a socket (CAGNET section 5.2)."""
+"""GB/s per direction: between two GPUs of a socket or a GPU and its CPU; between sockets; out of a socket (CAGNET 5.2)."""
 
 
 def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
-    """Returns nodes of Summit: 2 sockets of 3 V100 each, all joined by NVLinks, also to their CPU; an X-bus between the CPUs.
+    """Returns Summit nodes: 2 sockets of 3 V100 each, fully connected by NVLinks, also to their CPU; an X-bus between the CPUs.
 
-    What leaves a node goes over the CPU and its socket's half of the dual-rail InfiniBand, which the socket's GPUs share.
-    The 16 GB/s between a socket and the NIC are left out: that half is narrower, and all that passes one passes the other.
+    Traffic between nodes goes through the CPU and its socket's half of the dual-rail InfiniBand, which the socket's GPUs share.
+    The 16 GB/s between a socket and the NIC are omitted: that half is narrower, and all traffic crosses both.
 
     Args:
-        num_devices: GPUs in all; nodes are filled one after the other.
-        per_host: GPUs that are used of each node, the first ones.
+        num_devices: total number of GPUs; nodes are filled in order.
+        per_host: number of GPUs used per node, starting with the first.
 
-    Source: CAGNET (GNNSys'21) section 5.2 has all bandwidths.
+    Source: CAGNET (GNNSys'21) section 5.2 lists all bandwidths.
     """
     if not 1 <= per_host <= 6:
         raise ValueError(f"A node of Summit has 6 GPUs (got per_host={per_host}).")
@@ -111,7 +114,7 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
 
 
 def nccl_latency(num_hosts: int) -> dict[str, float]:
-    """Returns what a stage of messages between GPUs takes whatever its size, as in a file; those of a stage start together."""
+    """Returns the latency of a stage of GPU messages as topology fields; the messages of a stage start together."""
     return {"stage_seconds": NCCL_STAGE if num_hosts == 1 else NCCL_STAGE_BETWEEN_HOSTS}
 
 
@@ -122,7 +125,7 @@ PRESETS: dict[str, Callable[[int], Topology]] = {
     "summit": lambda num_ranks: summit(num_ranks or 6),
     "uniform": uniform,
 }
-"""Topologies by name, made for at least so many ranks if they have as many devices."""
+"""Constructors of named topologies; the argument is the minimum number of ranks, or 0."""
 
 
 def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topology:
@@ -130,10 +133,10 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
 
     Args:
         source: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a topology.
-        num_ranks: how many devices; of larger ones the first are taken. None for all of them.
+        num_ranks: number of devices; the first devices of a larger topology are used. None for all devices.
 
     Raises:
-        ValueError: none of these, too small, or ``"uniform"`` of no number.
+        ValueError: if the source is unknown or too small, or for ``"uniform"`` without `num_ranks`.
     """
     if isinstance(source, str) and source in PRESETS:
         if source == "uniform" and num_ranks is None:

@@ -1,9 +1,9 @@
-"""The communication relation: whose rows are needed where (DGCL section 4.1), in classes of interchangeable nodes.
+"""Communication relation: the devices that need each row (DGCL section 4.1), in classes of interchangeable nodes.
 
-Nodes of one owner that are needed on the same set of devices differ in nothing that matters to a plan. The paper's tuples
-(d_i, d_j, V_ij) are the unions of the classes with owner i and j among the destinations.
+For a plan, nodes with the same owner and the same destinations are equivalent. The paper's tuples (d_i, d_j, V_ij) are the unions
+of the classes with owner i and j among the destinations.
 
-N nodes of the graph, P devices, C classes, M nodes that are needed elsewhere.
+N nodes of the graph, P devices, C classes, M nodes that are needed on other devices.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Masks = NDArray[np.uint64]
 class Relation:
     """Classes of nodes with the same owner and the same destinations.
 
-    Node ids are those of a relabelled graph, in which each device owns one contiguous range.
+    Node ids are ids of a relabeled graph, in which each device owns one contiguous range.
 
     Attributes:
         offsets: first node of each device and the end, int64 ``[P + 1]``.
-        owner: int64 ``[C]``, ascending.
+        owner: owner of each class, int64 ``[C]``, ascending.
         destinations: bit d is set if device d needs the rows, uint64 ``[C]``; never the owner's bit, never 0.
-        bounds: where each class begins in `nodes`, and the end, int64 ``[C + 1]``.
-        nodes: ids by class, ascending within one, int64 ``[M]``.
+        bounds: first index of each class in `nodes`, and the end, int64 ``[C + 1]``.
+        nodes: node ids by class, ascending within a class, int64 ``[M]``.
     """
 
     offsets: Ids
@@ -47,7 +47,7 @@ class Relation:
         """Returns the relation of nodes that are each needed by a set of devices.
 
         Args:
-            needed_by: bit d is set if device d needs the node, uint64 ``[N]``; the owner's bit does not count.
+            needed_by: bit d is set if device d needs the node, uint64 ``[N]``; the owner's bit is ignored.
             offsets: int64 ``[P + 1]``.
         """
         num_devices = len(offsets) - 1
@@ -66,7 +66,7 @@ class Relation:
 
     @classmethod
     def from_edges(cls, edge_index: Ids, offsets: Ids) -> Relation:
-        """Returns the relation of an edge cut: the owner of an edge's target needs its source; ids are relabelled."""
+        """Returns the relation of an edge cut: the owner of an edge's target needs its source; ids are relabeled."""
         num_devices = len(offsets) - 1
         if num_devices > MAX_DEVICES:
             raise ValueError(f"Plans are made for at most {MAX_DEVICES} devices (got {num_devices}).")
@@ -75,7 +75,7 @@ class Relation:
 
     @classmethod
     def from_halos(cls, halos: Sequence[Ids], offsets: Ids) -> Relation:
-        """Returns the relation in which device d needs the nodes ``halos[d]`` (relabelled ids without duplicates)."""
+        """Returns the relation in which device d needs the nodes ``halos[d]`` (relabeled ids without duplicates)."""
         needed_by = np.zeros(offsets[-1], np.uint64)
         for device, halo in enumerate(halos):
             needed_by[halo] |= np.uint64(1 << device)
@@ -87,7 +87,7 @@ class Relation:
 
     @cached_property
     def counts(self) -> Ids:
-        """Nodes of each class, int64 ``[C]``."""
+        """Number of nodes of each class, int64 ``[C]``."""
         return np.diff(self.bounds)
 
     @cached_property
@@ -104,6 +104,6 @@ class Relation:
         return rows
 
     def halo(self, device: int) -> Ids:
-        """Returns the nodes that `device` needs from others, ascending: its halo."""
+        """Returns the halo of `device`: the nodes that it needs from other devices, ascending."""
         classes = np.repeat(self.needs[:, device], self.counts)
         return np.sort(self.nodes[classes])

@@ -1,7 +1,7 @@
-"""The scheme of an edge cut whose rows may follow the trees of a plan over the links between ranks.
+"""Scheme of an edge cut whose halo exchange may follow the trees of a plan over the links between ranks.
 
-Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 4.1 (hierarchical cuts),
-5 (plans) and 6 (how ranks follow them).
+Source: DGCL, "An Efficient Communication Library for Distributed GNN Training" (EuroSys'21): sections 4.1 (hierarchical
+partitions), 5 (plans) and 6 (execution of plans by the ranks).
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ NO_TOPOLOGY = (
 )
 
 _LINKS: WeakKeyDictionary[World, dict[Any, Topology | Hosts | None]] = WeakKeyDictionary()
-"""What has been found of running ranks, by the name that was asked for."""
+"""Detected or measured topologies of running ranks, by requested name."""
 
 
 class PlannedScheme(EdgeCutScheme):
-    """An edge cut whose rows may follow a plan over `topology`; arguments as of
-    :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`."""
+    """Edge cut whose halo exchange may follow a plan over `topology`.
+
+    The arguments are described in :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+    """
 
     plans: Sequence[str] = ("auto", "p2p", "spst")
-    """The names of plans that it knows."""
+    """Names of the supported plans."""
     over_links: Sequence[str] = ("spst",)
-    """Of these, the plans that are made for a topology."""
+    """Supported plans that are made for a topology."""
 
     def __init__(
         self,
@@ -69,8 +71,12 @@ class PlannedScheme(EdgeCutScheme):
 
     @override
     def layout(self, world_size: int, num_hosts: int = 1) -> LayoutSpec:
-        """Returns what each rank must hold; raises ValueError for a topology that is not there or not for so many ranks, before
-        anything is partitioned or started."""
+        """Returns the layout of the ranks.
+
+        Raises:
+            ValueError: if the topology does not exist or does not fit the number of ranks. The check runs before partitioning and
+                before ranks start.
+        """
         topology = self.topology_of(world_size, num_hosts)
         found: Groups | None = None if topology is None else topology.groups
         if topology is None and self.topology == "auto":
@@ -81,17 +87,17 @@ class PlannedScheme(EdgeCutScheme):
 
     @override
     def exchange(self, shard: Shard, world: World, meter: Meter) -> Exchange:
-        offsets = np.cumsum([0, *shard.rows])  # copies of others' rows included
+        offsets = np.cumsum([0, *shard.rows])  # includes copies of rows of other ranks
         return make_exchange(*self.way(world), shard.plan, shard.halos, offsets, world, meter)
 
     def way(self, world: World) -> tuple[Any, Topology | Hosts | None]:
-        """Returns the plan that rows follow, as :func:`make_exchange` takes it, and over which links."""
+        """Returns the plan, as :func:`make_exchange` takes it, and the topology or machines."""
         return self.plan, self.links(world)
 
     def links(self, world: World) -> Topology | Hosts | None:
-        """Returns what the running ranks are joined by; only their machines, of more ranks than have a topology.
+        """Returns the topology of the running ranks, or only their machines if there are too many ranks for a topology.
 
-        Searched for once, whatever the number of exchanges.
+        The result is cached, so the search runs once for all exchanges.
         """
         if self.topology not in ("auto", "measured"):
             return self.topology_of(world.size)
@@ -115,9 +121,9 @@ class PlannedScheme(EdgeCutScheme):
         return Hosts(hosts) if len(hosts) > 1 else None
 
     def topology_of(self, size: int, num_hosts: int = 1) -> Topology | None:
-        """Returns the topology of so many ranks; ``"auto"`` and ``"measured"`` see machines only, as there are no ranks yet.
+        """Returns the topology of `size` ranks; for ``"auto"`` and ``"measured"`` only of machines, as no ranks run yet.
 
-        None where there is none to search: of more ranks than plans are searched for.
+        Returns None without a topology, or if there are more ranks than the plan search supports.
         """
         if size > MAX_DEVICES and self.topology in ("auto", "uniform"):
             between = self.plan == "spst" and self.topology == "auto" and num_hosts > 1
@@ -135,7 +141,7 @@ class PlannedScheme(EdgeCutScheme):
                 'Use topology="auto".'
             )
         if self.topology not in ("auto", "measured"):
-            from lightning_gnn.extensions.plans.presets import find_topology  # most runs name none
+            from lightning_gnn.extensions.plans.presets import find_topology  # imported late: most runs name no topology
 
             return find_topology(self.topology, size)
         from lightning_gnn.extensions.plans.wiring import machines
@@ -152,24 +158,24 @@ def make_exchange(
     world: World,
     meter: Meter,
 ) -> Exchange:
-    """Returns this rank's exchange; all ranks must call it.
+    """Returns this rank's halo exchange. Collective: all ranks must call it.
 
     Args:
-        plan: ``"p2p"`` directly; ``"spst"`` along trees over `topology`, for rows of each width those that the cost model (DGCL
-            section 5.1) finds the fastest, direct ones included; ``"swap"`` through host memory; ``"auto"`` as ``"spst"`` between
-            ranks on the CPU, else directly.
-        topology: of the ranks, or their machines, between which plans have two stages; None for links that are alike.
-        rows: which rows go directly from and to this rank.
-        halos: of each rank, the ids that it reads from others, ascending.
+        plan: ``"p2p"``: direct. ``"spst"``: along trees over `topology`; for each row width the fastest trees by the cost model
+            (DGCL section 5.1), including direct exchange. ``"swap"``: through host memory. ``"auto"``: ``"spst"`` between CPU
+            ranks, else direct.
+        topology: topology of the ranks; or their machines, for plans in two stages; None for uniform links.
+        rows: rows of the direct exchange from and to this rank.
+        halos: for each rank, the ids of its halo nodes, ascending.
         offsets: first id of each rank and the end, ``[P + 1]``.
         world: the ranks.
-        meter: where traffic is counted.
+        meter: counts traffic.
 
     Raises:
-        ValueError: ``"p2p"`` for ranks that `topology` does not join, ``"swap"`` for ranks that share no memory.
+        ValueError: for ``"p2p"`` if `topology` does not link the ranks; for ``"swap"`` if the ranks do not share memory.
     """
     if plan == "swap":
-        # Most runs send rows directly, and load no plans.
+        # Imported late: most runs send rows directly and load no plans.
         from lightning_gnn.extensions.plans.planned_exchange import SwapExchange
 
         return SwapExchange(rows, halos[world.rank], offsets, world, meter)
@@ -181,9 +187,9 @@ def make_exchange(
 
 
 def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: World) -> bool:
-    """Returns whether how rows travel depends on the topology.
+    """Returns whether the halo exchange depends on the topology.
 
-    On devices relays have not been measured: trees are followed there where they are asked for by name.
+    Relays have not been measured on GPUs, so GPU ranks follow trees only if a plan is requested by name.
     """
     if topology is None or world.size == 1:
         return False
@@ -193,13 +199,13 @@ def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: Wor
 def log_plan(
     trainer: pl.Trainer, shard: Shard, exchange: Exchange, between: Topology | Hosts | None, name: str | None = None
 ) -> None:
-    """Tells the loggers what rows of the width of features follow, and draws the load of the links.
+    """Logs the plan for rows as wide as the input features, and a picture of the link loads.
 
     Args:
-        shard: of this rank.
-        exchange: of the module's edges.
-        between: what the ranks are joined by.
-        name: of a plan that sends nothing along links; None for direct rows and trees.
+        shard: shard of this rank.
+        exchange: exchange of the module's edges.
+        between: topology or machines of the ranks.
+        name: name of a plan that does not send along links; None for direct exchange and trees.
     """
     features = next(iter(shard.batch.x_dict.values())) if shard.types.is_hetero else shard.batch.x
     row_bytes = features[:1].nbytes
@@ -208,7 +214,7 @@ def log_plan(
     if not (trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer)):
         return
     if name is None and isinstance(between, Topology) and between.num_devices > 1:
-        from lightning_gnn.extensions.plans.pictures import draw_links  # most runs draw nothing, and load no plans
+        from lightning_gnn.extensions.plans.pictures import draw_links  # imported late: most runs draw nothing
         from lightning_gnn.extensions.plans.plan import p2p
         from lightning_gnn.extensions.plans.plan_cost import link_loads
         from lightning_gnn.extensions.plans.relation import Relation
@@ -232,6 +238,6 @@ def _followed(exchange: Exchange, between: Topology | Hosts | None, row_bytes: i
     if relayed is None:
         return found
     found["name"] = "spst"
-    if relayed.route is not None:  # else of another rank, or of a plan that no rank knows whole
+    if relayed.route is not None:  # None: the plan of another rank, or a plan that no rank stores as a whole
         found |= {"stages": relayed.route.num_stages, "rows_per_exchange": int(relayed.route.traffic.sum())}
     return found

@@ -1,13 +1,13 @@
-"""The shortest path spanning tree planner (DGCL section 5.2, algorithms 1 and 2), over classes of nodes, with rerouting.
+"""Planner with shortest path spanning trees (DGCL section 5.2, algorithms 1 and 2), over classes of nodes, with rerouting.
 
-Nodes of a class are interchangeable, so a tree is grown for a chunk of a class at a time instead of for a node. The rest of
-the first pass is the paper's: chunks in random order; from the devices reached so far along the path to the nearest unreached
-destination, where an edge costs what the plan's time grows by if the chunk crosses it at that depth. Costs are
-computed for the edges that are looked at, not for all.
+Nodes of a class are interchangeable, so one tree is grown per chunk of a class, not per node. Otherwise, the first pass follows
+the paper. Chunks are in random order. From the devices reached so far, the tree grows along the path to the nearest unreached
+destination. An edge costs the increase of the plan's time if the chunk crosses it at that depth. Costs are computed only for
+edges that the search visits.
 
-Further passes take chunks out, one or several at a time, and plan them anew, now that all others are known; and a row may wait
-on a device for a later stage, so that a link that is slow or shared can be used in every stage. What makes the plan longer is
-undone. Several at a time: where two hops are as busy, a plan is shorter only if both are relieved.
+Further passes remove one or several chunks at a time and plan them again, given all other chunks. A row may also wait on a device
+for a later stage, so that a slow or shared link can be used in every stage. Changes that make the plan longer are reverted.
+Removing several chunks at a time helps if two hops are equally busy: the plan becomes shorter only if both get less load.
 
 P devices, K stages, H hops, G chunks, W hops of the longest link.
 """
@@ -25,14 +25,17 @@ from lightning_gnn.extensions.plans.relation import Ids, Relation
 from lightning_gnn.extensions.plans.topology import Topology
 
 TIE = 1e-4
-"""Weight of the row's own time on a link among links that lengthen the plan alike (often by 0): the faster one is taken."""
+"""Weight of the row's own time on a link. It breaks ties between links that lengthen the plan equally (often by 0)."""
 
 TAKEN_OUT = (1, 8, 64)
-"""How many chunks are planned anew together, pass after pass, in turn."""
+"""Number of chunks that are planned again together, for successive passes in turn."""
 
 GAIN = 1e-3
-"""Rerouting stops once as many passes in a row as `TAKEN_OUT` has numbers each shorten the plan by less than this share, or
-once no plan can be shorter by more: all rows that must cross one hop take it so long."""
+"""Minimum relative gain of rerouting.
+
+Rerouting stops after ``len(TAKEN_OUT)`` consecutive passes that each shorten the plan by less. It also stops if no plan can be
+shorter by more, because of the time of all rows that must cross one hop.
+"""
 
 
 def spst(
@@ -44,17 +47,17 @@ def spst(
     chunks: int = 2000,
     seed: int = 0,
 ) -> Plan:
-    """Returns a plan by shortest path spanning trees; the same for the same arguments.
+    """Returns a plan by shortest path spanning trees; deterministic.
 
     Args:
-        max_stages: how many stages it may have at most; None for as many as trees can be deep.
-        passes: 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in stage k; more to reroute,
-            at most so often.
-        chunks: into about how many the rows are divided: more are slower and up to a point better.
-        seed: of the order of the chunks.
+        max_stages: maximum number of stages; None for the maximum depth of trees.
+        passes: maximum number of passes. 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in
+            stage k; more to reroute.
+        chunks: approximate number of chunks; more chunks are slower and, up to a point, better.
+        seed: seed of the order of the chunks.
 
     Raises:
-        ValueError: another number of devices than the topology's, or one that is not reached in so few stages.
+        ValueError: if the number of devices differs from the topology, or a device is not reachable in `max_stages`.
     """
     check_devices(relation, topology)
     bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
@@ -72,14 +75,14 @@ def spst(
     )
     if (relation.needs[group_class] & (parent < 0)).any():
         raise ValueError(f"Not all devices of topology {topology.name!r} reach each other in {max_stages} stages.")
-    used, stage = np.unique(arrival, return_inverse=True)  # stages may have become empty; -1 and 0: not sent
+    used, stage = np.unique(arrival, return_inverse=True)  # some stages may be empty now; -1 and 0: not sent
     stage = stage.reshape(arrival.shape) - np.count_nonzero(used <= 0)
-    name = "p2p" if stage.max(initial=-1) <= 0 else "spst"  # in one stage, owners send to all that need their rows
+    name = "p2p" if stage.max(initial=-1) <= 0 else "spst"  # in one stage, owners send directly
     return Plan(name, relation, bounds, parent, np.where(parent >= 0, stage, -1).astype(np.int8))
 
 
 def _split(relation: Relation, rows: int) -> Ids:
-    """Returns the bounds of chunks of at most `rows` nodes, even within a class, ``[G + 1]``."""
+    """Returns the bounds of chunks of at most `rows` nodes, of even sizes within a class, ``[G + 1]``."""
     pieces = -(-relation.counts // rows)
     of = np.repeat(np.arange(len(pieces)), pieces)
     position = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -88,14 +91,14 @@ def _split(relation: Relation, rows: int) -> Ids:
 
 
 class _Links(NamedTuple):
-    """What the planner knows of the topology.
+    """Topology as arrays for the planner.
 
     Attributes:
-        hops: of the link from a to b, int32 ``[P, P, W]``.
-        num_hops: how many they are, 0 for no link, int32 ``[P, P]``.
-        seconds: a row's time on each hop, ``[H]``; the unit does not matter.
-        own: a row's time on a link that it has for itself, ``[P, P]``.
-        shortest: a row's time from a to b, over relays too, if nothing else moves, ``[P, P]``.
+        hops: hops of the link from a to b, int32 ``[P, P, W]``.
+        num_hops: number of hops of the link, 0 for no link, int32 ``[P, P]``.
+        seconds: time of a row on each hop, ``[H]``; the unit is arbitrary.
+        own: time of a row on a link without other traffic, ``[P, P]``.
+        shortest: time of a row from a to b, also over relays, without other traffic, ``[P, P]``.
     """
 
     hops: NDArray[np.int32]
@@ -106,18 +109,18 @@ class _Links(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """What the trees so far put on the links: time of each hop in each stage ``[K, H]``, of each stage ``[K]``."""
+    """Load of the trees so far: time of each hop in each stage ``[K, H]``, and of each stage ``[K]``."""
 
     hop: NDArray[np.float64]
     stage: NDArray[np.float64]
 
 
 class _Search(NamedTuple):
-    """Scratch of one search.
+    """Working arrays of one search.
 
     Attributes:
-        cost, via: of the cheapest path on which a relay has the rows by stage k, and the device before it, ``[K + 1, P]``.
-        near: what a path costs at least from a relay to a destination, infinite for other devices, ``[P]``.
+        cost, via: cost of the cheapest path on which a relay has the rows by stage k, and the device before it, ``[K + 1, P]``.
+        near: lower bound of the cost of a path from a relay to a destination, infinite for other devices, ``[P]``.
     """
 
     cost: NDArray[np.float64]
@@ -143,9 +146,10 @@ def _links(topology: Topology) -> _Links:
 
 @numba.njit(cache=True, nogil=True)
 def _plan(owner, destinations, counts, orders, links, num_stages):  # type: ignore[no-untyped-def]
-    """Returns each chunk's parents and arrivals, int8 ``[G, P]``; arrival k + 1 is after stage k, 0 at the owner, -1 never.
+    """Returns the parents and arrivals of each chunk, int8 ``[G, P]``.
 
-    `orders` has the order of the chunks in each pass, ``[passes, G]``.
+    Arrival k + 1 means after stage k, 0 at the owner, and -1 never. `orders` is the order of the chunks in each pass, ``[passes,
+    G]``.
     """
     num_devices = len(links.own)
     load = _Load(np.zeros((num_stages, len(links.seconds))), np.zeros(num_stages))
@@ -191,13 +195,13 @@ def _plan(owner, destinations, counts, orders, links, num_stages):  # type: igno
 
 @numba.njit(cache=True, nogil=True)
 def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no-untyped-def]
-    """Returns how long the busiest hop is busy in any plan: with the rows that do not get to all destinations without it."""
+    """Returns the minimum time of the busiest hop in any plan: for the rows that cannot reach all destinations without it."""
     num_devices = len(links.own)
     if not len(links.seconds):
         return 0.0
     hop = load.hop.sum(0).argmax()
     one = np.uint64(1)
-    without = one << np.arange(num_devices).astype(np.uint64)  # who is reached from each device over other hops, as bits
+    without = one << np.arange(num_devices).astype(np.uint64)  # bits: devices reached over other hops
     for a in range(num_devices):
         for b in range(num_devices):
             if links.num_hops[a, b] and not (links.hops[a, b, : links.num_hops[a, b]] == hop).any():
@@ -215,16 +219,19 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
 
 @numba.njit(cache=True, nogil=True)
 def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
-    """Adds the cheapest path from reached devices to one of `left` to the tree; returns what is left, and whether there was one.
+    """Adds the cheapest path from a reached device to a device of `left` to the tree.
 
-    A path ends at the first destination, so what lies between are relays: devices that do not need the rows. `left` are bits;
-    with `may_wait`, rows may be sent on later than in the stage after their arrival. Changes the tree and the load.
+    The path ends at its first destination, so the devices between are relays, which do not need the rows. `left` is a bit mask.
+    With `may_wait`, rows may be sent later than in the stage after their arrival. Modifies the tree and the load.
+
+    Returns:
+        The remaining bits of `left`, and whether a path exists.
     """
     cost, via, near = search
     num_stages, num_devices = len(load.stage), len(parent)
     one = np.uint64(1)
     bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
-    latest = 0  # arrival of a source
+    latest = 0  # latest arrival of a source
     for a in range(num_devices):
         near[a] = np.inf
         if arrival[a] < 0:
@@ -264,7 +271,7 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search): 
                             bound, goal, goal_via, goal_stage = added, d, a, stage
             for b in range(num_devices):
                 best = min(bound - near[b], cost[stage + 1, b])
-                # near is infinite, and best negative, unless b is a relay.
+                # `near` is infinite, and so `best` is negative, unless b is a relay.
                 if so_far >= best or not links.num_hops[a, b]:
                     continue
                 added = so_far + _added(a, b, stage, rows, best - so_far, links, load)
@@ -281,14 +288,14 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search): 
         _cross(a, d, stage, rows, links, load)
         if arrival[a] >= 0:
             return left, True
-        while via[stage, a] == a:  # it waited
+        while via[stage, a] == a:  # the rows waited
             stage -= 1
         d, a, stage = a, via[stage, a], stage - 1
 
 
 @numba.njit(cache=True, inline="always")
 def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-def]
-    """Returns what the plan's time grows by if `rows` cross a -> b in `stage`, or a number that is not below `limit`."""
+    """Returns the increase of the plan's time if `rows` cross a -> b in `stage`, or a value of at least `limit`."""
     tie = TIE * rows * links.own[a, b]
     longest = load.stage[stage]
     if tie >= limit:
@@ -296,14 +303,14 @@ def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-de
     for i in range(links.num_hops[a, b]):
         hop = links.hops[a, b, i]
         then = load.hop[stage, hop] + rows * links.seconds[hop]
-        if then > longest:  # numba's max() minds NaNs, and made the planner three times slower
+        if then > longest:  # numba's max() handles NaNs, and made the planner three times slower
             longest = then
     return longest - load.stage[stage] + tie
 
 
 @numba.njit(cache=True, inline="always")
 def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
-    """Whether the path that gets to relay `a` by `stage` passes `b`."""
+    """Returns whether the path that reaches relay `a` by `stage` contains `b`."""
     while arrival[a] < 0:
         if a == b:
             return True
@@ -313,7 +320,7 @@ def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
-    """Adds `rows` on a -> b in `stage`; negative ones leave the stage's time too high."""
+    """Adds `rows` on a -> b in `stage`; a negative number leaves the stage's time too high."""
     for i in range(links.num_hops[a, b]):
         hop = links.hops[a, b, i]
         load.hop[stage, hop] += rows * links.seconds[hop]

@@ -1,13 +1,15 @@
-"""What one rank does in each stage of a plan: the send and receive tables of DGCL section 6.1, and the sub-stages of 6.2.
+"""Send and receive tables of one rank for each stage of a plan (DGCL section 6.1), and sub-stages (section 6.2).
 
-A rank works on one buffer of rows: N owned rows, then H halo rows in the order of its halo (ascending relabelled ids), then R
-rows that it only relays. Tables hold positions in this buffer.
+A rank works on one buffer: N rows of local nodes, then H rows of halo nodes (by ascending relabeled ids), then R rows that it
+only relays. Tables hold positions in this buffer.
 
-- Forward: for each stage in order, send the rows of `sends`, then write what arrives to the rows of `receives`. A row that is
-  sent was owned or arrived in an earlier stage, so a rank may start a stage when the rows of its own earlier stages are in.
-- Backward: the buffer holds gradients, zero where there are none, R rows included. For each stage in order, send the rows of
-  `sends`, and *add* what arrives to the rows of `receives`, peer after peer: so additions need no atomics, in a fixed order.
-  In the paper's sub-stages no row receives from two ranks in one, which serves the same end with more messages.
+- Forward: for each stage in order, a rank sends the rows of `sends`, then writes received rows to the rows of `receives`. A sent
+  row is local or was received in an earlier stage. So a rank may start a stage as soon as its own earlier stages are complete.
+- Backward: the buffer holds gradients, initially zero where none exist, including the R rows. For each stage in order, a rank
+  sends the rows of `sends`, and *adds* received rows to the rows of `receives`, peer by peer. So additions need no atomics and
+  have a fixed order.
+
+In the paper's sub-stages, no row is received from two ranks in one sub-stage. This serves the same purpose with more messages.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from lightning_gnn.extensions.plans.relation import Ids
 
 @dataclass(frozen=True)
 class Stage:
-    """Messages of one rank that may travel at the same time.
+    """Messages of one rank that may be sent at the same time.
 
     Attributes:
-        sends: per peer the positions of the rows sent to it, int64 ``[rows]``; empty for no message.
-        receives: per peer the positions that the rows from it go to, in the order in which the peer sends them.
+        sends: for each peer, the positions of the rows sent to it, int64 ``[rows]``; empty for no message.
+        receives: for each peer, the positions of the rows received from it, in the order in which the peer sends them.
     """
 
     sends: tuple[Ids, ...]
@@ -40,12 +42,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a plan; see the top of this file.
+    """One rank's part of a plan; the module docstring describes the buffer.
 
     Attributes:
         num_owned, num_halo, num_relayed: N, H, R.
-        forward: the stages, K of them on every rank.
-        backward: the same from the last to the first, with sends and receives swapped; or their sub-stages.
+        forward: the K stages, the same number on every rank.
+        backward: the forward stages in reverse order, with sends and receives swapped; or their sub-stages.
     """
 
     num_owned: int
@@ -60,19 +62,19 @@ class RankPlan:
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the tables; both directions share them, but for sub-stages."""
+        """Memory of the tables; both directions share them, except for sub-stages."""
         stages = (*self.forward, *self.backward)
         tables = {id(table): table.nbytes for stage in stages for table in (*stage.sends, *stage.receives)}
         return sum(tables.values())
 
 
 def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
-    """Returns what `rank` does in `plan`.
+    """Returns the part of `rank` in `plan`.
 
-    Rows of one message are in the order of their ids, whichever groups they belong to.
+    Rows of a message are sorted by id, regardless of their groups.
 
     Args:
-        sub_stages: split the stages of the backward pass as in section 6.2, to compare with.
+        sub_stages: whether to split the stages of the backward pass as in section 6.2, for comparisons.
     """
     relation, edges = plan.relation, plan.edges
     begin, end = relation.offsets[rank : rank + 2]
@@ -89,7 +91,7 @@ def rank_plan(plan: Plan, rank: int, sub_stages: bool = False) -> RankPlan:
         return np.where(owned, nodes - begin, elsewhere)
 
     def tables(own_end: Ids, other_end: Ids, slots: Ids, num_slots: int) -> list[tuple[Ids, ...]]:
-        """Returns per slot (a stage or sub-stage) and peer the rows of this rank's edges."""
+        """Returns, for each slot (stage or sub-stage) and peer, the rows of this rank's tree edges."""
         chosen = np.flatnonzero(own_end == rank)
         groups = edges.group[chosen]
         nodes = _nodes(plan, groups)

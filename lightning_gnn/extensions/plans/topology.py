@@ -1,8 +1,8 @@
 """Devices, the links between them, and the physical hops that links share (DGCL section 5.1).
 
-A link is an ordered pair of devices; it passes one or more hops, such as PCIe switch, QPI, PCIe switch. Links that pass the
-same hop in the same stage share its bandwidth. Every physical connection is full duplex: its two directions are two hops, at
-positions 2 i and 2 i + 1, so that ``hop ^ 1`` is the other direction.
+A link is an ordered pair of devices. It passes one or more hops, such as PCIe switch, QPI, PCIe switch. Links that pass the same
+hop in the same stage share its bandwidth. Every physical connection is full duplex: its two directions are two hops at positions
+2 i and 2 i + 1, so ``hop ^ 1`` is the other direction.
 
 P devices, L links, H hops.
 """
@@ -19,26 +19,31 @@ from numpy.typing import NDArray
 from lightning_gnn.arguments import shown
 
 MAX_DEVICES = 64
-"""Sets of devices are the bits of one 64-bit word."""
+"""Limit of the number of devices; sets of devices are the bits of one 64-bit integer."""
 
 MAX_HOPS = 8192
-"""Twice what links between all pairs of devices need, in both directions; tables have an entry per link and hop."""
+"""Limit of the number of hops: twice the number for links between all pairs of devices, in both directions.
+
+Tables have one entry per link and hop.
+"""
 
 NVLINK_PAIR, NVLINK, PCIE, QPI, INFINIBAND, ETHERNET = 48.35, 24.22, 11.13, 9.56, 6.37, 3.12
-"""GB/s and direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
+"""GB/s per direction: two NVLinks, one NVLink, ... (DGCL Table 1)."""
 
 SHARED_MEMORY = 8.0
-"""GB/s and direction between CPU ranks of one machine: measured among four that share a 2-core virtual machine."""
+"""GB/s per direction between CPU ranks of one machine, measured with four ranks on a 2-core virtual machine."""
 
 SOCKET_STAGE, SOCKET_MESSAGE = 0.2e-3, 0.18e-3
-"""Seconds of a stage between CPU ranks over gloo's sockets, and of each further message of a rank: measured, four ranks on two
-cores."""
+"""Seconds of a stage between CPU ranks over gloo's sockets, and of each further message of a rank.
+
+Measured with four ranks on two cores.
+"""
 
 SOCKET_LATENCY = {"stage_seconds": SOCKET_STAGE, "message_seconds": SOCKET_MESSAGE}
 
 
 def check_devices(num_devices: int) -> None:
-    """Raises ValueError for a number of devices that no topology has."""
+    """Raises ValueError if a topology cannot have this number of devices."""
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {shown(num_devices)}).")
 
@@ -54,22 +59,22 @@ class Hop:
 
 @dataclass(frozen=True)
 class Topology:
-    """What devices are joined by.
+    """Devices and the links between them.
 
     Attributes:
-        name: in words.
+        name: descriptive name.
         num_devices: P.
-        hops: the directed hops.
-        links: per ordered pair of devices that are joined, the positions in `hops` that it passes.
-        hosts: the devices of each machine.
-        sockets: the devices of each group inside the machines.
-        memory: per device the hops to its host's memory, or empty if unknown.
-        stage_seconds: that a stage of messages takes whatever their size: until the first of them has arrived.
-        message_seconds: that each further message takes of a device that sends or receives several in one stage.
+        hops: directed hops.
+        links: for each ordered pair of linked devices, the positions in `hops` that the link passes.
+        hosts: devices of each machine.
+        sockets: devices of each group inside the machines.
+        memory: for each device, the hops to its host's memory; empty if unknown.
+        stage_seconds: time of a stage of messages regardless of their size, until the first message is received.
+        message_seconds: time of each further message of a device that sends or receives several messages in a stage.
 
     Raises:
-        ValueError: unknown devices or hops, bandwidths that are not positive, times that are negative, a device that cannot reach
-            another.
+        ValueError: for unknown devices or hops, bandwidths that are not positive, negative times, or devices that cannot reach
+            each other.
     """
 
     name: str
@@ -120,7 +125,7 @@ class Topology:
 
     @cached_property
     def passes(self) -> NDArray[np.int64]:
-        """1 where a link from a to b passes a hop, ``[P, P, H]``."""
+        """1 where the link from a to b passes a hop, ``[P, P, H]``."""
         table = np.zeros((self.num_devices, self.num_devices, len(self.hops)), np.int64)
         for (a, b), via in self.links.items():
             table[a, b, list(via)] = 1
@@ -128,12 +133,12 @@ class Topology:
 
     @property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The devices by socket by host, as a hierarchical partition takes them."""
+        """Devices by socket by host, as a hierarchical partition takes them."""
         return tuple(tuple(socket for socket in self.sockets if set(socket) <= set(host)) for host in self.hosts)
 
     @property
     def uniform(self) -> bool:
-        """Whether all links are alike: each pair joined by hops of its own of one bandwidth."""
+        """Whether all links are equal: each pair is linked by separate hops of one bandwidth."""
         ways = list(self.links.values())
         return (
             len(ways) == self.num_devices * (self.num_devices - 1)
@@ -142,7 +147,11 @@ class Topology:
         )
 
     def for_ranks(self, num_ranks: int) -> Topology:
-        """Returns the topology of the first `num_ranks` devices, a ValueError if there are too few or they are not connected."""
+        """Returns the topology of the first `num_ranks` devices.
+
+        Raises:
+            ValueError: if there are too few devices, or these are not connected.
+        """
         if num_ranks == self.num_devices:
             return self
         if not 1 <= num_ranks < self.num_devices:
@@ -172,16 +181,16 @@ class Topology:
 
     @cached_property
     def host_of(self) -> NDArray[np.int64]:
-        """The machine of each device, int64 ``[P]``."""
+        """Machine of each device, int64 ``[P]``."""
         return _host_of(self.hosts)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Machines of which no more is known than their ranks.
+    """Machines of which only the ranks are known.
 
     Attributes:
-        ranks: of each machine, ascending; each rank is on one.
+        ranks: ranks of each machine, ascending; each rank is on one machine.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -193,7 +202,7 @@ class Hosts:
 
     @cached_property
     def host_of(self) -> NDArray[np.int64]:
-        """The machine of each rank, int64 ``[P]``."""
+        """Machine of each rank, int64 ``[P]``."""
         return _host_of(self.ranks)
 
 

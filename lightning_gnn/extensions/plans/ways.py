@@ -1,7 +1,7 @@
-"""The ways in which rows may travel over links, by the cost model, and the exchange that takes the fastest for each width.
+"""Plans over links and their predicted times, and the exchange that selects the fastest plan for each row width.
 
-Source: DGCL section 5.1, with the time that stages take. Relaying in more stages saves what crosses slow links and costs the time
-of the stages: narrow rows go directly, wide ones over relays.
+Source: DGCL section 5.1, extended by fixed times of stages. Relaying in more stages reduces traffic on slow links and adds the
+time of the stages. So narrow rows are sent directly, and wide rows over relays.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightning_gnn.extensions.plans.topology import Hosts, Topology
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 STAGES = (3, 2, 1)
-"""How many stages the plans may have that are compared with the one of any number; 1 is the direct exchange."""
+"""Maximum numbers of stages of the plans compared with the unlimited plan; 1 is the direct exchange."""
 
 WIDEST = 20
-"""Plans are made that are the fastest for rows of some power of two bytes, up to this power."""
+"""Largest exponent: plans are compared for rows of 2^0 to 2^WIDEST bytes."""
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan and its cost.
+    """Plan with its cost.
 
     Attributes:
-        plan: named ``"p2p"`` if it has one stage at most, in which rows go directly.
-        cost: on the topology that it was made for.
+        plan: plan named ``"p2p"`` if it has at most one stage, in which rows are sent directly.
+        cost: cost on the topology that the plan was made for.
     """
 
     plan: Plan
@@ -51,10 +51,10 @@ class PricedPlan:
 
 
 def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
-    """Returns the plans that are each the fastest for rows of some width, fewest stages first.
+    """Returns the plans that are each the fastest for some row width, fewest stages first.
 
     Raises:
-        ValueError: the relation and the topology are of different numbers of devices.
+        ValueError: if the relation and the topology have different numbers of devices.
     """
     with progress_bar(f"Planning over {topology.name}", 1 + len(STAGES), "plans") as told:
         plans = [spst(relation, topology)]
@@ -63,7 +63,7 @@ def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
             if most < plans[0].num_stages:
                 try:
                     plans.append(spst(relation, topology, max_stages=most))
-                except ValueError:  # not all devices reach each other in so few stages
+                except ValueError:  # some devices are not reachable within this number of stages
                     break
     made = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
     chosen = {id(fastest(made, 2.0**power)) for power in range(WIDEST + 1)}
@@ -71,14 +71,14 @@ def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
 
 
 def fastest(plans: list[PricedPlan], row_bytes: float) -> PricedPlan:
-    """Returns the plan that takes the least time for rows of so many bytes, of equal ones the first."""
+    """Returns the plan with the least time for rows of `row_bytes`; the first plan on ties."""
     return min(plans, key=lambda each: each.cost.seconds(row_bytes))
 
 
 class ExchangeByWidth(Exchange):
-    """Sends rows by the exchange that takes the least predicted time for rows of their width (DGCL section 5.1).
+    """Exchange with the least predicted time for the width of the rows (DGCL section 5.1).
 
-    All ranks have the same prices and exchange rows of the same width, so they choose alike.
+    All ranks have the same prices and exchange rows of the same width, so they make the same choice.
 
     Args:
         choices: exchanges of the same rows, each with its :attr:`~lightning_gnn.extensions.plans.plan_cost.PlanCost.price`.
@@ -94,7 +94,7 @@ class ExchangeByWidth(Exchange):
         super().__init__(first.num_owned, first.num_halo, world, meter, idle)
 
     def of(self, row_bytes: int) -> Exchange:
-        """Returns the exchange of rows of so many bytes."""
+        """Returns the exchange for rows of `row_bytes`."""
         seconds = [fixed + row_bytes * each for fixed, each in self._prices]
         return self._exchanges[seconds.index(min(seconds))]
 
@@ -108,14 +108,14 @@ class ExchangeByWidth(Exchange):
 
 
 def relayed_by(exchange: Exchange | None, row_bytes: int) -> PlannedExchange | None:
-    """Returns the exchange in stages by which rows of so many bytes travel; None if they travel directly."""
+    """Returns the exchange in stages that is used for rows of `row_bytes`; None for direct exchange."""
     if isinstance(exchange, ExchangeByWidth):
         exchange = exchange.of(row_bytes)
     return exchange if isinstance(exchange, PlannedExchange) else None
 
 
 def route_of(exchange: Exchange | None, row_bytes: int) -> Plan | None:
-    """Returns the plan by which rows of so many bytes travel, where it is kept; None if they travel directly."""
+    """Returns the plan that is used for rows of `row_bytes`, if it is stored; None for direct exchange."""
     relayed = relayed_by(exchange, row_bytes)
     return None if relayed is None else relayed.route
 
@@ -125,18 +125,21 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def follow_links(plan: str, topology: Topology | Hosts, given: tuple[HaloPlan, Sequence[Ids], Ids, World, Meter]) -> Exchange:
-    """Returns this rank's exchange under a plan that looks at links; arguments as of
-    :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`, the last five as one."""
+    """Returns this rank's exchange under a plan that depends on links.
+
+    The arguments are described in :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`; `given` is the tuple of the last
+    five.
+    """
     rows, halos, offsets, world, meter = given
     if isinstance(topology, Hosts):
         ways = [Way()] if plan == "p2p" else _ways_through_hosts(topology, rows, halos, offsets, world)
         return follow(ways, rows, world, meter)
     relation = Relation.from_halos(halos, offsets)
     if plan == "p2p":
-        p2p(relation, topology)  # refuses what it cannot send
+        p2p(relation, topology)  # raises if rows cannot be sent directly
         return HaloExchange(rows, world, meter)
-    # One rank plans, and the others get its trees, some bytes per group of nodes: were each to plan, machines whose
-    # topology files or roundings differ would wait for each other forever.
+    # Rank 0 plans and broadcasts its trees, a few bytes per group of nodes. If each rank planned, machines with different
+    # topology files or roundings would wait for each other forever.
     found = planned(relation, topology) if world.rank == 0 else []
     trees = [(each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found]
     ways = []
@@ -148,12 +151,12 @@ def follow_links(plan: str, topology: Topology | Hosts, given: tuple[HaloPlan, S
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways in which rows may travel.
+    """Plan for one range of row widths, or the direct exchange.
 
     Attributes:
-        price: of its cost, by which the fastest is taken.
-        tables: this rank's part of a plan; None for directly.
-        route: the plan of all ranks, where it is kept to be shown.
+        price: price of its cost, used to select the fastest.
+        tables: this rank's part of a plan; None for direct exchange.
+        route: the plan of all ranks, if it is kept for display.
     """
 
     price: tuple[float, float] = (0.0, 0.0)
@@ -166,7 +169,7 @@ class Way:
 
 
 def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World) -> list[Way]:
-    """Returns direct rows and the plan of two stages, or one of them where the other is slower at any width."""
+    """Returns the direct exchange and the two-stage plan, without any of them that is slower at every width."""
     tables = plan_through_hosts(world.rank, hosts, rows, halos, offsets)
     mine = torch.from_numpy(loads(world.rank, hosts, rows, tables)).to(world.device)
     everyones = world.all_gather(mine, "Gathering what plans cost").cpu().numpy()
@@ -181,7 +184,7 @@ def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offs
 
 
 def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
-    """Returns the plans that are the fastest for some width, and says in the log of rank 0 which."""
+    """Returns the plans that are the fastest for some row width; rank 0 logs them."""
     began = time.perf_counter()
     found = fastest_plans(relation, topology)
     rank_zero_info(_told(found, topology, time.perf_counter() - began))
@@ -189,7 +192,7 @@ def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
 
 
 def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> Exchange:
-    """Returns the exchange that takes the fastest of several ways for rows of each width."""
+    """Returns an exchange that uses the fastest of `ways` for each row width."""
     choices: list[tuple[Exchange, tuple[float, float]]] = []
     for way in ways:
         if way.tables is None:
@@ -200,7 +203,7 @@ def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> E
 
 
 def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:
-    """Returns what is said of the plans that were found."""
+    """Returns the log line about the plans."""
     relayed = [each.plan for each in found if each.plan.num_stages > 1]
     if not relayed:
         return f"Rows travel directly: over {topology.name}, no relay would be faster"

@@ -1,6 +1,6 @@
-"""Topologies that are made: by hand, of machines that are alike, or of a JSON file.
+"""Topologies described in code, by uniform machines, or by a JSON file.
 
-As a JSON file:
+JSON format:
 
 ::
 
@@ -12,13 +12,19 @@ As a JSON file:
      "memory": [{"device": 0, "via": ["pcie0"]}, ...],
      "stage_seconds": 2e-05, "message_seconds": 2e-06}
 
-A link describes both directions between a and b. ``via`` lists shared hops in the order from a to b, ``-name`` in their reverse
-direction; b to a passes them the other way round. ``gb_per_s`` (10^9 bytes per second and direction) is the bandwidth of a
-connection of the link's own, alone or in addition. Optional: ``hosts`` (default: one), ``sockets`` of a host (default: one),
-``memory`` (the hops from each device to its host's memory, for predicting swaps), ``name``, ``kind`` (any word; default "link"),
-``stage_seconds`` and ``message_seconds`` (that a stage takes whatever its size, and each further message of a device in it;
-default 0).
-``ranks`` may stand for ``devices``, ``bandwidth_mbit`` (10^6 bit/s) for ``gb_per_s``. Other keys are ignored.
+A link describes both directions between a and b. ``via`` lists shared hops in the order from a to b, with ``-name`` for the
+reverse direction of a hop. The direction from b to a uses the same hops reversed. ``gb_per_s`` (10^9 bytes per second and
+direction) is the bandwidth of a connection that only this link uses. It may be given alone or in addition to ``via``.
+
+Optional fields:
+
+- ``hosts`` (default: one), and ``sockets`` of a host (default: one).
+- ``memory``: the hops from each device to its host's memory, used to predict swaps.
+- ``name``, and ``kind`` (any string; default "link").
+- ``stage_seconds`` and ``message_seconds``: time of a stage regardless of size, and of each further message of a device in the
+  stage (default 0).
+
+``ranks`` is accepted for ``devices``, and ``bandwidth_mbit`` (10^6 bit/s) for ``gb_per_s``. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from lightning_gnn.extensions.plans.topology import ETHERNET, SHARED_MEMORY, SOC
 
 
 class Wiring:
-    """A topology that is being described, in the terms of its file: hops are added before the links that name them."""
+    """Builder of a topology in the terms of its JSON format: hops are added before the links that refer to them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,7 +50,7 @@ class Wiring:
         self._memory: list[dict[str, Any]] = []
 
     def hop(self, name: str, kind: str, gb_per_s: float) -> str:
-        """Adds a hop unless there is one of that name; returns the name."""
+        """Adds a hop unless a hop of that name exists; returns the name."""
         self._hops.setdefault(name, {"name": name, "kind": kind, "gb_per_s": gb_per_s})
         return name
 
@@ -52,7 +58,7 @@ class Wiring:
         self._hosts.append({"devices": [*devices], "sockets": [[*each] for each in sockets or [devices]]})
 
     def link(self, a: int, b: int, **way: Any) -> None:
-        """Adds a link both ways, over hops (`via`), over a connection of its own (`gb_per_s`, `kind`), or both."""
+        """Adds a link in both directions, over shared hops (`via`), a separate connection (`gb_per_s`, `kind`), or both."""
         self._links.append({"a": a, "b": b, **way})
 
     def link_each_two(self, devices: Sequence[int], gb_per_s: float) -> None:
@@ -60,7 +66,7 @@ class Wiring:
             self.link(a, b, gb_per_s=gb_per_s)
 
     def link_hosts(self, to_port: Mapping[int, Sequence[str]]) -> None:
-        """Links devices of different hosts: by the way of one to its port, and the way of the other back."""
+        """Links devices of different hosts through the ports of both; `to_port` maps each device to the hops to its port."""
         for one, other in combinations((host["devices"] for host in self._hosts), 2):
             for a, b in product(one, other):
                 self.link(a, b, via=[*to_port[a], *map(_reverse, reversed(to_port[b]))])
@@ -69,7 +75,7 @@ class Wiring:
         self._memory.append({"device": device, "via": [*via]})
 
     def topology(self, **latency: float) -> Topology:
-        """Returns the topology; of memory, if the way of every device to it is known."""
+        """Returns the topology; it includes host memory only if the hops of every device to it are given."""
         num_devices = sum(len(host["devices"]) for host in self._hosts)
         memory = self._memory if len(self._memory) == num_devices else []
         parts = {"hosts": self._hosts, "hops": [*self._hops.values()], "links": self._links, "memory": memory}
@@ -81,7 +87,7 @@ def _reverse(step: str) -> str:
 
 
 def uniform(num_devices: int, gb_per_s: float = 1.0, name: str = "uniform", **latency: float) -> Topology:
-    """Returns devices that are all joined to each other by links of their own, of one bandwidth in GB/s."""
+    """Returns devices with a separate link between each pair, all of one bandwidth in GB/s."""
     made = Wiring(name)
     made.host(range(num_devices))
     made.link_each_two(range(num_devices), gb_per_s)
@@ -91,14 +97,14 @@ def uniform(num_devices: int, gb_per_s: float = 1.0, name: str = "uniform", **la
 def machines(
     ranks_per_host: Sequence[int], inside_gb_per_s: float = SHARED_MEMORY, between_gb_per_s: float = ETHERNET
 ) -> Topology:
-    """Returns machines whose ranks are all alike inside, joined by one full duplex network port each.
+    """Returns machines with uniform links inside, connected by one full-duplex network port each.
 
     Args:
-        ranks_per_host: number of ranks of each machine; those of a machine follow each other. With one machine, the topology
-            is :func:`uniform`.
-        inside_gb_per_s: bandwidth of the link that each two ranks of a machine have for themselves.
-        between_gb_per_s: bandwidth of a port, which all traffic of its machine with others shares; by default Ethernet as
-            DGCL measured it (Table 1).
+        ranks_per_host: number of ranks of each machine; ranks of a machine are consecutive. With one machine, the topology is
+            :func:`uniform`.
+        inside_gb_per_s: bandwidth of the separate link between each pair of ranks of a machine.
+        between_gb_per_s: bandwidth of a port, shared by all traffic between its machine and others. Default: Ethernet as measured
+            by DGCL (Table 1).
     """
     counts = list(ranks_per_host)
     if not counts or min(counts) < 1:
@@ -119,15 +125,15 @@ def machines(
 # Files #########################################################################
 
 _MOST_BYTES = 1 << 24
-"""Of a file: many times what 64 devices with links between all need."""
+"""Limit of the file size; many times the size needed for 64 devices with links between all pairs."""
 
 
 def load_topology(path: str | Path) -> Topology:
     """Returns the topology of a JSON file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON or describes no topology; says which field is wrong.
+        OSError: if the file cannot be read.
+        ValueError: if the file is not JSON or describes no topology; the message names the invalid field.
     """
     size = Path(path).stat().st_size
     if size > _MOST_BYTES:
@@ -201,7 +207,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
 
 
 def topology_to_dict(topology: Topology) -> dict[str, Any]:
-    """Returns `topology` in the JSON format; connections of one link's own are listed as hops too."""
+    """Returns `topology` in the JSON format; a connection that only one link uses is also listed as a hop."""
 
     def via(way: tuple[int, ...]) -> list[str]:
         return [topology.hops[hop].name for hop in way]
@@ -223,11 +229,11 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
     gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
-    if not 0 < gb_per_s < 1e300:  # Python's integers may be larger than any float; NaN is neither
+    if not 0 < gb_per_s < 1e300:  # a Python int may exceed any float; NaN fails both comparisons
         raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {shown(gb_per_s)}).")
     if "gb_per_s" not in entry:
         gb_per_s /= 8000
-    reference = entry.get("reference")  # where an emulator notes what it stands for
+    reference = entry.get("reference")  # used by an emulator to record the emulated hardware
     usual = reference.get("type") if isinstance(reference, dict) else None
     kind = _get(entry, "kind", str, where, usual if isinstance(usual, str) else "link")
     kind = {"nv1": "nvlink", "nv2": "nvlink"}.get(kind.lower(), kind.lower())
@@ -245,7 +251,7 @@ def _entries(description: Any, key: str, where: str, default: Any) -> list[tuple
 
 
 def _get(entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None) -> Any:
-    """Returns a field, under the name `instead` if it is there under that name only; without a `default` it must be there."""
+    """Returns a field, or the field `instead` if only that exists; without a `default`, a missing field raises ValueError."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be a JSON object (got {shown(entry)}).")
     if instead is not None and key not in entry and instead in entry:

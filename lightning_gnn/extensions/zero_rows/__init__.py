@@ -1,1 +1,1 @@
-"""Messages of the backward pass without rows of zeros."""
+"""Messages of the backward pass that omit rows of zeros."""
