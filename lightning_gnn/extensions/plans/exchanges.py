@@ -89,7 +89,7 @@ class ExchangeCost:
         replication: rows that all ranks store, divided by N; None if blocks of rows are only passed on.
         matrix_bytes: bytes of the matrix blocks, which 2D and 3D products also send.
         paper_rows: rows by the paper's algorithm, which sends whole blocks; None if it has no formula.
-        choice: for a scheme that chooses between several exchanges, data of this one, with ``rows`` and ``bytes_held``; for
+        choice: for a scheme that chooses between several exchanges, data of this one, with ``rows`` and ``bytes_held``. For
             ``spmm_15d``, `rows` is an upper bound if sparsity-aware.
         plan, cost: the plan, if the scheme follows one, and its load on each hop.
     """

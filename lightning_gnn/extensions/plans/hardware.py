@@ -174,7 +174,7 @@ def _nearest(ports: Sequence[Port], n: int) -> list[Port]:
 
 
 def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, ports: Sequence[Port]) -> list[list[str]]:
-    """Adds the hops and links of a machine with GPUs; returns the hops from each GPU to its port, if any."""
+    """Add the hops and links of a machine with GPUs; return the hops from each GPU to its port, if any."""
     n = len(ranks)
     levels = (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE)
     groups = [_groups(gpus, level) for level in levels]

@@ -1,7 +1,7 @@
 """Measurement of bandwidth and latency between each pair of running ranks, over the transport used in training.
 
-Each timing starts at a barrier, sends one message per flow, and ends when the last message is received, as a stage of a plan does
-(DGCL section 5.1). Other load can only increase a timing, so the fastest of several timings is used.
+Each timing starts at a barrier, sends one message per flow, and ends when the last message is received. A stage of a plan has the
+same form (DGCL section 5.1). Other load can only increase a timing, so the fastest of several timings is used.
 
 P ranks.
 """

@@ -79,8 +79,8 @@ SUMMIT_NVLINK, SUMMIT_XBUS, SUMMIT_SOCKET_PORT = 50.0, 64.0, 12.5
 def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
     """Returns Summit nodes: 2 sockets of 3 V100 each, fully connected by NVLinks, also to their CPU; an X-bus between the CPUs.
 
-    Traffic between nodes goes through the CPU and its socket's half of the dual-rail InfiniBand, which the socket's GPUs share.
-    The 16 GB/s between a socket and the NIC are omitted: that half is narrower, and all traffic crosses both.
+    Traffic between nodes crosses the CPU and its socket's half of the dual-rail InfiniBand, which the socket's GPUs share. The 16
+    GB/s between a socket and the NIC are omitted: that half is narrower, and all traffic crosses both.
 
     Args:
         num_devices: total number of GPUs; nodes are filled in order.
@@ -125,7 +125,7 @@ PRESETS: dict[str, Callable[[int], Topology]] = {
     "summit": lambda num_ranks: summit(num_ranks or 6),
     "uniform": uniform,
 }
-"""Constructors of named topologies; the argument is the minimum number of ranks, or 0."""
+"""Constructors of named topologies; the argument is the number of ranks, or 0; topologies of fixed size ignore it."""
 
 
 def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topology:

@@ -199,7 +199,7 @@ def looks_at_links(plan: PlanName, topology: Topology | Hosts | None, world: Wor
 def log_plan(
     trainer: pl.Trainer, shard: Shard, exchange: Exchange, between: Topology | Hosts | None, name: str | None = None
 ) -> None:
-    """Logs the plan for rows as wide as the input features, and a picture of the link loads.
+    """Log the plan for rows as wide as the input features, and a picture of the link loads.
 
     Args:
         shard: shard of this rank.

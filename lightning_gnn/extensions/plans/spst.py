@@ -51,8 +51,8 @@ def spst(
 
     Args:
         max_stages: maximum number of stages; None for the maximum depth of trees.
-        passes: maximum number of passes. 1 for the paper's algorithm, in which rows cross the edges at depth k of their tree in
-            stage k; more to reroute.
+        passes: maximum number of passes. 1 is the paper's algorithm: rows cross the edges at depth k of their tree in stage k.
+            Further passes reroute.
         chunks: approximate number of chunks; more chunks are slower and, up to a point, better.
         seed: seed of the order of the chunks.
 
@@ -219,7 +219,7 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
 
 @numba.njit(cache=True, nogil=True)
 def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
-    """Adds the cheapest path from a reached device to a device of `left` to the tree.
+    """Add the cheapest path from a reached device to a device of `left` to the tree.
 
     The path ends at its first destination, so the devices between are relays, which do not need the rows. `left` is a bit mask.
     With `may_wait`, rows may be sent later than in the stage after their arrival. Modifies the tree and the load.
@@ -320,7 +320,7 @@ def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
-    """Adds `rows` on a -> b in `stage`; a negative number leaves the stage's time too high."""
+    """Add `rows` on a -> b in `stage`; a negative number leaves the stage's time too high."""
     for i in range(links.num_hops[a, b]):
         hop = links.hops[a, b, i]
         load.hop[stage, hop] += rows * links.seconds[hop]
@@ -330,7 +330,7 @@ def _cross(a, b, stage, rows, links, load):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _carry(parent, arrival, rows, links, load):  # type: ignore[no-untyped-def]
-    """Adds `rows`, which may be negative, on all edges of a tree."""
+    """Add `rows`, which may be negative, on all edges of a tree."""
     for b in range(len(parent)):
         if parent[b] >= 0:
             _cross(parent[b], b, arrival[b] - 1, rows, links, load)

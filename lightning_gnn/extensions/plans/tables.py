@@ -1,7 +1,7 @@
 """Send and receive tables of one rank for each stage of a plan (DGCL section 6.1), and sub-stages (section 6.2).
 
-A rank works on one buffer: N rows of local nodes, then H rows of halo nodes (by ascending relabeled ids), then R rows that it
-only relays. Tables hold positions in this buffer.
+A rank works on one buffer: N rows of local nodes, H rows of halo nodes (by ascending relabeled ids), and R relayed rows. Tables
+hold positions in this buffer.
 
 - Forward: for each stage in order, a rank sends the rows of `sends`, then writes received rows to the rows of `receives`. A sent
   row is local or was received in an earlier stage. So a rank may start a stage as soon as its own earlier stages are complete.

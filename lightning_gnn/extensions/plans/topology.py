@@ -1,8 +1,8 @@
 """Devices, the links between them, and the physical hops that links share (DGCL section 5.1).
 
 A link is an ordered pair of devices. It passes one or more hops, such as PCIe switch, QPI, PCIe switch. Links that pass the same
-hop in the same stage share its bandwidth. Every physical connection is full duplex: its two directions are two hops at positions
-2 i and 2 i + 1, so ``hop ^ 1`` is the other direction.
+hop in the same stage share its bandwidth. Every physical connection is full duplex. Its two directions are hops at positions 2 i
+and 2 i + 1, so ``hop ^ 1`` is the other direction.
 
 P devices, L links, H hops.
 """

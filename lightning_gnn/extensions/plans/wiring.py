@@ -50,7 +50,7 @@ class Wiring:
         self._memory: list[dict[str, Any]] = []
 
     def hop(self, name: str, kind: str, gb_per_s: float) -> str:
-        """Adds a hop unless a hop of that name exists; returns the name."""
+        """Add a hop unless a hop of that name exists; return the name."""
         self._hops.setdefault(name, {"name": name, "kind": kind, "gb_per_s": gb_per_s})
         return name
 
@@ -58,7 +58,7 @@ class Wiring:
         self._hosts.append({"devices": [*devices], "sockets": [[*each] for each in sockets or [devices]]})
 
     def link(self, a: int, b: int, **way: Any) -> None:
-        """Adds a link in both directions, over shared hops (`via`), a separate connection (`gb_per_s`, `kind`), or both."""
+        """Add a link in both directions, over shared hops (`via`), a separate connection (`gb_per_s`, `kind`), or both."""
         self._links.append({"a": a, "b": b, **way})
 
     def link_each_two(self, devices: Sequence[int], gb_per_s: float) -> None:
@@ -66,7 +66,7 @@ class Wiring:
             self.link(a, b, gb_per_s=gb_per_s)
 
     def link_hosts(self, to_port: Mapping[int, Sequence[str]]) -> None:
-        """Links devices of different hosts through the ports of both; `to_port` maps each device to the hops to its port."""
+        """Link devices of different hosts through the ports of both; `to_port` maps each device to the hops to its port."""
         for one, other in combinations((host["devices"] for host in self._hosts), 2):
             for a, b in product(one, other):
                 self.link(a, b, via=[*to_port[a], *map(_reverse, reversed(to_port[b]))])
