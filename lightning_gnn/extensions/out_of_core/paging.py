@@ -1,14 +1,14 @@
-"""Tensors of a rank in a file, from which the system reads them when they are used.
+"""Paging of a rank's tensors to a file, from which the system reads them on use.
 
-A rank's memory is limited by giving its large tensors another place, at the same addresses: what lies there is written to a
-file, and the file is mapped over it. Nothing that holds a tensor notices: layers, autograd and the user's own code compute what
-they would compute otherwise, bit for bit. The system reads from the file what is used again, and may drop what it has read.
+To limit a rank's memory, the pager writes the pages of large tensors to a file and maps the file at the same addresses. Code that
+holds a tensor is not affected: layers, autograd and user code compute bitwise the same results. The system reads used pages from
+the file, and may drop pages that it has read.
 
-Ranks of a machine compute in turns: what one has in memory in its turn, it gives up before another has that room. More ranks
-have a turn than there are cores for: while one waits for the disk, another computes.
+Ranks of a machine compute in turns. A rank frees the memory of its turn before another rank gets that room. More ranks have a
+turn than there are cores: while one rank waits for the disk, another computes.
 
-Sources: GriNNder (arXiv 2605.11517) and HongTu (arXiv 2311.14898) compute a graph part by part too, with activations of the
-others in a file and in the host's memory; there layers are written for it.
+Sources: GriNNder (arXiv 2605.11517) and HongTu (arXiv 2311.14898) also compute a graph part by part. They store activations of
+other parts in a file and in host memory, and need layers written for that purpose.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.heap import HEADER_BYTES, end_of_own_mapping, freed_at_once
 from lightning_gnn.private_torch import TorchDispatchMode, storage_id, tree_leaves
 
-_LOOK_S = 1e-3  # between looks whether there is a turn; only the next rank looks
+_LOOK_S = 1e-3  # polling interval; only the next rank polls
 
 
 class Turns:
-    """A rank's turns: it has one while :meth:`taken` is open, but not while it waits for others. In its turn it has room in
-    memory, and a core, but not while it waits for the disk.
+    """Turns of a rank: one lasts while :meth:`taken` is open, except while the rank waits for others.
 
-    Locks of a file, which the system takes away from a process that ends. All ranks make it.
+    In its turn, a rank has room in memory, and a core except while it waits for the disk. Turns are locks of a file, which the
+    system releases when a process ends. Collective: all ranks construct it.
 
     Args:
         world: the ranks.
-        near: those of this machine, this one among them.
-        rooms: how many of them have their turns at the same time.
-        cores: how many of those compute at the same time.
-        folder: where the file is, which has no name once all have opened it.
+        near: ranks of this machine, including this one.
+        rooms: number of ranks that have turns at the same time.
+        cores: number of these that compute at the same time.
+        folder: folder of the file, which is unlinked once all ranks have opened it.
 
     Attributes:
-        behind: called before another rank has this one's room, and while another may have its core.
+        behind: called at the end of a turn, before another rank gets the room.
     """
 
     def __init__(self, world: World, near: Sequence[int], rooms: int, cores: int, folder: Path) -> None:
@@ -68,14 +68,14 @@ class Turns:
             os.close(descriptor)
         name = world.all_gather_object(own)[first]
         self._file = os.open(name, os.O_RDWR)
-        world.all_gather_object("")  # all have opened it
+        world.all_gather_object("")  # all ranks have opened it
         if own:
             os.unlink(own)
         self._room, self._core = _Lock(self._file, 0, rooms), _Lock(self._file, rooms + 1, cores)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Waits for this rank's turn, which ends with the context; part of one that is open already."""
+        """Context manager that waits for this rank's turn and ends it on exit; no effect within an open turn."""
         if self._room.held:
             yield
             return
@@ -88,17 +88,17 @@ class Turns:
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """While open, others have their turns."""
+        """Context manager that gives up this rank's turn, so that other ranks have theirs."""
         if not self._room.held:
             yield
             return
         self._end()
         yield
-        self._begin()  # not after an error: others may never end their turns
+        self._begin()  # not after an error: other ranks may never end their turns
 
     @contextmanager
     def at_the_disk(self) -> Iterator[None]:
-        """While open, another rank may have this one's core; its room it keeps."""
+        """Context manager that releases this rank's core to other ranks; the rank keeps its room."""
         if not self._core.held:
             yield
             return
@@ -116,7 +116,7 @@ class Turns:
         self._room.give()
 
     def close(self) -> None:
-        """Ends it; what this rank still does, it does beside others."""
+        """End the turns; afterwards, this rank computes concurrently with others."""
         self.behind = lambda: None
         if self._room.held:
             self._end()
@@ -124,10 +124,10 @@ class Turns:
 
 
 class _Lock:
-    """Places of which each may be held by one process, as bytes of a file; the byte behind them is who takes the next.
+    """Semaphore with one byte of a file per place; the byte after them is the lock of the next process in line.
 
     Attributes:
-        held: whether this process holds one.
+        held: whether this process holds a place.
     """
 
     def __init__(self, file: int, begin: int, places: int) -> None:
@@ -138,12 +138,12 @@ class _Lock:
         return self._place >= 0
 
     def take(self) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._begin + self._places)  # then it is the next
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._begin + self._places)  # this process is next in line
         while not self.held:
             for place in range(self._begin, self._begin + self._places):
                 try:
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-                except OSError:  # another's
+                except OSError:  # held by another process
                     continue
                 self._place = place
                 break
@@ -152,36 +152,36 @@ class _Lock:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._begin + self._places)
 
     def give(self) -> None:
-        if self.held:  # as it is not after an error at the disk
+        if self.held:  # not held after an error at the disk
             place, self._place = self._place, -1
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
 
 
 _LEAST_ROOM = 16 << 20
 LEAST_BYTES = 1 << 20
-"""Of a tensor that is moved to the file. glibc has each in a mapping of its own, and ends that when the tensor is freed."""
+"""Minimum size of a tensor that is moved to the file. glibc gives each a separate mapping, removed when it is freed."""
 
 LONG = 8 << 20
-"""Of a block whose reading or writing takes so long that another rank computes meanwhile."""
+"""Size of a block from which reads and writes take long enough to let another rank compute meanwhile."""
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
-_PIECE = 1 << 28  # bytes that are written at once
+_PIECE = 1 << 28  # bytes per write
 _FIXED_IN_FILE = mmap.MAP_SHARED | 0x10  # MAP_FIXED
 _IN_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
-_WILLNEED, _DONTNEED, _DONTFORK, _HUGEPAGE, _POPULATE_READ = 3, 4, 10, 14, 22  # of madvise, see `man madvise`
+_WILLNEED, _DONTNEED, _DONTFORK, _HUGEPAGE, _POPULATE_READ = 3, 4, 10, 14, 22  # madvise flags, see `man madvise`
 
 
 @dataclass
 class _Block:
-    """Memory of a tensor's storage: whole pages of it, and where they are.
+    """Whole pages of a tensor's storage, and their location.
 
     Attributes:
         begin, end: addresses.
-        stays: it is not this process's alone, as a file of features that is mapped.
-        moves: to the file, until now.
-        op: number of the one that used it last.
-        untouched: nothing has been written to it, as to a buffer of rows that have not come: it takes no memory.
+        stays: whether it is not private memory of this process, for example a mapped file of features.
+        moves: number of moves to the file so far.
+        op: number of the last op that used it.
+        untouched: whether nothing has been written to it, as in a buffer for rows not received yet; it takes no memory.
     """
 
     begin: int
@@ -200,7 +200,10 @@ class _Block:
 
 
 def unnamed_file(folder: Path, flags: int = 0) -> int:
-    """Returns a descriptor of a new file in a folder, to read and write, which is gone when nothing has it open or mapped."""
+    """Returns a descriptor of a new unlinked file in a folder, for reading and writing.
+
+    The file is deleted when nothing has it open or mapped.
+    """
     descriptor, name = tempfile.mkstemp(prefix=".lightning_gnn.", dir=folder)
     try:
         return os.open(name, os.O_RDWR | flags)
@@ -210,7 +213,7 @@ def unnamed_file(folder: Path, flags: int = 0) -> int:
 
 
 def full_disk(error: OSError) -> Exception:
-    """Returns what to raise where a file of memory_limit could not be written."""
+    """Returns the exception to raise if a file of memory_limit could not be written."""
     if error.errno != errno.ENOSPC:
         return error
     return RuntimeError("The disk of spill_dir is full. Name a folder on a larger one, or give ranks more memory_limit.")
@@ -218,15 +221,15 @@ def full_disk(error: OSError) -> Exception:
 
 @contextmanager
 def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
-    """While open, ranks of this machine compute in turns, and have so many bytes in memory, all together; all ranks open it.
+    """Context manager that makes ranks of this machine compute in turns, within `most_bytes` of total memory. Collective.
 
-    As many compute at once as there are cores for, and one more has room in memory, so that cores are not idle while ranks read
-    and write. Of what ranks do not take themselves, two thirds are for tensors of those, a sixteenth for tensors of the others,
-    and the rest for what ops make before anything can be moved.
+    As many ranks compute at the same time as there are cores. One more rank has room in memory, so that cores are not idle during
+    reads and writes. Of the memory that the rank processes do not need themselves, two thirds are for tensors of ranks in their
+    turns. A sixteenth is for tensors of the other ranks. The rest is for results of ops before anything can be moved.
 
     Raises:
-        ValueError: ranks take as much without a tensor; or see :class:`Pager`.
-        RuntimeError: this process's memory is not as glibc has it.
+        ValueError: if the rank processes alone need the memory; also see :class:`Pager`.
+        RuntimeError: if this process does not use glibc's malloc.
     """
     near = world.ranks_here()
     cores = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
@@ -251,29 +254,29 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
 
 
 def own_bytes(process: int | str = "self") -> int:
-    """Returns the memory that a process takes, beside files; of what it has in common with others, its share."""
+    """Returns the memory of a process, without files; shared memory counts proportionally."""
     found = re.search(r"^Pss_Anon: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])
 
 
 class Pager(TorchDispatchMode):
-    """While active, tensors that ops make and take are in memory up to a number of bytes, and beyond it in a file.
+    """Dispatch mode that keeps tensors of ops in memory up to a number of bytes, and moves others to a file.
 
-    Those go first that have not been used for longest: layers' activations, which the backward uses last of all.
+    The least recently used tensors are moved first, such as activations of early layers, which the backward pass uses last.
 
     Args:
-        folder: where the file is; it has no name. On a disk: its system must have direct input and output.
-        turns: of this rank.
-        most_bytes: of tensors in memory, while it is this rank's turn.
-        kept_bytes: while it is not.
+        folder: folder of the file, which has no name. It must be on a disk whose file system supports direct I/O.
+        turns: turns of this rank.
+        most_bytes: maximum bytes of tensors in memory during this rank's turn.
+        kept_bytes: maximum bytes of tensors in memory outside its turn.
 
     Raises:
-        ValueError: the folder is none for it.
+        ValueError: if the folder is not suitable.
 
     Attributes:
-        turns: of this rank.
-        bytes_written: until now.
+        turns: turns of this rank.
+        bytes_written: bytes written so far.
     """
 
     def __init__(self, folder: Path, turns: Turns, most_bytes: int, kept_bytes: int) -> None:
@@ -283,7 +286,7 @@ class Pager(TorchDispatchMode):
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         try:
-            # Direct: what is written takes no memory of the system's.
+            # Direct I/O: writes use no page cache.
             self._file = unnamed_file(folder, os.O_DIRECT)
         except OSError as error:
             raise ValueError(
@@ -294,14 +297,14 @@ class Pager(TorchDispatchMode):
             os.close(self._file)
             raise ValueError(f"spill_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
         device, inode = _key_in_maps(self._file)
-        # begin, end, offset and inode of the file, or of memory of this process alone, which has neither
+        # Groups: begin, end, and offset and inode of the file; private anonymous memory has neither offset nor inode.
         self._lines = re.compile(
             rf"^(\w+)-(\w+) (?:\S{{4}} (\w+) {device} ({inode}) .*|rw-p \w+ \S+ 0 *)$".encode(), re.MULTILINE
         )
         self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address, the one that was used last at the end
-        self._in_memory = 0  # at most: of blocks that are gone, too
-        self._op = 0  # that runs
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address; least recently used first
+        self._in_memory = 0  # upper bound: includes freed blocks
+        self._op = 0  # number of the current op
         self.bytes_written = 0
         turns.behind = self._leave
 
@@ -320,7 +323,7 @@ class Pager(TorchDispatchMode):
         return out
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls one of torch's collectives, which Lightning, metrics and the user's code call too; others have their turns."""
+        """Run a torch collective, which Lightning, metrics and user code may call; other ranks have their turns meanwhile."""
         with self.turns.given_up():
             out = func(*args, **kwargs)
             if not func.__name__.startswith(("send", "recv")):
@@ -345,7 +348,7 @@ class Pager(TorchDispatchMode):
             block.untouched = False
             self._in_memory += block.nbytes
         elif block.in_file and not self._read(block) and tensor.is_contiguous():
-            # All at once: page by page, as it is used, takes several times as long.
+            # All pages at once: reading page by page on use takes several times as long.
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
             if end > begin:
@@ -356,7 +359,7 @@ class Pager(TorchDispatchMode):
         block.op = self._op
 
     def _shrink(self, most_bytes: int) -> None:
-        """Moves tensors to the file until so many bytes are in memory, but not what the op that runs uses."""
+        """Move tensors to the file until at most `most_bytes` are in memory, except tensors of the current op."""
         for address in [address for address, block in self._blocks.items() if block.storage.expired()]:
             del self._blocks[address]
         for block in self._blocks.values():
@@ -377,10 +380,10 @@ class Pager(TorchDispatchMode):
                 block.untouched = True
                 self._in_memory -= block.nbytes
                 continue
-            self._in_memory -= block.nbytes  # as it was counted, before it has more of its last page
+            self._in_memory -= block.nbytes  # its counted size, before it grows below
             place = bisect_right(begins, address - HEADER_BYTES) - 1
             if place >= 0 and block.end <= memory[place][1] and (end := end_of_own_mapping(address)) >= block.end:
-                # With all of its last huge page, which is not given back in parts.
+                # Includes the whole last huge page, which is not freed in parts.
                 block.end = min(end, -(-block.end // _HUGE) * _HUGE, memory[place][1])
                 block.offset = _gap(used, block.nbytes)
                 with self._at_the_disk(block.nbytes):
@@ -390,7 +393,7 @@ class Pager(TorchDispatchMode):
                 block.stays = True
 
     def _mappings(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Returns from where to where there is memory of this process alone; and the file, and at which offset of it."""
+        """Returns the address ranges of private anonymous memory, and the address ranges of the file with their offsets."""
         memory, in_file = list[tuple[int, int]](), list[tuple[int, int, int]]()
         for first, last, offset, inode in self._lines.findall(Path("/proc/self/maps").read_bytes()):
             begin, end = int(first, 16), int(last, 16)
@@ -403,7 +406,7 @@ class Pager(TorchDispatchMode):
         return memory, in_file
 
     def _is_untouched(self, block: _Block) -> bool:
-        """Returns whether the system has given none of a block's pages yet, see proc_pid_pagemap(5)."""
+        """Returns whether the system has not allocated any page of a block, see proc_pid_pagemap(5)."""
         first, last = block.begin // _PAGE, block.end // _PAGE
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
             entries = np.frombuffer(os.pread(pages.fileno(), 8 * (last - first), 8 * first), np.uint64)
@@ -421,14 +424,17 @@ class Pager(TorchDispatchMode):
                 raise full_disk(error) from error
         self.bytes_written += done
         self._map(block, _FIXED_IN_FILE, self._file, offset)
-        # A fork would change it here, too; now it has none of it.
+        # A forked process could change the file's pages; now it does not inherit them.
         self._libc.madvise(block.begin, block.nbytes, _DONTFORK)
 
     def _read(self, block: _Block) -> bool:
-        """Reads a large block into memory that was moved to the file once, past the page cache: that takes less time than mapped
-        pages do. Returns whether that was possible.
+        """Read a large block back into memory, bypassing the page cache, if it was moved once; faster than mapped pages.
 
-        What is moved a second time stays in the file, and is read through the map: it is not written again unless it changes.
+        A block that is moved a second time stays in the file and is read through the mapping. It is not written again unless it
+        changes.
+
+        Returns:
+            Whether the block was read.
         """
         if block.nbytes < LONG or block.moves > 1:
             return False
@@ -469,13 +475,13 @@ class Pager(TorchDispatchMode):
                 del self._blocks[address]
 
     def close(self) -> None:
-        """Ends it; tensors that are in the file stay there."""
+        """End paging; tensors in the file remain there."""
         self.turns.behind = lambda: None
         os.close(self._file)
 
 
 def _key_in_maps(file: int) -> tuple[str, str]:
-    """Returns device and inode by which /proc/self/maps names an open file; on overlays they are not those of stat."""
+    """Returns the device and inode of an open file as in /proc/self/maps; on overlays they differ from stat."""
     os.ftruncate(file, _PAGE)
     with mmap.mmap(file, _PAGE) as page:
         first = ctypes.c_char.from_buffer(page)
@@ -489,26 +495,28 @@ def _key_in_maps(file: int) -> tuple[str, str]:
 
 
 def _is_in_memory(device: int) -> bool:
-    """Returns whether the file system of this device number is in memory."""
+    """Returns whether the file system with this device number is in memory."""
     key = f"{os.major(device)}:{os.minor(device)}"
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return any(line.split()[2] == key and line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs") for line in lines)
 
 
 _LINE = re.compile(r"(\w+)-(\w+) (\S{4}) (\w+) (\w+:\w+) (\d+)\s*(\S*)")
-"""Of /proc/self/maps: begin, end, permissions, offset, device, inode and name."""
+"""Line of /proc/self/maps: begin, end, permissions, offset, device, inode and name."""
 
 
 def _is_there(block: _Block, in_file: list[tuple[int, int, int]]) -> bool:
-    """Returns whether a block is mapped to its place in the file; a storage may have been given other memory, as by resize_,
-    and what lies where it was may be anyone's."""
+    """Returns whether a block is still mapped to its place in the file.
+
+    A storage may have been given other memory, for example by resize_, and its old addresses may be in other use.
+    """
     place = bisect_right(in_file, block.begin, key=itemgetter(0)) - 1
     begin, end, offset = in_file[place] if place >= 0 else (0, 0, 0)
     return block.end <= end and block.offset - offset == block.begin - begin
 
 
 def _gap(used: list[tuple[int, int]], size: int) -> int:
-    """Returns the first offset at which so many bytes are not used, and notes that they are."""
+    """Returns the first offset of `size` unused bytes, and marks them as used."""
     begin = 0
     for place, (low, high) in enumerate(used):
         if low - begin >= size:

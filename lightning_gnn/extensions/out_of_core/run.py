@@ -1,4 +1,4 @@
-"""What ``memory_limit=`` has the ranks of a strategy do."""
+"""World and arguments of out-of-core training, ``memory_limit=``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PUNCH_HOLE = 3  # with FALLOC_FL_KEEP_SIZE, see `man fallocate`
 
 
 class FileSegment(Segment):
-    """Memory in a file without a name, which the system writes and drops as it needs memory."""
+    """Memory in an unlinked file; the system writes and drops its pages when it needs memory."""
 
     _reserved = 0
 
@@ -35,7 +35,7 @@ class FileSegment(Segment):
         return cls(fd, size, owned=True)
 
     def reserve(self, num_bytes: int) -> None:
-        """Takes the place of so many bytes on the disk: to write where there is none would end the process."""
+        """Reserve bytes on the disk, as a write to unavailable disk space would kill the process."""
         if self._reserved < num_bytes:
             try:
                 os.posix_fallocate(self.fd, 0, num_bytes)
@@ -44,14 +44,14 @@ class FileSegment(Segment):
             self._reserved = num_bytes
 
     def give_up(self) -> None:
-        """Gives what is there back to the disk, unwritten where it has not been written yet; nobody reads it any more."""
+        """Free the disk space; pages not written yet are discarded. No rank reads the contents any more."""
         begin, end = ctypes.c_long(0), ctypes.c_long(self.size)
         if self._reserved and ctypes.CDLL(None).fallocate(self.fd, _PUNCH_HOLE, begin, end) == 0:
             self._reserved = 0
 
 
 class WatchdogOfTurns(Watchdog):
-    """A watchdog of a rank that computes in turns: while it waits, others may compute that would not beside it."""
+    """Watchdog of a rank that computes in turns; while it waits, the rank gives up its turn."""
 
     given_up: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -66,12 +66,12 @@ class FileMemory(SharedMemory):
     """Mailboxes whose messages are in files.
 
     Args:
-        folder: where the files are.
+        folder: folder of the files.
         of_world: see :class:`~lightning_gnn.comm.shared_memory.SharedMemory`.
     """
 
     _watch: WatchdogOfTurns
-    _leaves = False  # messages lie where they are while this rank waits
+    _leaves = False  # messages stay in their mailboxes while this rank waits
 
     def __init__(self, folder: Path, *of_world: Any) -> None:
         super().__init__(*of_world)
@@ -93,8 +93,10 @@ class FileMemory(SharedMemory):
 
     @override
     def receive_all(self, expected: Sequence[tuple[int, int]]) -> None:
-        """Waits until all have come, and it is this rank's turn again. They lie where they are until then: what they are copied
-        to stays in memory for what uses it."""
+        """Wait until all messages are available and this rank has its turn again.
+
+        Messages stay in the mailboxes until then, as their copies stay in memory until they are used.
+        """
         with self._watch.given_up():
             self._leaves = True
             for peer, number in expected:
@@ -108,7 +110,7 @@ class FileMemory(SharedMemory):
             super()._take_in()
 
     def _is_there(self, peer: int, number: int) -> bool:
-        """Returns whether a message is in its mailbox, or was accepted; accepts those before it."""
+        """Returns whether a message is in its mailbox or was accepted; accepts earlier messages."""
         while self._received[peer] < number and self._has_posted(peer):
             if self._received[peer] == number - 1:
                 return True
@@ -117,7 +119,7 @@ class FileMemory(SharedMemory):
 
 
 class _FreedBuffers(Buffers):
-    """What rows are received into is freed between two calls of an exchange."""
+    """Buffer pool that frees receive buffers between two calls of an exchange."""
 
     @override
     def give_back(self, buffer: Tensor) -> None:
@@ -125,15 +127,15 @@ class _FreedBuffers(Buffers):
 
 
 class OutOfCoreWorld(World):
-    """Ranks of one machine that compute in turns, and have so many bytes in memory, all together.
+    """Ranks of one machine that compute in turns, within `most_bytes` of memory in total.
 
     Args:
-        folder: where ranks have what there is no memory for, and their messages.
+        folder: folder for spilled tensors and messages.
         most_bytes: see :func:`~lightning_gnn.extensions.out_of_core.paging.in_turns`.
         of_run: see :class:`~lightning_gnn.comm.group.World`.
 
     Attributes:
-        turns: of this rank.
+        turns: turns of this rank.
     """
 
     _watchdog, buffers = WatchdogOfTurns, _FreedBuffers
@@ -166,18 +168,18 @@ class OutOfCoreWorld(World):
 
 
 class OutOfCore:
-    """Has the ranks of a strategy share the memory of a machine.
+    """Memory limit shared by the ranks of a strategy on one machine.
 
     Args:
-        memory_limit: bytes of all ranks together, or a text such as ``"8GB"``.
-        folder: where they have what there is no room for; None for the Trainer's ``default_root_dir``.
+        memory_limit: bytes of all ranks together, or a string such as ``"8GB"``.
+        folder: folder for spilled data; None for the Trainer's ``default_root_dir``.
         shared_memory: whether ranks exchange through shared memory.
 
     Attributes:
-        most_bytes: of all ranks together.
+        most_bytes: memory limit of all ranks together, in bytes.
 
     Raises:
-        ValueError: of these arguments one does not go with another.
+        ValueError: if the arguments are incompatible.
     """
 
     def __init__(self, memory_limit: int | str | None, folder: str | Path | None, shared_memory: bool) -> None:
@@ -189,7 +191,12 @@ class OutOfCore:
         self._world: OutOfCoreWorld | None = None
 
     def check(self, devices: Sequence[torch.device], machines: int) -> None:
-        """Raises ValueError for ranks that cannot compute one after the other: of these devices of each of so many machines."""
+        """Raises ValueError unless the ranks are several CPU ranks of one machine.
+
+        Args:
+            devices: devices of each machine.
+            machines: number of machines.
+        """
         kinds = sorted({device.type for device in devices})
         if kinds != ["cpu"] or machines > 1 or len(devices) == 1:
             raise ValueError(
@@ -199,13 +206,13 @@ class OutOfCore:
             )
 
     def make_world(self, default_folder: str, *of_run: Any) -> OutOfCoreWorld:
-        """Returns the ranks of a run, see :class:`~lightning_gnn.comm.group.World`; all ranks call it."""
+        """Returns the ranks of a run, see :class:`~lightning_gnn.comm.group.World`. Collective: all ranks must call it."""
         folder = Path(self._folder or default_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._world = OutOfCoreWorld(folder, self.most_bytes, *of_run)
         return self._world
 
     def turn(self) -> AbstractContextManager[None]:
-        """While open, this rank computes, and others that share memory with it wait."""
+        """Context manager that takes this rank's turn to compute; other ranks that share its memory wait."""
         assert self._world is not None
         return self._world.turns.taken()
