@@ -1,14 +1,14 @@
-"""A folder of files as the source of a datamodule: its graph is mapped, sorted and cut in memory that grows with its nodes.
+"""Folders of files as the source of a datamodule: the graph is mapped, sorted and partitioned in memory that grows with nodes.
 
-Folders that are known, by what is in them:
+Supported folders, identified by their contents:
 
-- ``graph.json``, or only ``.npy`` files that are called after attributes: the project's own, see :func:`read_folder`;
+- ``graph.json``, or only ``.npy`` files named after attributes: the format of this project, see :func:`read_folder`;
 - ``metadata.json``: DGL's chunked graph (DistDGL's input);
 - ``metadata.yaml``: the on-disk dataset of DGL's GraphBolt;
-- ``raw/data.npz``: OGB's node property datasets as they are downloaded, papers100M among them.
+- ``raw/data.npz``: OGB's node property datasets as downloaded, including papers100M.
 
-Arrays are mapped where a file holds the numbers as they are, and else written once as a ``.npy`` file that is. What is mapped
-is read from the disk when it is looked at and can be dropped from memory again.
+Arrays are mapped if a file stores the raw numbers; otherwise they are written once as ``.npy`` files. Mapped data is read from
+disk on access and can be dropped from memory again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import cutter_of
 
 ROWS = 1 << 20
-"""Rows of a table, or of an array that is copied, that are in memory at once."""
+"""Number of rows of a table or of a copied array in memory at once."""
 
 NEEDS_PYARROW = "{} is read with pyarrow, which is not installed: pip install lightning-gnn[files]."
 
@@ -63,7 +63,7 @@ def mapped(file: Path) -> np.ndarray:
 
 
 def mapped_member(file: Path, name: str) -> np.ndarray | None:
-    """Returns an array of a ``.npz`` file, memory-mapped; None where it is compressed, or there is none of that name."""
+    """Returns an array of a ``.npz`` file, memory-mapped; None if it is compressed or does not exist."""
     with zipfile.ZipFile(file) as archive:
         try:
             member = archive.getinfo(f"{name}.npy")
@@ -72,7 +72,7 @@ def mapped_member(file: Path, name: str) -> np.ndarray | None:
     if member.compress_type != zipfile.ZIP_STORED:
         return None
     with file.open("rb") as opened:
-        opened.seek(member.header_offset + 26)  # the lengths of the name and of what follows it, of this header alone
+        opened.seek(member.header_offset + 26)  # lengths of the name and the extra field, in the local header only
         lengths = opened.read(4)
         skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
         opened.seek(member.header_offset + 30 + skipped)
@@ -84,7 +84,7 @@ def mapped_member(file: Path, name: str) -> np.ndarray | None:
 
 
 def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
-    """Returns an array of a ``.npz`` file, memory-mapped: unpacked to `scratch` where it is compressed; None without it."""
+    """Returns an array of a ``.npz`` file, memory-mapped, or None; a compressed array is unpacked to `scratch`."""
     found = mapped_member(file, name)
     if found is not None:
         return found
@@ -100,13 +100,13 @@ def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
 
 
 class Table:
-    """Rows of numbers in files, one after the other: CSV, Parquet or ``.npy``; read a piece at a time.
+    """Numeric table in one or several concatenated files: CSV, Parquet or ``.npy``; read in pieces.
 
     Args:
-        files: by their names' ends: ``.npy`` (``[n]`` or ``[n, columns]``), ``.parquet``, and else CSV, also ``.gz``.
-        columns: of which columns of a table with names; by default all.
-        delimiter: of CSV files.
-        header: whether their first line names the columns.
+        files: files with suffix ``.npy`` (``[n]`` or ``[n, columns]``) or ``.parquet``; other files are CSV, optionally ``.gz``.
+        columns: names of the columns to read; default: all.
+        delimiter: delimiter of CSV files.
+        header: whether the first line of CSV files has column names.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Table:
         self._files, self._columns, self._delimiter, self._header = files, columns, delimiter, header
 
     def pieces(self) -> Iterator[tuple[Path, int, np.ndarray]]:
-        """Yields pieces ``[n, columns]`` or ``[n]``, and of which file, from which of its rows on."""
+        """Yields the file, its first row, and the values of each piece, ``[n, columns]`` or ``[n]``."""
         for file in self._files:
             row = 0
             for piece in self._of(file):
@@ -167,7 +167,7 @@ class Table:
 
 
 def _names_columns(file: Path) -> bool:
-    """Returns whether the first line of a CSV file names its columns: numbers do not."""
+    """Returns whether the first line of a CSV file has column names, that is, letters."""
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as opened:
         return any(character.isalpha() for character in opened.readline())
 
@@ -195,12 +195,12 @@ def write_rows(file: Path, table: Table) -> np.ndarray:
 
 
 def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
-    """Returns the pairs of ids in a table's first two columns, ``[2, E]``, written to a ``.npy`` file once and mapped.
+    """Returns the edges in a table's first two columns, ``[2, E]``, written to a ``.npy`` file once and mapped.
 
-    They are int32 where that holds `num_nodes`, if these are known.
+    The dtype is int32 if `num_nodes` is known and fits.
 
     Raises:
-        ValueError: an id that is no node's, with its file and row.
+        ValueError: for an id that is not a node; names the file and row.
     """
     dtype = np.dtype(np.int64 if num_nodes is None or num_nodes > 2**31 else np.int32)
     if not file.exists():
@@ -228,7 +228,7 @@ def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
 
 
 def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> None:
-    """Raises a ValueError that names the file and the row for ids ``[n, ...]`` that are no node's."""
+    """Raises a ValueError with the file and the row if an id in `ids`, ``[n, ...]``, is not a node."""
     if not len(ids) or (ids.min() >= 0 and (num_nodes is None or ids.max() < num_nodes)):
         return
     wrong = ids < 0 if num_nodes is None else (ids < 0) | (ids >= num_nodes)
@@ -238,7 +238,7 @@ def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> N
 
 
 def _end(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Writes the header of a ``.npy`` file in the room that was left for it."""
+    """Write the header of a ``.npy`` file into the reserved space."""
     descr = np.lib.format.dtype_to_descr(dtype)
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
     head = np.lib.format.magic(1, 0) + (_HEADER - 10).to_bytes(2, "little")
@@ -247,29 +247,30 @@ def _end(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
 
 
 _HEADER = 256
-"""Bytes of the header of a file whose rows are not counted yet."""
+"""Reserved bytes for the header of a file whose number of rows is not known yet."""
 
 Split = Mapping[str, Any]
 
 
 def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
-    """Returns the graph in a folder, and its index split, if it has one.
+    """Returns the graph in a folder, and its index split if it has one.
 
-    The project's own form is one file per attribute, called after it as in a ``Data``: ``edge_index.npy`` ``[2, E]``, ``x.npy``
-    ``[N, F]``, ``y.npy``, ``train_mask.npy``, ``edge_weight.npy``, ``train_idx.npy`` and so on. Other files, and other names,
-    need a ``graph.json``: by attribute the name of a file, with wildcards for several, one after the other, or an object of
-    ``files``, ``columns`` (of a table), ``delimiter`` and ``header`` (of CSV); and ``num_nodes``. Tables are CSV or Parquet
-    files; those of ``edge_index`` have columns of sources and of targets. ::
+    The project's format is one file per attribute, named after the attribute of ``Data``: ``edge_index.npy`` ``[2, E]``,
+    ``x.npy`` ``[N, F]``, ``y.npy``, ``train_mask.npy``, ``edge_weight.npy``, ``train_idx.npy`` and so on.
+
+    Other files or names need a ``graph.json``. For each attribute it has a file name, with wildcards for several concatenated
+    files, or an object. The object has ``files``, ``columns`` (of a table), ``delimiter`` and ``header`` (of CSV). ``num_nodes``
+    is optional. Tables are CSV or Parquet files; tables of ``edge_index`` have a column of sources and a column of targets. ::
 
         {"edge_index": "edges/*.parquet", "x": "features.npy", "y": {"files": "nodes.csv", "columns": ["label"]}}
 
     Args:
-        folder: with the files.
-        scratch: where files that cannot be mapped are written as such that can, once. It may be missing.
+        folder: folder with the files.
+        scratch: folder in which files that cannot be mapped are converted, once. It may not exist yet.
 
     Raises:
-        ValueError: a folder of no known form, a file that is missing or does not fit, with its name; a bad id, with its row.
-        ModuleNotFoundError: tables without pyarrow.
+        ValueError: for an unknown format, a missing or unsuitable file (with its name), or an invalid id (with its row).
+        ModuleNotFoundError: for tables without pyarrow.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -314,7 +315,7 @@ class _Transposed(Table):
 
 
 def _edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **options: Any) -> torch.Tensor:
-    """Returns edges ``[2, E]``: mapped where one ``.npy`` file has them so, rows in one piece, and else written anew."""
+    """Returns edges ``[2, E]``: mapped if one ``.npy`` file has this layout with contiguous rows, else rewritten."""
     table = Table(files, **options)
     if len(files) == 1 and files[0].suffix == ".npy":
         array = mapped(files[0])
@@ -327,12 +328,12 @@ def _edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **option
 
 
 def _rows(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> torch.Tensor:
-    """Returns rows of an attribute: mapped where they are in one ``.npy`` file, and else written anew."""
+    """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else rewritten."""
     of_one = len(files) == 1 and files[0].suffix == ".npy"
     return torch.from_numpy(mapped(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
 
 
-# The project's own ############################################################
+# The project's format #########################################################
 
 
 def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
@@ -360,7 +361,7 @@ def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
 
 
 def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, Any]]:
-    """Returns the files of an attribute, and how they are read as a table."""
+    """Returns the files of an attribute, and the options to read them as a table."""
     options = {"files": of} if isinstance(of, str) else of
     allowed = {"files", "columns", "delimiter", "header"}
     if not isinstance(options, dict) or not options.keys() <= allowed or not isinstance(options.get("files"), str):
@@ -371,7 +372,7 @@ def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, 
     return _files(folder, options["files"]), {key: value for key, value in options.items() if key != "files"}
 
 
-# Others' ######################################################################
+# Other formats ################################################################
 
 
 def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
@@ -383,12 +384,12 @@ def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
 
 
 def _named(name: str) -> str:
-    """Returns the name that PyG gives to what DGL's datasets call features and labels."""
+    """Returns PyG's name for features and labels of DGL's datasets."""
     return {"feat": "x", "label": "y", "labels": "y"}.get(name, name)
 
 
 def _chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
-    """DGL's chunked graph: ``metadata.json`` with ``edges`` and ``node_data`` by type, each a format and a list of files."""
+    """Returns DGL's chunked graph: ``metadata.json`` with ``edges`` and ``node_data`` by type, each with a format and files."""
     file = folder / "metadata.json"
     meta = json.loads(file.read_text())
     node_types, edge_types = meta.get("node_type", ["node"]), list(meta["edges"])
@@ -417,7 +418,7 @@ def _of_format(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
-    """GraphBolt's on-disk dataset: ``metadata.yaml`` with ``graph``, ``feature_data`` and ``tasks``."""
+    """Returns GraphBolt's on-disk dataset: ``metadata.yaml`` with ``graph``, ``feature_data`` and ``tasks``."""
     import yaml
 
     file = folder / "metadata.yaml"
@@ -451,7 +452,7 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
 
 
 def _ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
-    """OGB's node property datasets as downloaded: ``raw/data.npz``, ``raw/node-label.npz`` and ``split/*/*.csv.gz``."""
+    """Returns an OGB node property dataset: ``raw/data.npz``, ``raw/node-label.npz`` and ``split/*/*.csv.gz``."""
     file, values = folder / "raw" / "data.npz", Data()
     edges = member(file, "edge_index", scratch)
     if edges is None:
@@ -476,11 +477,12 @@ def _ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
 
 
 class FolderSource(GraphSource):
-    """The path of a folder; see :func:`~lightning_gnn.extensions.graph_files.folders.read_folder`.
+    """Path of a folder as a graph source; see :func:`~lightning_gnn.extensions.graph_files.folders.read_folder`.
 
     Args:
-        source: the path.
-        memory: bytes that sorting edges may take beside what grows with nodes; None: a third of what is available.
+        source: path of the folder.
+        memory: bytes that sorting edges may use in addition to memory that grows with nodes; None: a third of the available
+            memory.
     """
 
     short_ids = True
@@ -499,7 +501,7 @@ class FolderSource(GraphSource):
         with writing(store):
             try:
                 return read_folder(Path(self._folder), scratch)
-            except ValueError:  # of other files, when they are mended, nothing here would be found again
+            except ValueError:  # the converted files would be stale once the source files are fixed
                 shutil.rmtree(scratch, ignore_errors=True)
                 raise
 
@@ -516,13 +518,13 @@ class FolderSource(GraphSource):
         return [self._folder]
 
     def _converted(self, store: Path) -> Path:
-        """Returns where files are written anew that cannot be memory-mapped."""
+        """Returns the folder of converted files, for sources that cannot be memory-mapped."""
         return store / f"{self.key()}.files"
 
     @contextmanager
     @override
     def cut(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign) -> Iterator[tuple[Assigned, Any]]:
-        """As for graphs in memory; steps that an interrupted run has finished are not done again."""
+        """Partition the graph, as for graphs in memory; completed steps of an interrupted run are not repeated."""
         store, work = folder.parent, folder.parent / f"{folder.name}.work"
         edge_index, owners, ranks = data.edge_index.numpy(), work / "part.npy", work / "holders.npy"
         with writing(store), progress_bar("Sorting edges", 2 * data.num_edges) as told:
@@ -534,7 +536,7 @@ class FolderSource(GraphSource):
                 with writing(store, data.num_edges), ranks.open("wb+") as file:
                     dtype = cutter_of(layout.kind).part_dtype(layout.parts)
                     holders = open_memmap(ranks, "w+", dtype, (data.num_edges,))
-                    os.posix_fallocate(file.fileno(), 0, ranks.stat().st_size)  # fails where writing would kill
+                    os.posix_fallocate(file.fileno(), 0, ranks.stat().st_size)  # a failing write would kill the process
             part, _, report = assign(self.partitioners(work), holders)
             report["seconds"] = time.perf_counter() - began
             with writing(store):

@@ -1,7 +1,9 @@
-"""The in-edges of every node, sorted on disk: memory in proportion to the nodes, and as much more as is allowed.
+"""In-edges of every node, sorted on disk, with memory proportional to the number of nodes plus a fixed amount.
 
-A distribution sort (Knuth, The Art of Computer Programming 3, section 5.2.5) in two passes over a list of edges: the first counts
-those of each target; the second puts them where they belong, in ranges of targets that fit into memory, one after the other.
+A distribution sort (Knuth, The Art of Computer Programming 3, section 5.2.5) in two passes over a list of edges. The first pass
+counts the edges of each target. The second puts edges into their places, for one range of targets at a time that fits into
+memory.
+
 N nodes, E edges.
 """
 
@@ -22,16 +24,16 @@ from lightning_gnn.partition.adjacency import compiled, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
 PIECE = 1 << 22
-"""Edges that are read at once."""
+"""Number of edges read at once."""
 
 
 @dataclass(frozen=True)
 class InEdges:
-    """The in-edges of every node, in the order of targets; those of one target in the order of the list.
+    """In-edges of every node, sorted by target; edges of one target are in the order of the list.
 
     Attributes:
-        indptr: where those of each target begin, and the end, int64 ``[N + 1]``.
-        source: ``[E]``, of :func:`~lightning_gnn.partition.shard.id_dtype`.
+        indptr: first in-edge of each target, and the end, int64 ``[N + 1]``.
+        source: sources, ``[E]``, of :func:`~lightning_gnn.partition.shard.id_dtype`.
         edge_ids: position of each edge in the list, ``[E]``, of the shortest dtype.
     """
 
@@ -43,12 +45,12 @@ class InEdges:
     def sorted_in(
         cls, folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None] = lambda _: None
     ) -> InEdges:
-        """Returns the in-edges of a list ``[2, E]``, which may be memory-mapped, in files of `folder`; found there if whole.
+        """Returns the in-edges of a list ``[2, E]``, which may be memory-mapped, in files of `folder`; reuses complete files.
 
         Args:
-            folder: exists.
-            memory: bytes that may be used beside 16 for each node.
-            told: is told of edges read or written, 3 E in all at least, for a progress bar.
+            folder: existing folder.
+            memory: bytes that may be used in addition to 16 per node.
+            told: progress callback with numbers of edges read or written, at least 3 E in total.
         """
         names = [folder / f"{name}.npy" for name in ("indptr", "source", "edge_ids")]
         if not (folder / "sorted").exists():
@@ -80,7 +82,7 @@ def _sort(
                 told(len(source))
             for file, column in zip(files, columns):
                 column.tofile(file)
-            del columns  # before those of the next range are there
+            del columns  # free before the columns of the next range are allocated
 
 
 def in_degrees(edge_index: ShortIds, num_nodes: int, told: Callable[[int], None] = lambda _: None) -> Ids:
@@ -89,7 +91,7 @@ def in_degrees(edge_index: ShortIds, num_nodes: int, told: Callable[[int], None]
 
 
 def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], None] = lambda _: None) -> Ids:
-    """Returns how often each number from `first` on is there, int64 ``[size]``; makes nothing of the size of `ids`."""
+    """Returns the count of each number from `first` on, int64 ``[size]``; allocates nothing of the size of `ids`."""
     counts = np.zeros(size, np.int64)
     for begin in range(0, len(ids), PIECE):
         piece = ids[begin : begin + PIECE]
@@ -99,9 +101,9 @@ def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], No
 
 
 def is_symmetric(edge_index: ShortIds) -> bool:
-    """Returns whether each edge has its opposite in a list ``[2, E]``, as often as it is there itself.
+    """Returns whether each edge in a list ``[2, E]`` has its reverse edge there, equally often.
 
-    By sums of hashes: wrong for one of 2^64 lists without opposites.
+    Compares sums of hashes: wrong for one of 2^64 asymmetric lists.
     """
     total = np.zeros(1, np.uint64)
     for begin in range(0, edge_index.shape[1], PIECE):
@@ -110,14 +112,17 @@ def is_symmetric(edge_index: ShortIds) -> bool:
 
 
 def _pieces(edge_index: ShortIds) -> Iterator[tuple[ShortIds, ShortIds, Any]]:
-    """Yields sources and targets ``[n]``, and the number of the first edge."""
+    """Yields sources and targets, ``[n]``, and edge numbers."""
     for begin in range(0, edge_index.shape[1], PIECE):
         source, target = edge_index[:, begin : begin + PIECE]
         yield source, target, np.arange(begin, begin + len(source))
 
 
 def _ranges(indptr: Ids, most: int) -> Ids:
-    """Returns where ranges of targets begin, and N: as few as have `most` in-edges each, about as many, but for one node's."""
+    """Returns the bounds of target ranges, ending with N: about equal ranges of at most about `most` in-edges each.
+
+    A single node may exceed `most`.
+    """
     count = max(1, -(-int(indptr[-1]) // most))
     bounds = np.searchsorted(indptr, np.linspace(0, indptr[-1], count + 1)[1:-1])
     return np.unique(np.array([0, *bounds, len(indptr) - 1]))
@@ -126,8 +131,7 @@ def _ranges(indptr: Ids, most: int) -> Ids:
 def _ranged(
     folder: Path, bounds: Ids, edge_index: ShortIds, dtypes: tuple[Any, Any], told: Callable[[int], None]
 ) -> Generator[tuple[int, int, Iterator[tuple[ShortIds, ShortIds, Any]]]]:
-    """Yields the edges of each range of targets: the list itself where there is one range, else a file for each, written in one
-    pass."""
+    """Yields the edges of each range of targets: the list itself for a single range, else one file each, written in one pass."""
     dtype = np.dtype([("source", dtypes[0]), ("target", dtypes[0]), ("edge", dtypes[1])])
     try:
         if len(bounds) == 2:
@@ -166,7 +170,7 @@ def _count(ids, first, counts):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
-    """Adds the hash of each edge, and takes away that of its opposite; numbers wrap around."""
+    """Add the hash of each edge and subtract the hash of its reverse edge; integers wrap around."""
     for edge in range(len(source)):
         one, other = np.uint64(source[edge]), np.uint64(target[edge])
         total[0] += mix(one ^ mix(other)) - mix(other ^ mix(one))
@@ -174,7 +178,7 @@ def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
 
 @compiled
 def _place(source, target, low, high, ids, free, sources, edge_ids):  # type: ignore[no-untyped-def]
-    """Puts edges whose targets are from `low` to `high` into their places; moves `free` on."""
+    """Put edges with targets from `low` to `high` into their places; advance `free`."""
     for edge in range(len(target)):
         if low <= target[edge] < high:
             place = free[target[edge] - low]
@@ -184,12 +188,12 @@ def _place(source, target, low, high, ids, free, sources, edge_ids):  # type: ig
 
 @dataclass(frozen=True)
 class PartEdges:
-    """The edges of one part, made a piece at a time; see :class:`~lightning_gnn.partition.shard.EdgeCutPart`.
+    """Edges of one part, generated in pieces; see :class:`~lightning_gnn.partition.shard.EdgeCutPart`.
 
     Attributes:
         num_edges: E_p.
-        dtype: of local ids.
-        halo: relabelled ids of the halo rows, ascending, int64 ``[H_p]``.
+        dtype: dtype of local ids.
+        halo: relabeled ids of the halo nodes, ascending, int64 ``[H_p]``.
     """
 
     num_edges: int
@@ -201,11 +205,12 @@ class PartEdges:
 
     @classmethod
     def of(cls, edges: InEdges, nodes: Ids, first: int, new: Ids, local: Ids) -> PartEdges:
-        """Returns the edges into `nodes`, original ids in the order of their rows, of which `first` is the first.
+        """Returns the edges into `nodes`, which are original ids in row order.
 
         Args:
-            new: row of each node, ``[N]``.
-            local: room for a number for each node, ``[N]``, which is overwritten.
+            first: relabeled id of the first of `nodes`.
+            new: relabeled id of each node, ``[N]``.
+            local: scratch array with an element per node, ``[N]``, which is overwritten.
         """
         reads = np.zeros(len(new), np.bool_)
         count = _mark(edges.indptr, edges.source, nodes, new, reads)
@@ -216,12 +221,12 @@ class PartEdges:
         return cls(count, id_dtype(len(nodes) + len(halo)), halo, edges, nodes, local[new])
 
     def sources(self) -> Iterator[ShortIds]:
-        """Yields local ids of sources, a piece at a time."""
+        """Yields local ids of sources in pieces."""
         for nodes in self._taken(self._edges.source):
             yield self._local[nodes].astype(self.dtype, copy=False)
 
     def targets(self) -> Iterator[ShortIds]:
-        """Yields local ids of targets, in the same pieces."""
+        """Yields local ids of targets in the same pieces."""
         first = 0
         for nodes, _ in self._blocks():
             degree = self._edges.indptr[nodes + 1] - self._edges.indptr[nodes]
@@ -229,7 +234,7 @@ class PartEdges:
             first += len(nodes)
 
     def edge_ids(self) -> Iterator[ShortIds]:
-        """Yields positions in the whole graph's list."""
+        """Yields positions in the edge list of the whole graph."""
         return self._taken(self._edges.edge_ids)
 
     def _taken(self, values: ShortIds) -> Iterator[ShortIds]:
@@ -267,7 +272,7 @@ def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
 
 
 def write_parts(edges: InEdges, told: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
-    """Writes edges, halos and ids of all parts, a piece at a time; rows of a part are in the graph's own order."""
+    """Write edges, halos and ids of all parts in pieces; local nodes of a part are in the order of the graph."""
     relabelling = Relabelling.from_assignment(part, num_parts)
     n_id, offsets = relabelling.n_id, relabelling.offsets
     new, local = relabelling.new_ids(), np.empty(len(part), id_dtype(len(part)))

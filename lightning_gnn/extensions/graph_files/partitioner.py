@@ -1,16 +1,16 @@
-"""``partition="streaming"``: an edge cut in memory that grows with nodes, not with edges, and what it needs, predicted.
+"""``partition="streaming"``: an edge cut in memory that grows with nodes, not with edges, and its predicted costs.
 
-The graph is read in blocks of rows, several times. Semi-external multilevel partitioning (Akhremtsev, Sanders and Schulz,
-arXiv:1404.4887): clusters by size-constrained label propagation over the stream; METIS on the graph of clusters, which is
-small; then passes in which single nodes move between parts where that cuts fewer edges and keeps to the bounds; all of it once
-more, with clusters inside these parts (the paper's V-cycles), where moves had much to mend. Buffered one-pass methods
-(HeiStream, arXiv:2102.09384; CUTTANA, arXiv:2312.08356) place a node for good by what has been read so far; these passes see
-the whole graph.
+The graph is read in blocks of rows, several times. The method is semi-external multilevel partitioning (Akhremtsev, Sanders and
+Schulz, arXiv:1404.4887). Size-constrained label propagation over the stream builds clusters, and METIS partitions the small graph
+of clusters. Then passes move single nodes between parts if that cuts fewer edges and keeps the bounds. If moves improve the cut
+much, all steps run once more with clusters inside the parts (the paper's V-cycles). Buffered one-pass methods (HeiStream,
+arXiv:2102.09384; CUTTANA, arXiv:2312.08356) assign each node permanently from the data read so far; these passes use the whole
+graph.
 
-How many clusters METIS gets, and how many pairs of them are neighbours, is tried before: nodes are gathered in clusters by
-reading the edges, in memory of nodes.
+The numbers of clusters and of neighboring cluster pairs for METIS are estimated beforehand. The estimate gathers nodes in
+clusters while reading the edges, in memory that grows with nodes.
 
-N nodes, E directed edges, or entries of rows, P parts, C clusters, W weights that are balanced.
+N nodes, E directed edges or row entries, P parts, C clusters, W balanced weights.
 """
 
 # mypy: disable-error-code="call-arg"
@@ -37,33 +37,32 @@ from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, SHARE_BOUND, cut_withi
 from lightning_gnn.partition.layout import Groups, devices
 
 CLUSTERS_PER_PART = 128
-"""At least so many, as far as nodes go: a cluster may weigh so small a share of a part, and METIS can balance them."""
+"""Minimum number of clusters per part, if there are enough nodes. It limits the weight of a cluster so that METIS can balance."""
 
 CLUSTER_PASSES, REFINE_PASSES = 5, 4
-"""Over the whole stream; those of refinement end when one moves fewer than 0.1 % of the nodes."""
+"""Number of passes over the whole stream; refinement ends early if a pass moves fewer than 0.1 % of the nodes."""
 
 PAIRS_PER_NODE, LEAST_PAIRS = 3 / 16, 3 << 15
-"""Pairs of neighbouring clusters that METIS gets, the heaviest: it takes 80 to 260 bytes for each."""
+"""Maximum number of pairs of neighboring clusters for METIS, the heaviest; METIS needs 80 to 260 bytes per pair."""
 
 ENTRIES = 1 << 20
-"""Of a block: what is read at once."""
+"""Number of entries of a block that is read at once."""
 
 Block = tuple[int, NDArray[np.int64], NDArray[np.integer]]
-"""The first node of a range, where each one's neighbours begin, int64 ``[n + 1]`` from 0, and the neighbours."""
+"""First node of a range, the offsets of each node's neighbors, int64 ``[n + 1]`` from 0, and the neighbors."""
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A graph that is read in ranges of nodes, from the first to the last, any number of times.
+    """Graph that is read in ranges of nodes, in order, any number of times.
 
-    They are rows of one or two CSR arrays, in memory or memory-mapped, which are sliced and never copied whole.
-
-    Neighbours of a node are those in its rows of all, so in-edges and out-edges together make an undirected graph. Self-loops are
-    passed over; a neighbour that is named twice counts twice.
+    The ranges are rows of one or two CSR arrays, in memory or memory-mapped; they are sliced and never copied as a whole. The
+    neighbors of a node are the entries of its row in all arrays. So in-edges and out-edges together give an undirected graph.
+    Self-loops are ignored; duplicate neighbors count twice.
 
     Attributes:
-        rows: pairs of ``indptr``, int ``[N + 1]``, and ``indices``, int ``[E]``, or what is sliced like these.
-        entries: of a block, beyond which only a single row goes.
+        rows: pairs of ``indptr``, int ``[N + 1]``, and ``indices``, int ``[E]``, or objects that support the same slices.
+        entries: maximum number of entries of a block; only a single row may exceed it.
     """
 
     rows: tuple[tuple[Any, Any], ...]
@@ -76,7 +75,7 @@ class RowBlocks:
     def __iter__(self) -> Iterator[Block]:
         first = 0
         while first < self.num_nodes:
-            # As many rows as fit; the offsets are read in ranges, too.
+            # As many rows as fit; the offsets are also read in ranges.
             near = [np.asarray(indptr[first : first + self.entries // 4 + 2], np.int64) for indptr, _ in self.rows]
             begin = [int(each[0]) for each in near]
             total = sum(each - each[0] for each in near)
@@ -100,11 +99,11 @@ def _side_by_side(pieces: list[Any], indptr: NDArray[np.int64]) -> tuple[NDArray
 
 @dataclass(frozen=True)
 class Refined:
-    """What moves have led to.
+    """Result of refinement.
 
     Attributes:
-        load: the parts' weights, int64 ``[P, W]``.
-        before, after: what entries between parts cost: 2 each, and 1 if their parts share one of several machines.
+        load: weights of the parts, int64 ``[P, W]``.
+        before, after: cost of the entries between parts: 2 each, or 1 if their parts are on the same of several machines.
     """
 
     load: NDArray[np.int64]
@@ -112,7 +111,7 @@ class Refined:
     after: int
 
     def over(self, most: NDArray[np.int64]) -> bool:
-        """Returns whether a part has more than `most`, ``[W]``."""
+        """Returns whether a part exceeds `most`, ``[W]``."""
         return bool((self.load > most).any())
 
 
@@ -123,10 +122,10 @@ def cluster_graph(
 
     Args:
         blocks: the graph.
-        weights: int32 ``[N, W]``; no cluster of several nodes has more of one than its share of a part.
+        weights: int32 ``[N, W]``; a cluster of several nodes never exceeds its share of a part in any weight.
         num_parts: P.
-        seed: of ties.
-        part: int32 ``[N]``; clusters lie inside these parts.
+        seed: seed for ties.
+        part: int32 ``[N]``; each cluster is inside one of these parts.
     """
     num_nodes, inside = blocks.num_nodes, np.empty(0, np.int32) if part is None else part
     most = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
@@ -138,7 +137,7 @@ def cluster_graph(
             moved += _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed + step)
         if moved <= num_nodes // 1000:
             break
-    # Single nodes whose neighbours' clusters are full join others that wanted the same one, as KaMinPar's do (two hops).
+    # Single nodes whose neighbors' clusters are full join other nodes with the same favorite cluster, as in KaMinPar (two hops).
     waiting = np.full(num_nodes + 1, -1, np.int32)
     for first, indptr, indices in blocks:
         _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed)
@@ -151,7 +150,7 @@ def cluster_graph(
 
 
 def most_pairs(num_nodes: int) -> int:
-    """Returns how many pairs of clusters METIS gets at most."""
+    """Returns the maximum number of pairs of clusters for METIS."""
     return max(LEAST_PAIRS, int(PAIRS_PER_NODE * num_nodes))
 
 
@@ -163,16 +162,16 @@ def refine_parts(
     machine: NDArray[np.integer],
     seed: int = 0,
 ) -> Refined:
-    """Moves nodes to where most of their neighbours are, in place.
+    """Move nodes to the parts of most of their neighbors, in place.
 
-    No part gets above `most`. What is above it when the passes begin is moved away, at first where that costs no edge and then at
-    any price, to parts that have room; what finds none stays.
+    No part is filled above `most`. If a part is above it initially, nodes move away, first only without additional cut edges,
+    then at any cost, to parts with room. Nodes that fit nowhere stay.
 
     Args:
         part: int32 ``[N]``.
         weights: int32 ``[N, W]``.
-        most: that a part may hold, ``[W]``.
-        machine: of each part, ``[P]``: a neighbour in another part of the same one counts for a half.
+        most: maximum weights of a part, ``[W]``.
+        machine: machine of each part, ``[P]``; a neighbor in another part of the same machine counts half.
     """
     load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
     shared, gained = len(np.unique(machine)) > 1, 0
@@ -191,10 +190,10 @@ def refine_parts(
 
 
 class PairCounts:
-    """How many edges lie between clusters, of the heaviest pairs, in a table of fixed size.
+    """Number of edges between clusters, for the heaviest pairs, in a table of fixed size.
 
-    When the table is full, the lightest go: what is counted later of these begins anew. So it has room for `ROOM` times as many
-    as are `kept` in the end.
+    When the table is full, the lightest pairs are dropped; later counts of these start from zero. So the table has room for
+    `ROOM` times the `kept` pairs.
     """
 
     ROOM = 4
@@ -206,7 +205,7 @@ class PairCounts:
 
     @classmethod
     def slots(cls, kept: int) -> int:
-        """Returns the size of the table, a power of two, of which at most three quarters are in use."""
+        """Returns the size of the table, a power of two, of which at most three quarters are used."""
         return 1 << (cls.ROOM * kept * 4 // 3 - 1).bit_length()
 
     def add(self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]) -> None:
@@ -249,14 +248,16 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
 
 @compiled
 def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
-    """Returns whether a node and a cluster, called after a node of its part, are in different parts, if any are given."""
+    """Returns whether a node and a cluster, named after a node of its part, are in different parts, if `inside` is given."""
     return len(inside) > 0 and inside[cluster] != inside[node]
 
 
 @compiled
 def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
-    """Moves each node of a block to the cluster of most of its neighbours that has room, in the same part of `inside` if that is
-    not empty; returns how many moved."""
+    """Move each node of a block to the cluster of most of its neighbors that has room; return the number of moves.
+
+    If `inside` is not empty, nodes move only to clusters in the same part of `inside`.
+    """
     moved, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         node = first + row
@@ -279,7 +280,7 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
                 if _apart(inside, there, node):
                     continue
                 better = edges > most_edges
-                if edges == most_edges == 1:  # the larger grows: else clusters stay small where all counts are
+                if edges == most_edges == 1:  # the larger grows: else clusters stay small if all counts are 1
                     size, other = load[there, 0], load[best, 0] - (best == own)
                     better = size > other or (size == other and best != own and mix(there ^ salt) < mix(best ^ salt))
                 elif edges == most_edges and best != own:
@@ -297,7 +298,7 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
 
 @compiled
 def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
-    """Gives single nodes to a cluster of others whose favourite is the same; the last entry of `waiting` is of isolated nodes."""
+    """Add single nodes to a cluster of other nodes with the same favorite; the last entry of `waiting` is for isolated nodes."""
     for row in range(len(indptr) - 1):
         node = first + row
         own = cluster[node]
@@ -322,7 +323,7 @@ def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, 
                     favourite, most_edges = there, edges
         open_one = waiting[favourite]
         fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most)
-        if fits and not _apart(inside, open_one, node):  # isolated nodes have a favourite in common
+        if fits and not _apart(inside, open_one, node):  # isolated nodes share one favorite
             cluster[node] = open_one
             for each in range(len(most)):
                 load[own, each] -= weights[node, each]
@@ -333,7 +334,7 @@ def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, 
 
 @compiled
 def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
-    """Numbers clusters in the order of their first nodes, in place; returns how many there are."""
+    """Number clusters in the order of their first nodes, in place; return the number of clusters."""
     numbers[:] = -1
     found, last = 0, len(cluster) - 1
     for node in range(len(cluster)):
@@ -347,7 +348,7 @@ def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
 
 @compiled
 def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capacity):  # type: ignore[no-untyped-def]
-    """Counts edges between clusters from a row on, until the table is full; returns the next row, and the pairs in it."""
+    """Count edges between clusters from a row on, until the table is full; return the next row and the number of pairs."""
     mask, last = np.uint64(len(keys) - 1), len(indices) - 1
     while row < len(indptr) - 1 and used <= capacity:
         one = np.int64(cluster[first + row])
@@ -367,7 +368,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
                     slot = (slot + np.uint64(1)) & mask
                 if keys[slot] < 0:
                     if used > capacity and 8 * used >= 7 * len(keys):
-                        continue  # a row of more pairs than there is room for
+                        continue  # a row with more pairs than the table has room for
                     keys[slot] = key
                     used += 1
                 counts[slot] += 1
@@ -377,7 +378,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
 
 @compiled
 def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
-    """Keeps `room` of those that count `least`, evenly over the table: where they gather, searches for a free slot do not end."""
+    """Keep `room` pairs with count `least`, spread evenly over the table, as clustered slots make searches very long."""
     ties, seen, taken = np.count_nonzero(counts == least), 0, 0
     for place in range(len(counts)):
         if counts[place] == least:
@@ -398,7 +399,7 @@ def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
 
 @compiled
 def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-untyped-def]
-    """Returns what a block's entries between parts cost (:class:`Refined`); `shared` if there are several machines."""
+    """Returns the cost of a block's entries between parts (:class:`Refined`); `shared`: whether there are several machines."""
     cost, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         own = part[first + row]
@@ -414,7 +415,7 @@ def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-unt
 def _move(  # type: ignore[no-untyped-def]
     first, indptr, indices, part, load, weights, most, machine, shared, force, seed
 ):
-    """Moves nodes of a block between parts; returns how many, and how much less their own entries cost (:func:`_cost`)."""
+    """Move nodes of a block between parts; return the number of moves and the reduction of their own entries' :func:`_cost`."""
     num_parts, num_weights, moved, gained, last = len(load), len(most), 0, 0, len(indices) - 1
     edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
     for row in range(len(indptr) - 1):
@@ -472,20 +473,23 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 NODE_S, ENTRY_S, PAIR_S = 3.7e-6, 0.49e-6, 3.6e-6
-"""CPU seconds per node, entry and pair of clusters, of one balance setting in two cycles, as most graphs take."""
+"""CPU seconds per node, entry and pair of clusters, for one balance setting in two cycles, which is typical."""
 
 FEWER_PAIRS = 1.2
-"""Pairs of clusters of nodes gathered once, over those where label propagation has moved nodes five times."""
+"""Ratio of the pairs of clusters in the estimate to the pairs after five passes of label propagation."""
 
 CYCLES, WELL_CLUSTERED, NO_BETTER = 3, 0.9, 0.99
-"""How often ``"streaming"`` clusters, cuts and moves nodes: again if moves left less than `WELL_CLUSTERED` of the edges that were
-cut, as where clusters have nodes of several communities, and less than `NO_BETTER` of the best before. The best is kept."""
+"""Maximum number of cycles of ``"streaming"``, and the conditions for another cycle. The best result is kept.
+
+A cycle clusters, partitions and moves nodes. Another one runs if two conditions hold. Moves left less than `WELL_CLUSTERED` of
+the cut edges, as happens if clusters have nodes of several communities. The cost is below `NO_BETTER` times the best before.
+"""
 
 
 def count_clusters(edge_index: NDArray[np.integer], num_nodes: int, num_parts: int) -> tuple[int, int]:
-    """Returns how many clusters, each a small share of a part, edges ``[2, E]`` lead to, and how many pairs are neighbours.
+    """Returns the numbers of clusters, each a small share of a part, and of neighboring cluster pairs for edges ``[2, E]``.
 
-    Pairs are estimated as entries of :class:`~lightning_gnn.partition.budget.Levels` are. Takes 32 bytes a node, and reads the
+    Pairs are estimated like the entries of :class:`~lightning_gnn.partition.budget.Levels`. Uses 32 bytes per node and reads the
     edges four times.
     """
     shares = num_parts * CLUSTERS_PER_PART
@@ -506,11 +510,11 @@ def count_clusters(edge_index: NDArray[np.integer], num_nodes: int, num_parts: i
 
 
 class Streaming:
-    """The partitioner, see :class:`~lightning_gnn.partition.budget.Partitioner`.
+    """Streaming partitioner, see :class:`~lightning_gnn.partition.budget.Partitioner`.
 
     Args:
-        work: of a graph in files, where its in-edges have been sorted: neighbours are read from there; None: of one in memory.
-        memory: bytes that sorting out-edges may take beside what grows with nodes.
+        work: for a graph in files, the folder of its sorted in-edges, from which neighbors are read; None for a graph in memory.
+        memory: bytes that sorting out-edges may use in addition to memory that grows with nodes.
     """
 
     settings = len(EDGE_BOUNDS)
@@ -526,9 +530,12 @@ class Streaming:
         return self._predict(num_edges, Levels.at_most(num_nodes, num_edges), num_parts, num_nodes, num_edges)
 
     def _predict(self, num_edges: int, levels: Levels, num_parts: int, clusters: int, pairs: int) -> Prediction:
-        """Returns what is taken: the graph, if it is not read from files, and arrays of nodes; beside them clusters, or the table
-        of pairs, or METIS, which keeps all the pairs it gets, two entries of 16 bytes, at each of its levels: it halves the
-        clusters until 30 are left for each part."""
+        """Returns the predicted memory and time.
+
+        Memory is the graph, unless read from files, and arrays over nodes, plus the maximum of clusters, pair table and METIS.
+        METIS stores each pair as two entries of 16 bytes at each of its levels. It halves the clusters until 30 are left for each
+        part.
+        """
         num_nodes, num_entries, fewer = levels.nodes[0], levels.entries[0], pairs / FEWER_PAIRS
         most = most_pairs(int(num_nodes))
         kept = min(fewer, most)
@@ -546,7 +553,7 @@ class Streaming:
         return streaming_candidates(blocks, weights, groups, seed)
 
     def _blocks(self, edge_index: NDArray[np.integer], num_nodes: int) -> RowBlocks:
-        """Returns neighbours in both directions."""
+        """Returns the neighbors in both directions."""
         if self._work is None:
             graph = Adjacency.of(edge_index, num_nodes)
             return RowBlocks(((graph.indptr, graph.indices),))
@@ -560,7 +567,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class _Watched(RowBlocks):
-    """Blocks with a bar for each time that they are read."""
+    """Blocks with a progress bar for each pass."""
 
     passes: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -573,19 +580,20 @@ class _Watched(RowBlocks):
 
 
 def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: Groups, seed: int) -> Candidates:
-    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.partitioner`, with edges balanced tightly and loosely.
+    """Yields assignments by :mod:`~lightning_gnn.extensions.graph_files.partitioner`, with tight and loose balance of edges.
 
-    A part holds at most 1.1 times the mean of nodes (1.3 in the second), of in-edges what `EDGE_BOUNDS` allow, of other weights
-    `SHARE_BOUND`; or the mean, rounded up, or the heaviest node, if more. Where that could not be kept, the name says so.
+    A part has at most 1.1 times the mean number of nodes (1.3 for the second). In-edges are limited by `EDGE_BOUNDS`, other
+    weights by `SHARE_BOUND`. The limit is never below the mean, rounded up, or the heaviest node. The name of an assignment
+    states if a limit is exceeded.
 
     Args:
-        blocks: the graph, read up to fourteen times in each of `CYCLES` for a candidate.
-        weights: int32 ``[N, W]``: ones, in-degrees, and what else is balanced.
+        blocks: the graph, read up to fourteen times in each of the `CYCLES` of a candidate.
+        weights: int32 ``[N, W]``: ones, in-degrees, and other balanced weights.
         groups: parts, by machines.
-        seed: of ties and of METIS.
+        seed: seed for ties and METIS.
 
     Raises:
-        MetisUnavailable: METIS cannot be called with several weights.
+        MetisUnavailable: if METIS does not support several weights.
     """
     parts = devices(groups)
     machine = np.zeros(len(parts), np.int64)
@@ -596,7 +604,7 @@ def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: 
         bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
         most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
         part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
-        # The first cycle makes the same clusters for each bound: kept, they would take memory all the while.
+        # The first cycle builds the same clusters for each bound; caching them would take memory all the time.
         for _ in range(CYCLES):
             cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
             by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes).astype(int) for each in weights.T], 1)
@@ -622,8 +630,10 @@ def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
 
 @compiled
 def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
-    """Moves the end of each edge that is in the cluster of fewer `ends` of edges to the other's, where that has room (Hollocou et
-    al., arXiv:1703.02955)."""
+    """Move one end of each edge to the cluster of the other end, if it has room (Hollocou et al., arXiv:1703.02955).
+
+    The moved end is the one whose cluster has fewer `ends` of edges.
+    """
     for edge in range(len(source)):
         ask_for_clusters(filled, size, of, source, target, edge)
         ask_for_ends(ends, source, target, edge)
@@ -635,7 +645,7 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
 
 @compiled
 def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits):  # type: ignore[no-untyped-def]
-    """Unites nodes that are left alone and have a neighbouring cluster in common: each joins one that waits there, or waits."""
+    """Join single nodes with a common neighboring cluster: each node joins a node waiting at that cluster, or waits itself."""
     for edge in range(len(source)):
         ask_for_clusters(size, waiting, of, source, target, edge)
         node, other = source[edge], target[edge]
