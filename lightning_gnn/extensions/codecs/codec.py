@@ -1,11 +1,11 @@
-"""Codecs: rows of floating numbers as fewer bytes, approximately, and back.
+"""Codecs: encode floating-point rows in fewer bytes, approximately, and decode them.
 
-Source: CDFGNN section 5, the linear quantisation of eq. 22 and 23. As printed the largest entry of a row would become 2^B, which
-B bits do not hold; ours has 2^B - 1 steps, and an error of at most (max - min) / (2 (2^B - 1)) in place of
-(max - min) / 2^(B + 1).
+Source: CDFGNN section 5, linear quantization of eq. 22 and 23. As printed, the largest entry of a row would become 2^B, which
+does not fit into B bits. This implementation has 2^B - 1 steps. The error is at most (max - min) / (2 (2^B - 1)) instead of (max
+- min) / 2^(B + 1).
 
-Rows are quantised by compiled loops where their device has them, see :mod:`lightning_gnn.kernels.run`, which compute in float64
-and keep none of it; elsewhere by torch's own kernels, which round alike but for ties, over float64 copies. No autograd.
+Compiled loops quantize rows if the device has them, see :mod:`lightning_gnn.kernels.run`; they compute in float64 without storing
+it. Other devices use torch kernels over float64 copies, with the same rounding except for ties. No autograd.
 
 n or R rows, F columns, B bytes of a packed row.
 """
@@ -25,24 +25,24 @@ from lightning_gnn.kernels.run import has_loops, over_range
 
 
 def packed_bytes(width: int, bits: int) -> int:
-    """Returns B: how many bytes `width` numbers of so many bits take."""
+    """Returns B: the number of bytes for `width` numbers of `bits` bits."""
     return -(-width * bits // 8)
 
 
 def quantise(rows: Tensor, bits: int, noise: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the two ends of each row, its entries in steps between them, packed, and sums of squares.
+    """Returns the minimum and maximum of each row, its entries in steps between them, packed, and sums of squares.
 
     Args:
-        rows: floating, ``[R, F]``, F above 0.
-        bits: of a number: 2, 4 or 8.
-        noise: below 2^62; numbers are rounded up or down at random by it. None: to the nearest.
+        rows: floating-point, ``[R, F]``, F above 0.
+        bits: bits per number: 2, 4 or 8.
+        noise: seed of stochastic rounding, below 2^62. None: round to nearest.
 
     Returns:
-        ends ``[R, 2]`` of rows' dtype, NaN for rows with an entry that is not finite; packed uint8 ``[R, B]``; and the sums of
-        squares of errors and of entries, float64 ``[2]``.
+        ends ``[R, 2]`` with the dtype of rows, NaN for rows with a non-finite entry; packed, uint8 ``[R, B]``; sums of squares of
+        errors and entries, float64 ``[2]``.
     """
     rows = rows.detach().contiguous()
-    rounding = 0.51 * torch.finfo(rows.dtype).eps  # a little more than half, as bfloat16 is rounded twice, over float32
+    rounding = 0.51 * torch.finfo(rows.dtype).eps  # slightly above half: bfloat16 is rounded twice, via float32
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if has_loops(wide.device, wide.dtype):
         ends, squares = wide.new_empty((len(rows), 2)), wide.new_empty((len(rows), 2), dtype=torch.float64)
@@ -56,7 +56,7 @@ def quantise(rows: Tensor, bits: int, noise: int | None = None) -> tuple[Tensor,
 
 
 def dequantise(ends: Tensor, packed: Tensor, bits: int, out: Tensor) -> None:
-    """Overwrites `out`, contiguous ``[R, F]``, with the rows that were made into these; see :func:`quantise`."""
+    """Overwrite `out`, contiguous ``[R, F]``, with the decoded rows; see :func:`quantise`."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     wide = out.detach() if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     ends = ends.to(dtype)
@@ -69,7 +69,7 @@ def dequantise(ends: Tensor, packed: Tensor, bits: int, out: Tensor) -> None:
 
 
 def shorten(rows: Tensor, short: Tensor, noise: int | None = None) -> Tensor:
-    """Overwrites `short`, bfloat16 ``[R, F]``, contiguous, with `rows`; what is infinite or NaN stays so.
+    """Overwrite `short`, contiguous bfloat16 ``[R, F]``, with `rows`; infinity and NaN are preserved.
 
     Returns:
         the sums of squares of errors and of entries, float64 ``[2]``.
@@ -82,7 +82,7 @@ def shorten(rows: Tensor, short: Tensor, noise: int | None = None) -> Tensor:
         return squares.sum(0)
     short.copy_(rows)
     if noise is not None:
-        # Adding to the bits that go, before they are cut off, rounds up in proportion to what they stand for.
+        # Adding random bits before truncation rounds up with a probability proportional to the truncated part.
         draws = torch.randint(2**16, rows.shape, generator=_draws(noise, rows), dtype=torch.int32, device=rows.device)
         rounded = ((rows.view(torch.int32) + draws) & -(2**16)).view(torch.float32)
         short.copy_(torch.where(rows.isfinite(), rounded, rows))
@@ -95,7 +95,7 @@ def _draws(noise: int, like: Tensor) -> torch.Generator:
 
 
 def _steps(ends: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns by what rows are multiplied first, the extent of the product, and a step, float64 ``[R, 1]`` each."""
+    """Returns the factor that rows are multiplied by first, the extent of the product, and the step, float64 ``[R, 1]`` each."""
     low, high = ends.double().split(1, dim=1)
     extent = high - low
     one = torch.ones_like(extent)
@@ -137,18 +137,19 @@ def _dequantise(ends: Tensor, packed: Tensor, bits: int, width: int) -> Tensor:
 
 _BITS = {"int8": 8, "int4": 4, "int2": 2, "bfp8": 8, "bfp4": 4, "bf16": 16}
 _MIDDLE, _STRANGE = 127, 255
-"""A block's exponent as a byte: what is added to it, and the byte of rows that have none."""
+"""Offset of a block's exponent as a byte, and the byte of rows without an exponent."""
 
 
 class Codec(ABC):
-    """Turns rows into bytes that ranks send, and those into rows; each row for itself, the same on CPU and CUDA.
+    """Codec that encodes each row of a message as bytes and decodes it, with equal results on CPU and CUDA.
 
-    What was decoded is encoded without further loss, so that rows which go over several ranks arrive alike everywhere.
+    Decoded rows are encoded again without further loss, so that relayed rows are equal on all ranks.
 
     Args:
-        name: of the codec.
-        stochastic: round up or down at random, so that the mean of many roundings is the number itself; else to the nearest.
-        seed: of the rounding.
+        name: name of the codec.
+        stochastic: whether to round up or down at random, so that the mean of many roundings is the number itself; else to
+            nearest.
+        seed: seed of the rounding.
     """
 
     def __init__(self, name: str, stochastic: bool, seed: int) -> None:
@@ -158,24 +159,24 @@ class Codec(ABC):
 
     @abstractmethod
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns how many bytes a row of `width` numbers of `dtype` is encoded to."""
+        """Returns the number of bytes of an encoded row of `width` numbers of `dtype`."""
 
     @abstractmethod
     def encode(self, rows: Tensor, out: Tensor) -> None:
-        """Overwrites `out` with the rows as bytes.
+        """Overwrite `out` with the encoded rows.
 
         Args:
-            rows: floating, ``[n, F]``.
+            rows: floating-point, ``[n, F]``.
             out: uint8 ``[n, row_bytes(F, rows.dtype)]``, contiguous, at an even address.
         """
 
     @abstractmethod
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Overwrites `out` with the rows that were encoded to `data`.
+        """Overwrite `out` with the rows decoded from `data`.
 
         Args:
             data: uint8 ``[n, row_bytes(F, out.dtype)]``, contiguous, at an even address.
-            out: ``[n, F]``, contiguous, of the dtype of the rows that were encoded.
+            out: ``[n, F]``, contiguous, with the dtype of the rows that were encoded.
         """
 
     def take_squares(self) -> tuple[float, float]:
@@ -184,11 +185,11 @@ class Codec(ABC):
         return (0.0, 0.0) if squares is None else tuple(squares.tolist())
 
     def random_state(self) -> Tensor | None:
-        """Returns the state of what rows are rounded by at random, uint8; None if they are rounded to the nearest."""
+        """Returns the random state of stochastic rounding, uint8; None for rounding to nearest."""
         return self._generator.get_state() if self.stochastic else None
 
     def set_random_state(self, state: Tensor | None) -> None:
-        """Sets what :meth:`random_state` returns; the state of a codec that rounds to the nearest changes nothing."""
+        """Restore the result of :meth:`random_state`; None changes nothing."""
         if state is not None:
             self._generator.set_state(state.clone())
 
@@ -196,14 +197,14 @@ class Codec(ABC):
         self._squares = squares if self._squares is None else self._squares + squares
 
     def _noise(self) -> int | None:
-        """Returns what the next rows are rounded by at random; None: to the nearest."""
+        """Returns the rounding seed for the next rows; None for rounding to nearest."""
         return int(torch.randint(2**62, (), generator=self._generator)) if self.stochastic else None
 
 
 class Quantiser(Codec):
-    """Whole numbers of 8, 4 or 2 bits between a row's least and largest entry, which go with it in the rows' own dtype.
+    """Integers of 8, 4 or 2 bits between a row's minimum and maximum, which are sent in the dtype of the row.
 
-    Both come back exactly, and so do rows that are constant. A row with an entry that is not finite comes back as NaN.
+    The minimum and maximum are decoded exactly, and so are constant rows. A row with a non-finite entry is decoded as NaN.
     """
 
     @override
@@ -225,17 +226,17 @@ class Quantiser(Codec):
     def decode(self, data: Tensor, out: Tensor) -> None:
         if out.numel():
             first = 2 * out.dtype.itemsize
-            ends = data[:, :first].clone().view(-1).view(out.dtype).view(-1, 2)  # aligned, wherever data lies
+            ends = data[:, :first].clone().view(-1).view(out.dtype).view(-1, 2)  # aligned for any alignment of data
             dequantise(ends, data[:, first:], self._bits, out)
 
 
 class BlockFloats(Codec):
-    """Block floating point: a row as whole numbers of 8 or 4 bits, with sign, times a power of two that takes one byte.
+    """Block floating point: a row as signed integers of 8 or 4 bits, times a power of two that takes one byte.
 
-    For narrow rows, beside whose few bits two ends would weigh most, and for differences, which lie around 0. An entry is off by
-    at most 2/255 (8 bits) or 2/15 (4) of the row's largest: where that one rounds up to a power of two, as in [0.9375, 0.125]
-    of 4 bits; by half as much at most where it nearly does. Rows with an entry that is not finite, or of 2^120 and more, come
-    back as NaN; less than 2^-120 as 0.
+    It suits narrow rows, for which a minimum and maximum would take most bytes, and differences, which are around 0. The error of
+    an entry is at most 2/255 (8 bits) or 2/15 (4 bits) of the row's largest entry. The maximum occurs if the largest entry rounds
+    up to a power of two, as in [0.9375, 0.125] with 4 bits. If it is nearly rounded up, the error is at most half as large. Rows
+    with a non-finite entry, or an entry of at least 2^120, are decoded as NaN; entries below 2^-120 as 0.
     """
 
     @property
@@ -254,7 +255,7 @@ class BlockFloats(Codec):
         values = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
         largest = values.abs().amax(1, keepdim=True)
         fraction, exponent = torch.frexp(largest)
-        # So that the largest is rounded to no more than fits.
+        # Ensures that the largest entry does not round beyond the range.
         exponent = exponent - (self._bits - 1) + (fraction * (self._most + 1) >= self._most + 0.5).int()
         strange = ~(largest < 2.0**120)
         exponent = exponent.masked_fill(strange, _STRANGE - _MIDDLE).clamp(min=1 - _MIDDLE)
@@ -267,7 +268,7 @@ class BlockFloats(Codec):
         else:
             codes = places.round()
         codes.clamp_(-self._most, self._most)
-        # Squares are summed in steps, which do not overflow, and each row's sum is brought to its size in float64.
+        # Squares are summed in units of steps, which do not overflow; the sum of each row is scaled in float64.
         squares = torch.stack([(codes - places).square().sum(1), places.square().sum(1)]).double()
         squares = torch.ldexp(squares, 2 * exponent.clamp(max=119).view(-1))
         self._count(squares.masked_fill(strange.view(-1), float("nan")).sum(1))
@@ -290,7 +291,7 @@ class BlockFloats(Codec):
 
 
 class ShortFloats(Codec):
-    """bfloat16: eight bits of digits and float32's range; what is not finite, or beyond that range, stays infinite or NaN."""
+    """bfloat16: eight significant bits and the range of float32; non-finite or larger numbers become infinite or NaN."""
 
     @override
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
@@ -307,16 +308,16 @@ class ShortFloats(Codec):
 
 
 def make_codec(name: str | None, stochastic: bool = False, seed: int = 0) -> Codec | None:
-    """Returns the codec of that name; None for None, which is exact.
+    """Returns the codec with this name; None for None, which is exact.
 
     Args:
-        name: ``"int8"``, ``"int4"`` and ``"int2"`` quantise between a row's least and largest entry, ``"bfp8"`` and ``"bfp4"``
-            around 0, ``"bf16"`` shortens numbers.
+        name: ``"int8"``, ``"int4"`` and ``"int2"`` quantize between a row's minimum and maximum, ``"bfp8"`` and ``"bfp4"`` around
+            0, ``"bf16"`` shortens numbers.
         stochastic: see :class:`Codec`.
-        seed: of the rounding; ranks should have different ones.
+        seed: seed of the rounding; ranks should have different seeds.
 
     Raises:
-        ValueError: an unknown name, or stochastic rounding of nothing.
+        ValueError: for an unknown name, or stochastic rounding without a codec.
     """
     if name is None:
         if stochastic:

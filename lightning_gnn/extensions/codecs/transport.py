@@ -1,4 +1,4 @@
-"""Rows between ranks in fewer bytes: a transport that encodes what it sends and decodes what arrives, whatever the scheme."""
+"""Transport that encodes messages in fewer bytes and decodes received messages, for any scheme."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ __all__ = ["EncodingTransport", "make_codec"]
 
 
 class EncodingTransport(TransportWrapper):
-    """A transport over another one that encodes rows while :meth:`approximating` is open, which ranks open at the same points.
+    """Wrapper of a transport that encodes rows while :meth:`approximating` is open, which all ranks open at the same points.
 
-    Rows are floating tensors of two or more dimensions, whose last ones count as one. Anything else travels as it is, and so do
-    rows that would not get shorter. What is gathered or shown is the other transport's own, and exact.
+    Rows are floating-point tensors of two or more dimensions, of which all after the first are flattened. Other tensors, and rows
+    that would not become shorter, are sent unchanged. Operations that gather or show data use the wrapped transport directly and
+    are exact.
 
     Args:
-        transport: what carries the bytes.
-        codec: how rows are encoded.
+        transport: transport of the encoded bytes.
+        codec: codec of the rows.
     """
 
     def __init__(self, transport: Any, codec: Codec) -> None:
@@ -45,7 +46,7 @@ class EncodingTransport(TransportWrapper):
         return super().messages(*rows) if self.approximate else self._transport.messages(*rows)
 
     def _row_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int | None:
-        """Returns the bytes of an encoded row of such a tensor; None where it travels as it is."""
+        """Returns the bytes of an encoded row of such a tensor; None if it is sent unchanged."""
         if not (self.approximate and dtype.is_floating_point and len(shape) > 1):
             return None
         width = prod(shape[1:])
@@ -63,7 +64,7 @@ class EncodingTransport(TransportWrapper):
 
     @override
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns memory for the rows of the next :meth:`start_each`; the other transport's only where they go as they are."""
+        """Returns a buffer for the rows of the next :meth:`start_each`; from the wrapped transport only if sent unchanged."""
         if self._row_bytes(shape, dtype) is None:
             return self._transport.scratch(shape, dtype)
         with torch.inference_mode(False):
@@ -92,7 +93,7 @@ class EncodingTransport(TransportWrapper):
         return finish
 
     def _encoded(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
-        """Returns what to send: all of it in the other transport's scratch memory if some is encoded; the same rows once."""
+        """Returns the messages to send; if some are encoded, all use the wrapped transport's buffer. Encodes a tensor once."""
         distinct = {id(rows): rows for _, rows in sends}
         widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}
         if all(width is None for width in widths.values()):

@@ -1,16 +1,16 @@
-"""Messages of the backward pass without the rows that are zero.
+"""Messages of the backward pass without rows of zeros.
 
-Where few nodes are labelled, most gradients are zero: those of nodes from which no labelled node is reached in the layers that
-are left. Which rows these are is not derived from the training mask, since batch norms, means over all nodes, penalties and
-other losses give gradients to any node. Whoever sends rows looks at them, in each step.
+If few nodes are labeled, most gradients are zero: the gradients of nodes that do not reach a labeled node in the remaining
+layers. The zero rows are not derived from the training mask, as batch norms, global means, penalties and other losses give
+gradients to any node. Instead, the sender inspects the rows in each step.
 
-A message without its zero rows has a bit for each row in front, 1 for those that follow. The messages of a call between two
-ranks have this form if it would have saved an eighth of their bytes, or did, in the step before: both ranks have seen those, so
-nothing need be said about it. Where fewer rows are zero, messages are as they are in the forward pass, and looked at in the first
-steps of a run and then now and again. Rows are zero if all their bits are, so what arrives has the same bits in either form:
-rows with -0.0 or NaN are sent.
+A message without its zero rows starts with one bit per row, 1 for rows that follow. Messages of a call between two ranks use this
+form if it saved (or would have saved) an eighth of their bytes before. Both ranks have seen these messages, so they agree without
+communication. If fewer rows are zero, messages are as in the forward pass. They are inspected in the first steps of a run and
+then periodically. A row is zero if all its bits are zero; rows with -0.0 or NaN are sent. So received rows are bitwise the same
+in both forms.
 
-R rows, of B bytes each, in P parts of consecutive ones; ``...`` stands for any trailing dimensions.
+R rows, of B bytes each, in P consecutive parts; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from lightning_gnn.comm.transport import (
 from lightning_gnn.kernels import loops
 
 _WORTH = 1 / 8
-"""The share of a message's bytes from which on its zero rows are left out of the next step's."""
+"""Minimum share of a message's bytes saved by omitting zero rows, from which on the next step omits them."""
 
 _LOOKS = 8
-"""Whole messages are looked at in so many steps first, and in every so many-th."""
+"""Complete messages are inspected in the first `_LOOKS` steps and in every `_LOOKS`-th step."""
 
 
 def bits_bytes(num_rows: int) -> int:
-    """Returns the bytes that a bit for each of so many rows takes."""
+    """Returns the number of bytes for one bit per row."""
     return -(-num_rows // 8)
 
 
 def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
-    """Returns how many rows of each part are not zero.
+    """Returns the number of nonzero rows of each part.
 
     Args:
         rows: contiguous ``[R, ...]``.
-        counts: rows of each part, ``[P]``.
+        counts: number of rows of each part, ``[P]``.
     """
     kept = np.empty(len(counts), np.int64)
     loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), kept)
@@ -65,14 +65,14 @@ def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
 
 
 def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor) -> list[int]:
-    """Writes each part to its place in memory; returns how many rows of each are not zero.
+    """Write each part to its place in memory; return the number of nonzero rows of each part.
 
     Args:
         rows: contiguous ``[R, ...]``.
-        counts: rows of each part, ``[P]``.
-        packed: which parts are written without the rows that are zero, behind :func:`bits_bytes` that tell which these are; the
-            others as they are.
-        places: where each part begins, in bytes.
+        counts: number of rows of each part, ``[P]``.
+        packed: whether each part is written without zero rows, after :func:`bits_bytes` with one bit per row; other parts are
+            copied unchanged.
+        places: start of each part, in bytes.
         out: uint8, contiguous.
     """
     kept = np.empty(len(counts), np.int64)
@@ -82,10 +82,10 @@ def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], place
 
 
 def unpack_rows(data: Tensor, out: Tensor) -> int:
-    """Overwrites `out`, contiguous ``[R, ...]``, with a part that was packed; returns how many of its rows are not zero.
+    """Overwrite `out`, contiguous ``[R, ...]``, with a packed part; return the number of its nonzero rows.
 
     Args:
-        data: what :func:`pack_rows` wrote, and anything behind that.
+        data: output of :func:`pack_rows`; trailing bytes are ignored.
     """
     return loops.unpack_nonzero(data.numpy(), _as_bytes(out).numpy())
 
@@ -97,12 +97,12 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 @dataclass
 class _Seen:
-    """What both ends know of the messages of a call between them.
+    """State of the messages of one call from one rank to another, equal at both ends.
 
     Attributes:
-        step: of the last ones.
-        short: they leave zero rows out.
-        worth: whether all of them do, or would, save enough; None where nobody has looked.
+        step: step of the last messages.
+        short: whether they omit zero rows.
+        worth: whether omitting saves, or would save, enough in all of them; None if they were not inspected.
     """
 
     step: Step | None = None
@@ -111,17 +111,17 @@ class _Seen:
 
 
 class ZeroRows:
-    """Which messages of one exchange leave zero rows out.
+    """Selection of the messages of one exchange that omit zero rows.
 
-    All ranks start the exchanges of a step in that step. What is still under way when the next one's first is started, is
-    waited for, so that both ends of a message have seen the same ones.
+    All ranks start the exchanges of a step in that step. Pending receives are completed before the first message of the next step
+    starts, so that both ends of a message have seen the same messages.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._step: Step | None = None
         self._looks = True
-        # By call and whether this rank sends: of each peer.
+        # Key: call, and whether this rank sends. Value: one state per peer.
         self._seen = defaultdict[tuple[Call, bool], list[_Seen]](lambda: [_Seen() for _ in range(world.size)])
         self._under_way: set[Callable[[], None]] = set()
 
@@ -151,7 +151,7 @@ class ZeroRows:
         return sends, receives, self._world.transport.traffic(sends, num_rows), around
 
     def _known(self, call: Call, sent: bool, counts: Sequence[int]) -> list[_Seen]:
-        """Returns what is known of messages to each rank, or from each; it is brought to this step where there are rows."""
+        """Returns the states of messages to or from each rank, after moving states of ranks with rows to this step."""
         known = self._seen[call, sent]
         for seen, count in zip(known, counts):
             if count and seen.step != self._step:
@@ -159,7 +159,7 @@ class ZeroRows:
         return known
 
     def _pack(self, out: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> tuple[Sequence[tuple[int, Tensor]], int]:
-        """Returns what is sent in place of rows, so many to each rank, ``[P]``; and how many rows that is."""
+        """Returns the messages that replace `counts` rows to each rank, ``[P]``, and the number of rows in them."""
         short = [count > 0 and seen.short for seen, count in zip(known, counts)]
         if not any(short):
             self._look(out, counts, known)
@@ -167,7 +167,7 @@ class ZeroRows:
         row_bytes = out[0].nbytes
         room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
         transport = self._world.transport
-        if transport.lends(out):  # the memory in which it would be packed
+        if transport.lends(out):  # `out` is in the memory that would be packed into
             memory = torch.empty(sum(room), dtype=torch.uint8)
         else:
             memory = transport.scratch((sum(room),), torch.uint8)
@@ -188,7 +188,7 @@ class ZeroRows:
         return sends, num_rows
 
     def _unpacked(self, rows: Tensor, seen: _Seen) -> UpTo:
-        """Returns what is received in place of rows of a rank."""
+        """Returns the receive that replaces receiving the rows of a rank."""
 
         def accept(data: Tensor) -> None:
             self._note([seen], [len(rows)], [unpack_rows(data, rows)], rows[0].nbytes, short=True)
@@ -196,7 +196,7 @@ class ZeroRows:
         return UpTo(bits_bytes(len(rows)) + rows.nbytes, accept)
 
     def _look(self, rows: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> None:
-        """Notes what is zero in messages that are sent, or came, whole; of others, it is known."""
+        """Record zero rows of complete messages; other messages are recorded when they are packed or unpacked."""
         is_whole = False
         for seen, count in zip(known, counts):
             is_whole |= count > 0 and not seen.short
@@ -204,7 +204,7 @@ class ZeroRows:
             self._note(known, counts, nonzero_rows(rows, counts), rows[0].nbytes, short=False)
 
     def _note(self, known: Sequence[_Seen], counts: Sequence[int], kept: Sequence[int], row_bytes: int, short: bool) -> None:
-        """Notes how many rows of messages were not zero; `short`: of those that leave zero rows out, too."""
+        """Record the numbers of nonzero rows; `short`: also for messages that omit zero rows."""
         for seen, count, nonzero in zip(known, counts, kept):
             if count and (short if seen.short else self._looks):
                 saved = (count - nonzero) * row_bytes - bits_bytes(count)
@@ -212,9 +212,9 @@ class ZeroRows:
 
 
 class ZeroRowsTransport(TransportWrapper):
-    """A transport over another one, which sends rows as they are, that leaves rows of zeros out of messages of the backward.
+    """Wrapper of a transport that omits rows of zeros from messages of the backward pass.
 
-    Not on devices, for which the host would have to wait to know how much there is to send.
+    Not used for GPU tensors, as the host would have to wait for the device to compute message sizes.
     """
 
     def __init__(self, transport: Any) -> None:
