@@ -1,4 +1,4 @@
-"""Learnable rows for nodes without features, each at the owner of its node.
+"""Learnable embeddings for nodes without features, each stored on the owner of its node.
 
 Source: DistDGL (2020) section III-C, sparse embeddings.
 
@@ -40,27 +40,27 @@ from lightning_gnn.rows.placement import REPLICATED
 SparseOptimizer = Literal["adam", "sgd"]
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ()}
-"""What an optimizer keeps for each row, by the names of torch.optim.SparseAdam."""
+"""Optimizer state of each row, by the names of torch.optim.SparseAdam."""
 
 _BETAS, _EPS = (0.9, 0.999), 1e-8
-"""The defaults of torch.optim.SparseAdam."""
+"""Defaults of torch.optim.SparseAdam."""
 
 _ON_RANK_0 = "between runs of several ranks rank 0 has them all. Use them there, or save and load a checkpoint."
 
 _PICKLED = "it was pickled while several ranks trained it. Load a checkpoint, or pickle it after training."
 
 _ROWS_AT_ONCE = 1 << 16
-"""Initial rows that are drawn at once: bounds the memory for random bits."""
+"""Number of initial rows drawn at once; limits the memory for random bits."""
 
 
 @dataclass
 class Rows:
-    """Rows and what their optimizer keeps of them.
+    """Embedding rows and their optimizer state.
 
     Attributes:
         weight: ``[n, D]``.
         moments: ``[n, D]`` each, see `_MOMENTS`.
-        step: updates so far, of any rows.
+        step: number of updates so far, of any rows.
     """
 
     weight: Tensor
@@ -68,22 +68,22 @@ class Rows:
     step: int = 0
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """Returns other rows, changed alike in weight and moments."""
+        """Returns a copy with `change` applied to weight and moments."""
         return replace(self, weight=change(self.weight), moments=tuple(change(each) for each in self.moments))
 
     def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
-        """Makes one step, of SGD or of Adam where there are moments; lazily: rows that are not named stay.
+        """Make one optimizer step: Adam if there are moments, else SGD; rows that are not in `rows` do not change.
 
         Args:
-            rows: different ones, ``[m]``.
-            grads: ``[m, D]``.
+            rows: distinct rows, ``[m]``.
+            grads: gradients, ``[m, D]``.
             lr: learning rate.
         """
         self.step += 1
         if not self.moments:
             self.weight.index_add_(0, rows, grads, alpha=-lr)
             return
-        # In the order of operations of torch.optim.SparseAdam, to round as it does.
+        # The order of operations is the order in torch.optim.SparseAdam, for equal rounding.
         exp_avg, exp_avg_sq = self.moments
         means = grads.sub(exp_avg[rows]).mul_(1 - _BETAS[0]).add_(exp_avg[rows])
         squares = grads.pow(2).sub_(exp_avg_sq[rows]).mul_(1 - _BETAS[1]).add_(exp_avg_sq[rows])
@@ -94,20 +94,20 @@ class Rows:
 
 
 class EmbeddingRows(AnyRows):
-    """Rows of embeddings, on the CPU: read and changed in the background, gathered and scattered over ranks.
+    """Embedding rows on the CPU: read and updated in the background, gathered and scattered over ranks.
 
     Args:
         n_id, counts, world: see :class:`AnyRows`.
-        batch_ids: the tensor that whole-graph steps have as ``batch.n_id``, if it is this rank's nodes in order.
+        batch_ids: the tensor ``batch.n_id`` of full-graph steps, if it has this rank's nodes in order.
 
     Attributes:
-        own_ids: original ids of this rank's nodes, whose rows it holds in this order.
-        channels: for reads and for changes.
-        background: where gradients are sent to owners; in the same order on all ranks.
+        own_ids: original ids of this rank's nodes, in the order of its rows.
+        channels: channels for reads and for updates.
+        background: thread that sends gradients to owners; in the same order on all ranks.
     """
 
     def __init__(self, world: World, n_id: Tensor, counts: Sequence[int], batch_ids: Tensor | None = None) -> None:
-        # Two groups, as rows of the next step are read while gradients of the last ones are on their way.
+        # Two groups, because rows of the next step are read while gradients of the last steps are being sent.
         self.channels = GroupChannel(world, "Reading rows"), GroupChannel(world, "Changing rows")
         OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self.channels[0])
         self._changed = OwnedRows(self._first, self.channels[1])
@@ -119,7 +119,7 @@ class EmbeddingRows(AnyRows):
 
     @classmethod
     def of_type(cls, name: NodeType | None, world: World, shard: Shard) -> EmbeddingRows:
-        """Returns those of the nodes of a type, on the rank whose `shard` it is; None for a graph without types."""
+        """Returns the rows for the nodes of a type, on the rank of `shard`; the type is None for a graph without types."""
         held = shard.nodes_held()[name]
         return cls(world, held.all_ids, held.counts, None if held.replicas else held.ids)
 
@@ -127,29 +127,29 @@ class EmbeddingRows(AnyRows):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a pickle does not have the other ranks
+        return type(None), ()  # a pickle does not include other ranks
 
     def are_own(self, ids: Tensor) -> bool:
-        """Returns whether ids are each rank's own nodes, on all ranks alike: nothing need travel then."""
+        """Returns whether ids are each rank's local nodes, so that nothing is sent; all ranks agree."""
         return ids is self._batch_ids
 
     def read(self, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the rows of original ids, ``[n, D]``, each read once at its owner.
+        """Returns the rows of original ids, ``[n, D]``, each read once from its owner.
 
         Args:
-            ids: original, ``[n]``.
-            read: returns copies of rows of this rank.
+            ids: original ids, ``[n]``.
+            read: function that returns copies of local rows.
         """
         places, inverse = self._places()[ids].unique(return_inverse=True)
         return self.pull(self.request(places), read)[inverse]
 
     def sum(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what all ranks have for rows of this one: which rows, ascending ``[m]``, and their sums, ``[m, D]``.
+        """Returns the sums over all ranks of values for this rank's rows: rows, ascending ``[m]``, and sums, ``[m, D]``.
 
-        Sums are taken on each rank first, and then over ranks in their order.
+        Values are summed on each rank first, then over ranks in rank order.
 
         Args:
-            ids: original, ``[n]``, with duplicates.
+            ids: original ids, ``[n]``, with duplicates.
             values: ``[n, D]``.
         """
         places, sums = summed(self._places()[ids], values)
@@ -157,10 +157,10 @@ class EmbeddingRows(AnyRows):
         return summed(torch.cat(request.rows), torch.cat(self._changed.push(request, sums)))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Returns the rows of all nodes in original order, ``[N, ...]``, on rank 0; on others nothing, ``[0, ...]``.
+        """Returns the rows of all nodes in original order, ``[N, ...]``, on rank 0; an empty tensor ``[0, ...]`` on other ranks.
 
         Args:
-            rows: of this rank's nodes.
+            rows: rows of this rank's nodes.
         """
         size = self._world.size
         found = torch.cat(self._channel.exchange([rows if peer == 0 else rows[:0] for peer in range(size)]))
@@ -170,7 +170,7 @@ class EmbeddingRows(AnyRows):
         """Returns the rows of this rank's nodes: the transpose of :meth:`gather`.
 
         Args:
-            rows: of all nodes in original order on rank 0; on others nothing, ``[0, ...]``.
+            rows: rows of all nodes in original order on rank 0; an empty tensor ``[0, ...]`` on other ranks.
         """
         parts = [rows] * self._world.size
         if self._world.rank == 0:
@@ -178,7 +178,7 @@ class EmbeddingRows(AnyRows):
         return self._channel.exchange(parts)[0]
 
     def close(self) -> None:
-        """Ends its thread and groups, once: several embeddings of a type share them."""
+        """End the thread and groups, once: several embeddings of a type share them."""
         if not self._is_open:
             return
         self._is_open = False
@@ -189,7 +189,7 @@ class EmbeddingRows(AnyRows):
 
 
 def summed(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct rows, ascending, and the sum of the values of each, in the order given.
+    """Returns the distinct rows, ascending, and the sum of the values of each, in the given order.
 
     Args:
         rows: ``[n]``.
@@ -204,37 +204,40 @@ _with_gradients: WeakSet[DistributedEmbedding] = WeakSet()
 
 
 class DistributedEmbedding(LearnedRows):
-    """Learnable rows for nodes without features, like ``torch.nn.Embedding(sparse=True)`` with an optimizer of its own.
+    """Learnable embeddings for nodes without features, like ``torch.nn.Embedding(sparse=True)`` with its own optimizer.
 
-    Call it with original node ids, ``embedding(batch.n_id)``. Under a strategy of this package each row lies at the owner of its
-    node: calls pull rows from there, and gradients are pushed there, where those of all ranks are summed and a sparse optimizer
-    steps. On one device all rows are here. The rows are no parameter: the module's own optimizer does not see them, nor does
-    gradient clipping. They step when an optimizer has stepped, after any number of backwards; without any, call :meth:`step`.
+    Call it with original node ids, ``embedding(batch.n_id)``. Under a strategy of this package, each row is stored on the owner
+    of its node. Calls receive rows from the owners. Gradients are sent to the owners, which sum the gradients of all ranks and
+    apply a sparse optimizer. On a single device, all rows are local.
 
-    Rows and optimizer state lie in host memory, in the dtype that the module was converted to. ``state_dict`` holds those of
-    all nodes in original order: ``weight``, ``step`` and Adam's ``exp_avg`` and ``exp_avg_sq``; for any number of ranks to load.
-    While ranks train, all of them call it, and rank 0 gets the rows. So it is after training, when rank 0 has all rows.
+    The rows are not a parameter: the module's own optimizer does not update them, and gradient clipping ignores them. They are
+    updated after each optimizer step, after any number of backward passes; without an optimizer, call :meth:`step`.
+
+    Rows and optimizer state are in host memory, in the dtype that the module was converted to. ``state_dict`` has the rows of all
+    nodes in original order: ``weight``, ``step`` and Adam's ``exp_avg`` and ``exp_avg_sq``. Any number of ranks can load it.
+    During training, ``state_dict()`` is collective and returns the rows on rank 0 only. After training, rank 0 stores all rows.
 
     Args:
-        num_nodes: N, of the graph.
-        dim: D.
-        optimizer: ``"adam"``, that of torch.optim.SparseAdam, which leaves rows alone that have no gradient; or ``"sgd"``.
+        num_nodes: N, number of nodes.
+        dim: D, number of columns.
+        optimizer: ``"adam"``, as torch.optim.SparseAdam, which does not update rows without a gradient; or ``"sgd"``.
         lr: learning rate; the attribute may be changed between steps.
-        staleness: how many pushes may be under way, applied in the background while training goes on; 0 waits for each, with the
-            numbers of one device. Evaluation and checkpoints wait for all.
-        seed: of the initial rows, which are standard normal as those of torch.nn.Embedding, whatever the number of ranks.
-        node_type: of a ``HeteroData``, whose nodes have these rows, ``embedding(batch["author"].n_id)``; N is their number.
+        staleness: maximum number of pending gradient pushes, applied in the background during training; 0 waits for each push,
+            with exact results. Evaluation and checkpoints wait for all.
+        seed: seed of the initial rows, which are standard normal as in torch.nn.Embedding, independent of the number of ranks.
+        node_type: node type of a ``HeteroData`` that has these rows, ``embedding(batch["author"].n_id)``; N is its number of
+            nodes.
 
     Shapes:
         ids int64 ``[n]``, in any order and with duplicates, to ``[n, D]`` on their device, a leaf that requires gradients.
 
     Raises:
-        ValueError: sizes below 1, an unknown optimizer, a negative lr or staleness; ids that are none; before training, from the
-            datamodule and the strategy: another number of nodes than the graph has, of `node_type` if it has types, several
-            optimizers, a loss scaler.
-        RuntimeError: several ranks without a strategy of this package; rows that are on another rank.
+        ValueError: for sizes below 1, an unknown optimizer, a negative lr or staleness, or invalid ids. The datamodule and the
+            strategy raise it before training for another number of nodes (of `node_type`) than the graph, several optimizers, or
+            a loss scaler.
+        RuntimeError: for several ranks without a strategy of this package, or rows that are on another rank.
 
-    Source: DistDGL section III-C: sparse embeddings, whose owner applies gradients as they arrive.
+    Source: DistDGL section III-C: sparse embeddings, whose owner applies gradients on arrival.
     """
 
     def __init__(
@@ -257,9 +260,9 @@ class DistributedEmbedding(LearnedRows):
         self.num_nodes, self.dim, self.optimizer, self.lr = num_nodes, dim, optimizer, lr
         self.staleness, self.seed, self.node_type = staleness, seed, node_type
         self._names = ("weight", *_MOMENTS[optimizer])
-        self._number = next(_creation)  # ranks step their embeddings in this order
+        self._number = next(_creation)  # ranks update their embeddings in this order
         self._dtype = torch.get_default_dtype()
-        # All rows, where they have been changed or loaded; and in a run of several ranks those that this one owns.
+        # All rows, if they were changed or loaded; and in a run of several ranks, the rows that this rank owns.
         self._all: Rows | None = None
         self._own: Rows | None = None
         self._owners: EmbeddingRows | None = None
@@ -271,14 +274,14 @@ class DistributedEmbedding(LearnedRows):
         self._gradients: list[tuple[Tensor, Tensor, bool]] = []
         self._pushes: deque[Future[None]] = deque()
         self._lock = Lock()
-        self._idle = False  # this step's batch only stands in for one that other ranks have, and counts for nothing
+        self._idle = False  # this step's batch is a placeholder for a batch of other ranks, and is ignored
 
     def extra_repr(self) -> str:
         of = "" if self.node_type is None else f", node_type={self.node_type!r}"
         return f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}{of}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies and pickles take: rows, but nothing that is under way; in the self-check no rows either."""
+        """Returns the state for copies and pickles: rows, but no pending pushes; in the self-check no rows either."""
         state = self.__dict__.copy()
         for name in ("_gradients", "_pushes", "_lock"):
             del state[name]
@@ -289,7 +292,7 @@ class DistributedEmbedding(LearnedRows):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset()
-        if self._own is not None and self._owners is None:  # of a pickle that one of several ranks has made
+        if self._own is not None and self._owners is None:  # from a pickle of one of several ranks
             self._elsewhere = _PICKLED if self._changed else self._elsewhere
             self._own, self._changed = None, False
 
@@ -324,14 +327,14 @@ class DistributedEmbedding(LearnedRows):
         rows = self._read(here, owned).to(ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            # An idle rank's rows have gradients of 0, which Adam would take for a touch.
+            # The rows of an idle rank have gradients of 0, which Adam would apply as an update.
             counts = not are_untrained() and not self._idle
             if self._owners is not None and not are_untrained():
-                # All ranks step alike, also one whose loss does not need these rows: its batch may have no nodes of the type.
+                # All ranks step together, even if a loss does not need these rows, as a batch may have no nodes of the type.
                 self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
             rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
         if active_mode() is not None and (of := placement_of(ids)) is not None and of.rows is None:
-            place(rows, REPLICATED)  # as of a parameter: owners sum the gradients of all ranks
+            place(rows, REPLICATED)  # like a parameter: owners sum the gradients of all ranks
         return rows
 
     def _read(self, ids: Tensor, owned: bool) -> Tensor:
@@ -344,11 +347,11 @@ class DistributedEmbedding(LearnedRows):
 
     def _read_own(self, rows: Tensor | None = None) -> Tensor:
         assert self._own is not None
-        with self._lock:  # a row is read whole, before or after an update
+        with self._lock:  # reads a row entirely before or after an update
             return self._own.weight.clone() if rows is None else self._own.weight[rows]
 
     def _check_here(self) -> None:
-        """Raises where this process alone cannot tell the rows, or must not change them."""
+        """Raises RuntimeError if this process does not have the rows, or must not change them."""
         if self._elsewhere:
             raise RuntimeError(f"The rows of this DistributedEmbedding are not here: {self._elsewhere}")
         if num_ranks() > 1:
@@ -358,8 +361,8 @@ class DistributedEmbedding(LearnedRows):
             )
 
     def _initial(self, ids: Tensor) -> Tensor:
-        """Returns the rows that these nodes begin with, ``[n, D]``; those of all nodes are never needed at once."""
-        # Nodes of two types with the same id begin with other rows.
+        """Returns the initial rows of these nodes, ``[n, D]``; never needed for all nodes at once."""
+        # Nodes of two types with the same id have different initial rows.
         seed = self.seed if self.node_type is None else self.seed ^ zlib.crc32(self.node_type.encode()) << 30
         with torch.inference_mode(False):
             out = torch.empty(len(ids), self.dim, dtype=self._dtype)
@@ -374,7 +377,7 @@ class DistributedEmbedding(LearnedRows):
     # Learning #################################################################
 
     def _collect(self, ids: Tensor, owned: bool, rows: Tensor) -> None:
-        """Takes a backward's gradient of a call's rows."""
+        """Store the gradient of a call's rows from a backward pass."""
         grad, rows.grad = rows.grad, None
         if are_untrained():
             return
@@ -386,9 +389,9 @@ class DistributedEmbedding(LearnedRows):
         _with_gradients.add(self)
 
     def step(self) -> None:
-        """Lets the sparse optimizer step, once, on what backwards have given since the last time; nothing if that is nothing.
+        """Apply the sparse optimizer once to the gradients since the last call; no effect without gradients.
 
-        Called by itself when an optimizer of torch has stepped. All ranks call it alike.
+        Called automatically after each step of a torch optimizer. Collective: all ranks must call it.
         """
         _with_gradients.discard(self)
         gradients, self._gradients = self._gradients, []
@@ -403,24 +406,24 @@ class DistributedEmbedding(LearnedRows):
             self._all.update(*summed(ids, grads), self.lr)
             return
         self._all, self._changed = None, True
-        only_own = all(owned for _, _, owned in gradients)  # on all ranks alike
+        only_own = all(owned for _, _, owned in gradients)  # the same on all ranks
         work = partial(self._push, self._owners, ids, grads, only_own, self.lr)
         self._pushes.append(self._owners.background.begin(work))
         self.flush(self.staleness)
 
     def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
-        """Brings gradients to owners, and applies those that come here."""
+        """Send gradients to their owners, and apply the gradients received for local rows."""
         assert self._own is not None
         if only_own:
             rows = torch.arange(len(self._own.weight))
-            sums = grads.view(len(grads) // max(len(rows), 1), *self._own.weight.shape).sum(0)  # each call read all
+            sums = grads.view(len(grads) // max(len(rows), 1), *self._own.weight.shape).sum(0)  # each call read all rows
         else:
             rows, sums = owners.sum(ids, grads)
         with self._lock:
             self._own.update(rows, sums, lr)
 
     def flush(self, under_way: int = 0) -> None:
-        """Returns when every push of this rank has been applied, and every one to it; but for so many that are `under_way`."""
+        """Wait until all pushes of this rank and to this rank are applied, except the last `under_way` pushes."""
         while len(self._pushes) > under_way:
             self._pushes.popleft().result()
 
@@ -505,7 +508,7 @@ class DistributedEmbedding(LearnedRows):
     # Checkpoints ##############################################################
 
     def _whole(self) -> Rows:
-        """Returns the rows of all nodes in original order; of several ranks on rank 0, none on others."""
+        """Returns the rows of all nodes in original order; with several ranks only on rank 0, none on other ranks."""
         self.flush()
         if self._owners is not None:
             assert self._own is not None
@@ -563,12 +566,12 @@ class DistributedEmbedding(LearnedRows):
 
 
 def _step_all(*_: Any) -> None:
-    """Steps the embeddings that have gradients, in the same order on all ranks."""
+    """Update the embeddings that have gradients, in the same order on all ranks."""
     for each in sorted(_with_gradients, key=lambda each: each._number):
         each.step()
 
 
-# The one moment that plain loops, Lightning's automatic and its manual optimisation have in common.
+# The only hook shared by plain loops, and Lightning's automatic and manual optimization.
 register_optimizer_step_post_hook(_step_all)
 
 
@@ -576,7 +579,7 @@ register_optimizer_step_post_hook(_step_all)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Returns random bits that depend on each number alone: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Returns random bits that depend on each number alone: the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
     z = numbers + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -584,7 +587,7 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 def _normal(seed: int, ids: np.ndarray, dim: int) -> np.ndarray:
-    """Returns standard normal rows that depend on seed and id alone, float64 ``[n, D]``, by the method of Box and Muller."""
+    """Returns standard normal rows that depend on seed and id alone, float64 ``[n, D]``, by the Box-Muller method."""
     of_seed = _mixed(np.array([seed], np.int64).view(np.uint64))
     of_row = _mixed(ids.astype(np.uint64) ^ of_seed)[:, None]
     bits = _mixed(of_row + np.arange(2 * dim, dtype=np.uint64))

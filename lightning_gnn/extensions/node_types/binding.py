@@ -1,11 +1,11 @@
-"""Graphs with node and edge types: each call of a conv is bound to the edge type whose edges it is given.
+"""Bindings for graphs with node and edge types: each call of a conv is bound to the edge type of its edges.
 
-A call on (source type, relation, target type) is ``Z = A S H`` of a bipartite graph: its sources are the owned and halo rows of
-one type, its targets the owned rows of another. So an edge type is a rank's graph of its own, with the exchange of its sources'
-type, and convs are bound to it as to a graph without types. Several edge types may read the same rows in a layer, such as an
-author's papers and affiliations: then S is made once, and what comes back is summed once.
+A call on (source type, relation, target type) is ``Z = A S H`` of a bipartite graph. Its sources are the local and halo nodes of
+one type, its targets the local nodes of another. So a rank has one graph per edge type, with the exchange of the source type.
+Convs are bound to it like to a graph without types. Several edge types may read the same rows in a layer, such as an author's
+papers and affiliations. Then S is computed once, and the gradients are summed once.
 
-N owned and H halo rows of the sources' type, T owned rows of the targets' type, F columns.
+N local and H halo nodes of the source type, T local nodes of the target type, F columns.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from lightning_gnn.private_torch import version_counter
 
 
 class TypedGraph(GraphContext):
-    """One rank's graph with types, as bound convs see it.
+    """Graph with types of one rank, as seen by bound convs.
 
     Args:
-        shard: of this rank, on its device.
+        shard: shard of this rank, on its device.
         world: the ranks.
-        make: returns the rank's graph of one edge type, of :meth:`TypedShard.of_edges`.
+        make: returns the rank's graph of one edge type, from :meth:`TypedShard.of_edges`.
 
     Attributes:
         relations: the rank's graph of each edge type.
@@ -60,7 +60,7 @@ class TypedGraph(GraphContext):
         for (source, *_), relation in self.relations.items():
             readers.setdefault(source, []).append(relation)
         self._num_readers = {name: len(of) for name, of in readers.items()}
-        # Of products that are spread over ranks, each has rows of its own to send.
+        # In products distributed over ranks, each relation sends rows of its own.
         shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.products is None}
         self._beside: dict[EdgeType, GraphContext] = {}
         for kind, relation in self.relations.items():
@@ -74,7 +74,7 @@ class TypedGraph(GraphContext):
         """Returns the edge type whose edges are among the arguments of a conv.
 
         Raises:
-            UnsupportedModelError: there are none of the batch's own.
+            UnsupportedModelError: if no argument has edges of the batch.
         """
         for each in arguments:
             kind = self._kinds.get(id(each))
@@ -86,14 +86,15 @@ class TypedGraph(GraphContext):
         )
 
     def with_halo(self, kind: EdgeType, x: Tensor, layer: str, columns: int | None) -> tuple[GraphContext, Tensor] | None:
-        """Returns S x, made once for all edge types that read x, and the edges of a type over its rows; None where that does
-        not apply, on all ranks alike.
+        """Returns the edges of a type over the rows S x, and S x, computed once for all edge types that read x.
+
+        Returns None if rows are not shared; all ranks agree.
 
         Args:
-            kind: the edge type.
-            x: of sources, ``[N, F]``.
-            layer: named in errors and counted under.
-            columns: that travel for this edge type otherwise; None for those of x.
+            kind: edge type.
+            x: features of the sources, ``[N, F]``.
+            layer: name of the layer for errors and traffic.
+            columns: number of columns that this edge type would exchange otherwise; None for the columns of x.
         """
         relation, beside = self.relations[kind], self._beside.get(kind)
         if beside is None or relation.share is None:
@@ -110,13 +111,13 @@ class TypedGraph(GraphContext):
         return beside, rows
 
     def _shared(self, name: NodeType, first: GraphContext, x: Tensor, layer: str) -> Tensor | None:
-        """Returns S x for all that read rows of a type; None where it is not known whether these stay as they are.
+        """Returns S x for all edge types that read a node type; None if in-place changes of x cannot be detected.
 
-        `first` is the graph of the first edge type that reads them. One tensor of each shape is remembered: the last.
+        `first` is the graph of the first edge type that reads the node type. The last tensor of each shape is cached.
         """
         if first.kept.widths and first.kept.is_constant(x):
             return first.expand(x, layer, alone=True)
-        is_inference = x.is_inference()  # and does not know how often it was changed
+        is_inference = x.is_inference()  # inference tensors have no version counter
         if is_inference and not self._in_layer:
             return None
         key, seen = (name, x.shape[1:]), (0 if is_inference else version_counter(x), torch.is_grad_enabled())
@@ -127,7 +128,7 @@ class TypedGraph(GraphContext):
 
     @contextmanager
     def one_layer(self) -> Iterator[None]:
-        """While open, PyG's own code calls convs one after the other, and changes no rows in between."""
+        """Context manager that marks PyG code which calls convs in sequence without changing rows in between."""
         self._in_layer += 1
         try:
             yield
@@ -148,7 +149,7 @@ class TypedGraph(GraphContext):
     def exchanges(self) -> list[Exchange]:
         return [exchange for relation in self.relations.values() for exchange in relation.exchanges]
 
-    # What helpers ask of a graph whose rows are of one type.
+    # Methods used by helpers, which need a graph with rows of one type.
 
     @override
     def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
@@ -172,7 +173,7 @@ class TypedGraph(GraphContext):
 
 
 def _beside(relation: GraphContext) -> GraphContext:
-    """Returns the edges of a type over rows S x: nothing is left to exchange."""
+    """Returns the edges of a type over rows S x, without an exchange."""
     exchange, rows = relation.exchange, relation.num_owned + relation.num_halo
     nothing = np.empty(0, np.int64)
     plan = HaloPlan(rows, (0,) * exchange.world.size, (nothing,) * exchange.world.size)
@@ -187,7 +188,7 @@ def _beside(relation: GraphContext) -> GraphContext:
 
 
 class _TypedConv:
-    """What the methods of one conv need; shared, not copied, when the model is copied."""
+    """Data of the methods of one conv; shared, not copied, when the model is copied."""
 
     def __init__(self, graph: TypedGraph, layer: str) -> None:
         self.graph, self.layer = graph, layer
@@ -198,7 +199,7 @@ class _TypedConv:
 
     @contextmanager
     def bound(self, conv: MessagePassing, context: GraphContext) -> Iterator[None]:
-        """While open, a conv is bound to the rank's graph of one edge type."""
+        """Context manager that binds a conv to the rank's graph of one edge type."""
         own = {name: conv.__dict__.pop(name) for name in ("forward", "propagate", STATE) if name in conv.__dict__}
         try:
             if id(context) not in self._methods:
@@ -215,7 +216,7 @@ class _TypedConv:
 
 
 def check_typed_module(module: torch.nn.Module) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph with types."""
+    """Raises :class:`UnsupportedModelError` for the first module that is not exact on a partitioned graph with types."""
     check_module(module, True, _refuse_for_one_type)
 
 
@@ -225,7 +226,7 @@ def _refuse_for_one_type(where: str, child: torch.nn.Module) -> None:
 
 
 class TypedBinding(Binding):
-    """Binds every conv of `module` to the edge types that it is called on, and every norm to the rank's rows."""
+    """Binding of every conv of `module` to the edge types that it is called on, and of every norm to the rank's rows."""
 
     context: TypedGraph
     check = staticmethod(check_typed_module)
@@ -253,7 +254,7 @@ class TypedBinding(Binding):
 
 
 def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a conv that is called on one edge type at a time."""
+    """Forward method of a conv that is called on one edge type at a time."""
     state: _TypedConv = self.__dict__[STATE]
     graph, layer = state.graph, state.layer
     kind = graph.kind_of((*args, *kwargs.values()), layer)
@@ -279,7 +280,7 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_watched(conv: MessagePassing) -> bool:
-    """Returns whether a part of a conv has hooks, which would see S x in place of x."""
+    """Returns whether a submodule of a conv has hooks, which would receive S x instead of x."""
     return any(map(pyg.is_watched, list(conv.modules())[1:]))
 
 
@@ -287,7 +288,7 @@ def _is_watched(conv: MessagePassing) -> bool:
 
 
 def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
-    """Keys and values of halo rows come in one message per type that edges begin at; queries are of owned rows."""
+    """Returns methods that exchange keys and values of halo nodes, one message per source type; queries are local."""
 
     def construct(
         self: Any, k_dict: Mapping[str, Tensor], v_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Any]
@@ -308,7 +309,7 @@ def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
 
 
 def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
-    """Attention between edge types is by means over all nodes, of all ranks."""
+    """Returns methods whose attention between edge types uses global means over the nodes of all ranks."""
     take = Statistics(graph.exchange, layer)
 
     def group(xs: list[Tensor], q: Tensor, k_lin: torch.nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -336,7 +337,7 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
 
 @singledispatch
 def _methods_of(conv: MessagePassing, graph: TypedGraph, layer: str) -> dict[str, Any]:
-    """Returns the methods of a bound conv, by name; those that are called on all types at once have their own."""
+    """Returns the methods of a bound conv, by name; convs that are called on all types at once register separate functions."""
     return {"forward": types.MethodType(_forward, conv)}
 
 

@@ -1,4 +1,4 @@
-"""Graphs with node and edge types: checked, and as one list of nodes and edges, which is what partitioners cut."""
+"""Checks of graphs with node and edge types, and their form as one list of nodes and edges for partitioners."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_gnn.private_pyg import graph_attributes
 
 
 def about_types(error: str, step: str) -> str | None:
-    """Returns what to do where `step` reads a graph with types as one without, or the other way round; None for another error."""
+    """Returns the fix if `step` reads a graph with types like a graph without types, or vice versa; None for other errors."""
     found = re.search(r"'(HeteroData|GlobalStorage)'.* has no attribute '(\w+)'", error)
     if found is not None and found[1] == "HeteroData":
         kind = "'paper', 'cites', 'paper'" if found[2].startswith("edge") else "'paper'"
@@ -55,10 +55,10 @@ def prepare_hetero(
     seed: int = 0,
     masks_needed: bool = True,
 ) -> HeteroData:
-    """Returns a checked copy of `data`: what has a row per node or edge of its type, and boolean masks of the input type.
+    """Returns a checked copy of `data`: attributes with a row per node or edge of their type, and masks of the input type.
 
     Args:
-        data: with ``edge_index`` per edge type; per node type ``x``, or ``num_nodes`` where there are no features.
+        data: graph with ``edge_index`` per edge type, and ``x`` per node type, or ``num_nodes`` for types without features.
         input_type: see :func:`input_type_of`.
         fractions, split_index, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
     """

@@ -1,6 +1,6 @@
-"""What a rank holds of a graph with types: see :mod:`lightning_gnn.data.shards`.
+"""Shards of graphs with types: see :mod:`lightning_gnn.data.shards`.
 
-N nodes, H halo rows of a rank.
+N local nodes, H halo nodes of a rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_gnn.partition.shard import Ids
 
 @dataclass(frozen=True)
 class TypedShard(Shard):
-    """What one rank holds of a graph with types."""
+    """Shard of a graph with types."""
 
     @property
     @override
@@ -65,8 +65,11 @@ class TypedShard(Shard):
         return {}
 
     def of_edges(self, kind: EdgeType, rank: int) -> Shard:
-        """Returns what `rank`, whose shard with types this is, holds for the edges of one type: a graph whose nodes are those of
-        the sources' type, and whose edges end at rows of :attr:`targets`. Tensors are the batch's own."""
+        """Returns the shard of `rank` for one edge type, from the typed shard of `rank`.
+
+        It is a graph whose nodes have the source type and whose edges end at rows of :attr:`targets`. It shares the tensors of
+        the batch.
+        """
         source, _, target = kind
         types, number, nodes = self.types, list(self.types.nodes).index(kind[0]), self.batch[kind[0]]
         halos = tuple(types.ids(halo[types.numbers(halo) == number]) for halo in self.halos)
@@ -95,7 +98,7 @@ class TypedShard(Shard):
 
 @dataclass(frozen=True)
 class TypedCut(Cut):
-    """A graph with types that has been cut."""
+    """Partitioned graph with types."""
 
     _shard_class = TypedShard
 
@@ -138,7 +141,7 @@ class TypedCut(Cut):
         return self._shard_of(rank, batch, self.halos, self.offsets, np.diff(self.edge_offsets), holders)
 
     def _rows_of_types(self, rank: int) -> Ids:
-        """Returns for each owned and halo row of `rank` which row of its type it is there: owned rows first, ``[N + H]``."""
+        """Returns the row within its type of each local and halo node of `rank`: local nodes first, ``[N + H]``."""
         numbers, counts = self.types.numbers(self.halos[rank]), [int(of[rank]) for of in self.types.nodes.values()]
         halo = np.empty_like(numbers)
         for number, owned in enumerate(counts):
@@ -148,7 +151,7 @@ class TypedCut(Cut):
 
 
 def whole_graph_with_types(data: HeteroData, input_type: NodeType | None) -> Shard:
-    """Returns the whole graph as the only rank's shard; its nodes and edges know their ids."""
+    """Returns the whole graph as the shard of a single rank, with ids of nodes and edges."""
     batch = data.clone()
     for name in batch.node_types:
         batch[name].n_id = torch.arange(batch[name].num_nodes)

@@ -23,11 +23,11 @@ from lightning_gnn.checks.small_graph import (
 def typed_small_graph(
     batch: HeteroData, masks: Collection[str], form: Form, seed: int, num_classes: int, input_type: NodeType
 ) -> SmallGraph:
-    """As :func:`~lightning_gnn.checks.small_graph.small_graph`, of a graph with types.
+    """Returns a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, for a graph with types.
 
     Args:
-        input_type: the node type that is predicted. It has the form's nodes, and each edge type its edges; other types have a
-            few more, so that no two are equal.
+        input_type: predicted node type. It has the form's number of nodes, and each edge type the form's number of edges. Other
+            types have a few more, so that no two sizes are equal.
     """
     g = torch.Generator().manual_seed(seed)
     small, used, orders = HeteroData(), set[int](), dict[NodeType, Tensor]()
@@ -62,7 +62,7 @@ def typed_small_graph(
 
 
 def _unlike(sizes: tuple[int, int], used: set[int]) -> tuple[int, int]:
-    """Returns sizes of two parts near these, that neither they nor their sum are equal to any of those used; adds them there."""
+    """Returns sizes of two parts near `sizes`, such that they and their sum are not in `used`; adds them to `used`."""
     first, second = sizes
     while used & {first, second, first + second} or first == second:
         first, second = first + 1, second + 2
