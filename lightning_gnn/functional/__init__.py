@@ -1,4 +1,4 @@
-"""Graph allgather by hand, without Lightning: the library interface of DGCL (EuroSys'21, section 4.2 and Listing 1).
+"""Graph allgather without Lightning: the library interface of DGCL (EuroSys'21, section 4.2 and Listing 1).
 
 ::
 
@@ -8,17 +8,17 @@
         part = dgcl.build_comm_info(graph, topology="dgx1")
         x, y, train = map(dgcl.dispatch_features, (graph.x, graph.y, graph.train_mask))
         ...
-        h = conv((dgcl.graph_allgather(h), h), part.edge_index)  # one layer, a PyG conv as it is
+        h = conv((dgcl.graph_allgather(h), h), part.edge_index)  # one layer, an unmodified PyG conv
         ...
         loss.backward()
         dgcl.sum_gradients(model)
 
-There is one :class:`Session` per process, kept here from :func:`init` to :func:`shutdown`. The functions that take rows work on
-the graph of the last :func:`build_comm_info`; with several graphs, use the methods of the :class:`CommInfo` that it returns.
+Each process has one :class:`Session`, from :func:`init` to :func:`shutdown`. The functions that take rows use the graph of the
+last :func:`build_comm_info`. With several graphs, use the methods of the returned :class:`CommInfo`.
 
-All functions but :func:`init` and :func:`shutdown` communicate: every rank must call them alike, in the same order.
+All functions except :func:`init` and :func:`shutdown` are collective: every rank must call them, in the same order.
 
-N nodes of the graph, E edges; on this rank N_p owned rows, H halo rows, E_p edges. ``...`` stands for any trailing dimensions.
+N nodes of the graph, E edges; on this rank N_p local nodes, H halo nodes, E_p edges. ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class CommInfo:
-    """This rank's part of a graph, and the exchange that brings the rows of others that it reads.
+    """This rank's part of a graph, and its halo exchange.
 
     Attributes:
-        edge_index: edges into owned nodes, int64 ``[2, E_p]``, targets ascending; sources number the owned rows first, the halo
-            rows after them, as :meth:`gather` returns them.
-        n_id: original id of each owned row, int64 ``[N_p]``.
-        e_id: position of each edge in the whole graph's list, int64 ``[E_p]``: weights of edges are ``weight[e_id]``.
-        counts: owned rows of each rank.
-        report: quality of the cut, for logs.
-        exchange: moves the rows; ``exchange.meter`` counts them.
+        edge_index: edges into local nodes, int64 ``[2, E_p]``, targets ascending; sources number local nodes first, then halo
+            nodes, as returned by :meth:`gather`.
+        n_id: original id of each local node, int64 ``[N_p]``.
+        e_id: position of each edge in the edge list of the whole graph, int64 ``[E_p]``; edge weights are ``weight[e_id]``.
+        counts: number of local nodes of each rank.
+        report: quality of the partition, for logs.
+        exchange: halo exchange; ``exchange.meter`` counts its traffic.
     """
 
     edge_index: Tensor
@@ -98,30 +98,30 @@ class CommInfo:
         return self.exchange.num_halo
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns owned and halo rows, ``[N_p + H, ...]``, as ``edge_index[0]`` numbers them (graph allgather, section 4.1).
+        """Returns rows of local and halo nodes, ``[N_p + H, ...]``, in the order of ``edge_index[0]`` (section 4.1).
 
-        Differentiable: the gradients of halo rows travel home and are added to those of the owned rows (section 6.2). Their
-        order of addition is fixed, so runs repeat bit for bit.
+        Differentiable: the gradients of halo rows are sent back and added to the gradients of their owners (section 6.2). The
+        order of addition is fixed, so runs are bitwise reproducible.
 
         Args:
-            x: owned rows, ``[N_p, ...]``, on the rank's device.
+            x: rows of local nodes, ``[N_p, ...]``, on the rank's device.
 
         Raises:
-            ValueError: another number of rows, or another device.
-            CommunicationError: another rank is gone or late.
+            ValueError: for another number of rows, or another device.
+            CommunicationError: if another rank has ended or exceeds the timeout.
         """
         self._check_owned(x, "graph_allgather")
         return self.exchange.expand(x, "graph_allgather")
 
     def dispatch(self, x: Tensor | None = None) -> Tensor:
-        """Returns this rank's rows of a tensor over all nodes, ``[N_p, ...]``, on the rank's device.
+        """Returns this rank's rows of a tensor over all nodes, ``[N_p, ...]``, on the rank's device. Not differentiable.
 
         Args:
-            x: ``[N, ...]``, any dtype: features, labels, boolean masks. On every rank, or on at least one, while the others
-                pass None: the first that has it then sends each rank its rows. Not differentiable.
+            x: ``[N, ...]``, any dtype: features, labels, boolean masks. It may be None on some ranks; then the first rank that
+                has it sends each rank its rows.
 
         Raises:
-            ValueError: on all ranks: no rank has it, it has not one row per node, or ranks have different ones.
+            ValueError: on all ranks: if no rank has the tensor, it does not have one row per node, or ranks have different ones.
         """
         world = self.exchange.world
         given = None if x is None else (tuple(x.shape), x.dtype)
@@ -134,7 +134,7 @@ class CommInfo:
         if None not in everyone:
             assert x is not None
             return x.detach()[self.n_id.to(x.device)].to(world.device)
-        # No rank keeps the order of all: who has a row per node has room for an id per node, the others need not.
+        # No rank needs to store the order of all nodes, except the sender, which has room for one row per node anyway.
         order, pieces = _gather_rows(world, self.n_id, self.counts, source), None
         if order is not None:
             assert x is not None
@@ -146,10 +146,10 @@ class CommInfo:
         """Returns the rows of all ranks in the graph's original order, ``[N, ...]``, on every rank; not differentiable.
 
         Args:
-            x: owned rows, ``[N_p, ...]``; of one dtype and trailing shape on all ranks.
+            x: rows of local nodes, ``[N_p, ...]``, with the same dtype and trailing shape on all ranks.
 
         Raises:
-            ValueError: another number of rows, or another device.
+            ValueError: for another number of rows, or another device.
         """
         self._check_owned(x, "collect_rows")
         world = self.exchange.world
@@ -157,7 +157,7 @@ class CommInfo:
         return torch.empty_like(rows).index_copy_(0, world.all_gather_rows(self.n_id, self.counts), rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum over ranks of equal-shaped tensors, on every rank and with the same bits; differentiable."""
+        """Returns the sum over ranks of equal-shaped tensors, bitwise the same on every rank; differentiable."""
         return SumOverRanks.apply(x, self.exchange, "sum_over_ranks")
 
     def _check_owned(self, x: Tensor, function: str) -> None:
@@ -172,11 +172,11 @@ class CommInfo:
 
 @dataclass(eq=False)
 class Session:
-    """What :func:`init` has set up in this process; ends with the ``with`` block that it opens, or with :func:`shutdown`.
+    """State of :func:`init` in this process; ends with its ``with`` block or with :func:`shutdown`.
 
     Attributes:
         world: the ranks.
-        info: of the last :func:`build_comm_info`, or None.
+        info: result of the last :func:`build_comm_info`, or None.
     """
 
     world: World
@@ -184,7 +184,7 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
@@ -194,7 +194,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self.world.device
 
     def __enter__(self) -> Session:
@@ -209,25 +209,25 @@ _session: Session | None = None
 
 
 def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, shared_memory: bool = True) -> Session:
-    """Joins the ranks (section 4.2) and returns this process's session.
+    """Join the ranks (section 4.2) and return this process's session.
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them; with none of them set, there is one rank.
-    A default process group that exists already is used, and left in place by :func:`shutdown`.
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as set by torchrun. Without RANK and WORLD_SIZE, there is one rank. An
+    existing default process group is used, and left open by :func:`shutdown`.
 
     Args:
-        device: where this rank computes. None: its own GPU, number LOCAL_RANK, where there is CUDA; the CPU otherwise.
-        timeout: seconds after which a wait for another rank is an error.
-        shared_memory: CPU ranks of one machine talk through shared memory; the others, and CUDA ranks, through gloo and NCCL.
+        device: device of this rank. None: GPU number LOCAL_RANK if CUDA is available, else the CPU.
+        timeout: seconds after which waiting for another rank raises an error.
+        shared_memory: whether CPU ranks of one machine use shared memory; other CPU ranks use gloo, and CUDA ranks NCCL.
 
     Raises:
-        RuntimeError: called twice without :func:`shutdown`, or the ranks do not meet in time.
-        ValueError: some of the variables are missing, or there is no such device.
+        RuntimeError: if called twice without :func:`shutdown`, or if not all ranks join in time.
+        ValueError: if some of the variables are missing, or the device does not exist.
     """
     global _session
     if _session is not None:
         raise RuntimeError("init() was called before in this process. Call shutdown() first, or leave the `with` block.")
     missing = [name for name in _VARIABLES if name not in os.environ]
-    # MASTER_ADDR and MASTER_PORT are set in some shells for good; without a rank they say nothing.
+    # Some shells set MASTER_ADDR and MASTER_PORT permanently; without a rank they are ignored.
     if "RANK" in missing and "WORLD_SIZE" in missing:
         rank, size = 0, 1
     elif missing:
@@ -242,7 +242,7 @@ def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, s
 
 
 def shutdown() -> None:
-    """Leaves the ranks and forgets the graph; without :func:`init`, does nothing."""
+    """Leave the ranks and drop the graph; no effect without :func:`init`."""
     global _session
     if _session is not None:
         ending, _session = _session, None
@@ -258,29 +258,28 @@ def build_comm_info(
     num_nodes: int | None = None,
     seed: int = 0,
 ) -> CommInfo:
-    """Cuts a graph, plans the exchange (buildCommInfo, section 4.2) and returns this rank's part.
+    """Partition a graph, plan the exchange (buildCommInfo, section 4.2) and return this rank's part.
 
-    The first rank that has the graph cuts and plans, by its own arguments; the others receive their part and follow its plan. So
-    only that rank needs room for the whole.
+    The first rank that has the graph partitions and plans with its own arguments. The other ranks receive their part and follow
+    its plan. So only that rank needs memory for the whole graph.
 
     Args:
-        graph: a PyG ``Data``, or ``edge_index`` ``[2, E]``, source and target, with `num_nodes`. On every rank or on some;
-            the others pass None.
-        topology: what the ranks are joined by, rank i being device i: ``"auto"``, machines by host name and what NVML tells of
-            their GPUs; ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``,
-            ``"uniform"``, the path of a JSON file, or a topology (docs/planning.md). None for links that are alike.
-        plan: ``"p2p"``: rows travel directly; ``"spst"``: along shortest path spanning trees over `topology` (section 5.2), where
-            the cost model finds that faster; ``"swap"``: through the memory of one machine; ``"auto"``: directly between GPUs, if
-            all links are alike or nothing is known of them, otherwise as ``"spst"``.
-        partition: ``"metis"``, between the machines and sockets of `topology` first where there are several machines (section
-            4.1); ``"random"``; or the rank of every node, int ``[N]``.
+        graph: a PyG ``Data``, or ``edge_index`` ``[2, E]``, source and target, with `num_nodes`. It may be None on some ranks.
+        topology: links between the ranks, where rank i is device i. ``"auto"`` detects machines by host name and GPU links by
+            NVML. Other values: ``"dgx1"``, ``"dgx1x2"``, ``"pcie8"``, ``"summit"``, ``"uniform"``, the path of a JSON file, or a
+            topology (docs/planning.md). None for uniform links.
+        plan: ``"p2p"``: direct. ``"spst"``: along shortest path spanning trees over `topology` (section 5.2), if faster by the
+            cost model. ``"swap"``: through the memory of one machine. ``"auto"``: direct between GPUs, or if links are uniform or
+            unknown; otherwise ``"spst"``.
+        partition: ``"metis"``, first between the machines and sockets of `topology` with several machines (section 4.1);
+            ``"random"``; or the rank of every node, int ``[N]``.
         num_nodes: N, for an ``edge_index``.
-        seed: of the partition.
+        seed: seed of the partition.
 
     Raises:
         RuntimeError: before :func:`init`.
-        ValueError: on all ranks: no rank has the graph, ranks have different ones, ids of no node, an unknown plan, SPST without
-            a topology, a topology that is not there or too small, a partition that does not fit.
+        ValueError: on all ranks: if no rank has the graph, ranks have different graphs, or node ids are invalid. Also for an
+            unknown plan, SPST without a topology, a missing or too small topology, or a partition that does not fit.
     """
     session = _joined("build_comm_info")
     world = session.world
@@ -317,7 +316,7 @@ def dispatch_features(x: Tensor | None = None) -> Tensor:
 
 
 def graph_allgather(x: Tensor) -> Tensor:
-    """Returns the owned rows and, after them, copies of the halo rows, differentiable: see :meth:`CommInfo.gather`."""
+    """Returns the rows of local nodes, then copies of the rows of halo nodes, differentiable: see :meth:`CommInfo.gather`."""
     return _built("graph_allgather").gather(x)
 
 
@@ -332,11 +331,11 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
-    """Replaces each parameter's ``grad`` by its sum over ranks; call it once, after the backward and before the optimizer.
+    """Replace each parameter's ``grad`` by its sum over ranks; call it once, between the backward pass and the optimizer step.
 
-    If the losses of all ranks sum to the loss of one device, these are the gradients of one device. A parameter that has a
-    gradient on no rank keeps None; one that has one on some rank gets it everywhere. A step ends with it, by
-    which the next one knows where rows of zeros may be left out (:mod:`lightning_gnn.extensions.zero_rows.transport`).
+    If the losses of all ranks add up to the loss on a single device, the result is the single-device gradient. A parameter
+    without a gradient on any rank keeps None; with a gradient on some rank, all ranks get it. The call also ends a step, which
+    the omission of zero rows depends on (:mod:`lightning_gnn.extensions.zero_rows.transport`).
 
     Args:
         parameters: a module, or its parameters in the same order on every rank.
@@ -355,7 +354,7 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
 
 
 def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
-    """Gives all ranks the parameters and buffers of `source`: ranks whose models differ learn nothing sensible together.
+    """Copy the parameters and buffers of rank `source` to all ranks, as training needs equal models.
 
     Raises:
         RuntimeError: before :func:`init`.
@@ -368,16 +367,16 @@ def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank must know of a cut, beside its edges.
+    """Part of a partitioned graph for one rank, without its edges.
 
     Attributes:
         offsets: first row of each rank and the end, int64 ``[P + 1]``.
-        report: quality of the cut.
+        report: quality of the partition.
         num_edges: E_p.
-        n_id: original ids of its rows, int64 ``[N_p]``.
-        rows: what it sends and receives directly.
-        halo: relabelled ids of its halo rows, ascending, for exchanges through host memory; None for others.
-        ways: in which rows may travel, unless they go through host memory.
+        n_id: original ids of its local nodes, int64 ``[N_p]``.
+        rows: rows to send and receive in the direct exchange.
+        halo: relabeled ids of its halo nodes, ascending, for exchanges through host memory; None for others.
+        ways: plans to choose from, unless the exchange uses host memory.
     """
 
     offsets: Ids
@@ -398,11 +397,11 @@ class _Part:
 def _cut_graph(
     graph: tuple[Tensor, int], world: World, links: Topology | None, plan: PlanName, partition: Any, seed: int
 ) -> tuple[list[_Part], list[Tensor]]:
-    """Returns what each rank gets of a cut that one rank makes for all, and its edges, int64 ``[E_p, 3]``: source, target,
-    position.
+    """Returns the part of each rank, and its edges, int64 ``[E_p, 3]``: source, target, position. Runs on one rank for all.
 
-    METIS, KaMinPar and ``"streaming"`` cut between the machines of `links` first, then between their sockets, if there are
-    several of equally many ranks (DGCL section 4.1), as :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy` does.
+    METIS, KaMinPar and ``"streaming"`` partition between the machines of `links` first, then between their sockets. This needs
+    several machines with equal numbers of ranks (DGCL section 4.1), as in
+    :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
     """
     if plan not in get_args(PlanName):
         raise ValueError(f"plan must be one of {', '.join(map(repr, get_args(PlanName)))} (got {plan!r}).")
@@ -420,7 +419,7 @@ def _cut_graph(
         assert links is not None
         relation = Relation.from_halos(halos, offsets)
         if plan == "p2p":
-            p2p(relation, links)  # refuses what it cannot send
+            p2p(relation, links)  # raises if rows cannot be sent directly
         else:
             plans = planned(relation, links)
     report = assignment.report.as_dict()
@@ -440,7 +439,7 @@ def _cut_graph(
 
 
 def _checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor, int]:
-    """Returns ``edge_index`` int64 ``[2, E]`` on the CPU, and N."""
+    """Returns ``edge_index``, int64 ``[2, E]``, on the CPU, and N."""
     edge_index = graph if isinstance(graph, Tensor) else getattr(graph, "edge_index", None)
     if not isinstance(edge_index, Tensor):
         raise ValueError(f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__}).")
@@ -475,7 +474,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]:
-    """Returns the first rank that has something, and its description; all that have one must have the same."""
+    """Returns the first rank with a value, and its value; the values of all ranks that have one must be equal."""
     found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
     if not found:
         raise ValueError(f"{function} got no {what} on any rank. At least one rank must pass it; the others may pass None.")
@@ -489,15 +488,15 @@ def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]
 
 
 def _scatter_rows(world: World, pieces: Iterable[Tensor] | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-    """Returns this rank's piece, on its device; one rank has those of all ranks, the others pass None.
+    """Returns this rank's piece, on its device; rank `source` has the pieces of all ranks, other ranks pass None.
 
     Args:
-        pieces: one for each rank in order, on `source`. They are asked for one by one, so that they need not all be there.
-        shape, dtype: of this rank's piece.
-        source: who sends.
+        pieces: one piece per rank in order, on `source`; consumed one by one, so that not all need to be in memory.
+        shape, dtype: shape and dtype of this rank's piece.
+        source: sending rank.
 
     Raises:
-        CommunicationError: `source`, or a rank that it sends to, does not answer.
+        CommunicationError: if `source`, or a rank that it sends to, does not respond.
     """
     own = torch.empty(*shape, dtype=dtype, device=world.device)
     with world.all_take_part(f"Sending node rows of rank {source}"):
@@ -513,11 +512,12 @@ def _scatter_rows(world: World, pieces: Iterable[Tensor] | None, shape: Sequence
 
 
 def _gather_rows(world: World, rows: Tensor, counts: Sequence[int], target: int) -> Tensor | None:
-    """Returns ``[sum(counts), ...]`` on `target`: the rows of all ranks in rank order; None on the others. Rank r brings
-    ``counts[r]``.
+    """Returns the rows of all ranks in rank order, ``[sum(counts), ...]``, on rank `target`; None on other ranks.
+
+    Rank r provides ``counts[r]`` rows.
 
     Raises:
-        CommunicationError: a rank does not answer.
+        CommunicationError: if a rank does not respond.
     """
     with world.all_take_part(f"Gathering node rows on rank {target}"):
         if world.rank != target:
@@ -531,7 +531,7 @@ def _gather_rows(world: World, rows: Tensor, counts: Sequence[int], target: int)
 
 
 def _together(world: World, work: Callable[[], T]) -> T:
-    """Returns what `work` returns; what it raises on one rank is raised on all, so that none waits for the others."""
+    """Returns the result of `work`; an error on one rank is raised on all ranks, so that no rank waits for others."""
     result: Any = None
     problem = None
     try:
