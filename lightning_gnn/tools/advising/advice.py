@@ -1,8 +1,8 @@
-"""What an epoch takes under every scheme, before any is run: seconds, bytes and memory, and why.
+"""Predictions of an epoch under every scheme without training: seconds, bytes and memory, with reasons.
 
-Full-graph schemes are rehearsed (``rehearsal.py``) and priced (``machine.py``); those that train on batches are run for a few of
-them on one device. Nothing trains: the module stays as it is. For more ranks than a topology has devices, advice for fewer is
-continued as a power of their number.
+Steps of full-graph schemes are simulated (``rehearsal.py``) and timed by a cost model (``machine.py``). Mini-batch schemes run a
+few batches on a single device. The module does not change. If there are more ranks than a topology supports, predictions are
+extrapolated from fewer ranks by power laws.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from lightning_gnn.tools.advising.rehearsal import Rehearsal, rehearse
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and its arguments, plain values."""
+    """Strategy with arguments as plain values."""
 
     kind: type[GNNStrategy]
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def full_graph(self) -> bool:
-        """Whether a step is an epoch; else epochs have many steps, and learn more."""
+        """Whether an epoch is one step; otherwise, epochs have many steps and make more progress."""
         return not self.kind.trains_on_batches
 
     @property
     def exact(self) -> bool:
-        """Whether every number is that of one device."""
+        """Whether results equal a single device up to rounding."""
         return not self.strategy().approximation
 
     @property
@@ -71,21 +71,21 @@ class Candidate:
 
 
 def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
-    """Yields what can run on so many ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`."""
+    """Yields the strategies that support `ranks` ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`."""
     for name, kind in registered().items():
-        if name != kind.strategy_name:  # another way to start its ranks
+        if name != kind.strategy_name:  # another launch mode of the same strategy
             continue
         for arguments in kind.variants(ranks, links_alike):
             candidate = Candidate(kind, dict(arguments))
             try:
                 candidate.strategy().scheme.layout(ranks)
-            except (TypeError, ValueError):  # it needs arguments, or another number of ranks
+            except (TypeError, ValueError):  # needs arguments, or another number of ranks
                 continue
             yield candidate
 
 
 def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
-    """Returns those :func:`candidates` whose strategies have these names, all for None; a ValueError if there is none."""
+    """Returns the :func:`candidates` with these strategy names, all for None; raises ValueError if there is none."""
     every = list(candidates(ranks, links_alike))
     found = [each for each in every if names is None or each.name in names]
     if not found:
@@ -95,33 +95,33 @@ def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) ->
 
 
 TRAINED_BATCHES = 6
-"""Of those that train on batches; the first compiles and loads."""
+"""Number of batches run for mini-batch schemes; the first compiles and loads."""
 
 CLOSE = 0.1
-"""Of an epoch's time: by this much another scheme must be faster to be preferred to the usual one."""
+"""Minimum relative gain in epoch time at which another scheme is preferred to the default scheme."""
 
 UNEVEN = 1.1
-"""How much longer than the mean the slowest rank computes before it is worth a word."""
+"""Ratio of the slowest rank's computation to the mean from which it is mentioned."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is predicted for one scheme; all else is 0 if it does not apply.
+    """Prediction for one scheme; other attributes are 0 if the scheme does not apply.
 
     Attributes:
-        candidate: the strategy and its arguments.
-        reason: why it does not apply; empty if it does.
-        seconds: of an epoch; of these, what it computes (with what ranks wait for slower ones), and what messages add.
+        candidate: strategy and arguments.
+        reason: why the scheme does not apply; empty if it does.
+        seconds: time of an epoch, the sum of computation (including waiting for slower ranks) and additional time for messages.
         compute_seconds, exchange_seconds: see `seconds`.
-        steps: of an epoch, on each rank.
-        bytes_sent: by all ranks in an epoch, gradients included; None where batches decide.
-        messages: of all ranks in an epoch.
-        peaks: the most bytes that each rank holds, by phase; empty where batches decide.
+        steps: number of steps of an epoch on each rank.
+        bytes_sent: bytes sent by all ranks in an epoch, including gradients; None for mini-batch schemes.
+        messages: number of messages of all ranks in an epoch.
+        peaks: peak bytes of each rank, by phase; empty for mini-batch schemes.
         peaks_recomputed: the same with ``checkpoint_convs=True``.
-        balance: the rank that computes longest, over the mean.
-        replication: rows held by all ranks, halo and mirrors included, over the nodes.
-        why: in words.
-        extrapolated_from: numbers of ranks that were rehearsed, where these were others.
+        balance: computation of the slowest rank divided by the mean.
+        replication: rows stored by all ranks, including halo and mirrors, divided by the number of nodes.
+        why: explanation.
+        extrapolated_from: numbers of simulated ranks, if extrapolated.
     """
 
     candidate: Candidate
@@ -145,11 +145,11 @@ class Advice:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank and phase that take most; 0 where batches decide."""
+        """Peak bytes of the rank and phase with the highest value; 0 for mini-batch schemes."""
         return max((peak.most for peak in self.peaks), default=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and texts, for JSON."""
+        """Returns a dict of plain numbers and strings, for JSON."""
         names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "peak_bytes")
         numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
         for name in ("peaks", "peaks_recomputed"):
@@ -167,9 +167,9 @@ def advise(
     cores: int | None = None,
     speed: float = 1.0,
 ) -> list[Advice]:
-    """Returns what an epoch would take under each scheme: first those that give the numbers of one device, the fastest first.
+    """Returns predictions of an epoch under each scheme: exact schemes first, then by time.
 
-    But ``dgcl`` goes before what is hardly faster, see :func:`explained`.
+    ``dgcl`` precedes schemes that are only slightly faster, see :func:`explained`.
 
     ::
 
@@ -177,13 +177,13 @@ def advise(
             print(each.candidate, each.seconds, each.why)
 
     Args:
-        module: untrained or not; copies of it run.
-        datamodule: the graph; it is partitioned, and kept, as a later ``fit`` looks for it.
-        devices, num_nodes: as of the Trainer.
-        topology, cores, speed: of another machine than this, see :meth:`~lightning_gnn.tools.advising.machine.Machine.of`.
+        module: the module, trained or untrained; copies of it run.
+        datamodule: the graph; its partition is stored for a later ``fit``.
+        devices, num_nodes: as in the Trainer.
+        topology, cores, speed: description of another machine, see :meth:`~lightning_gnn.tools.advising.machine.Machine.of`.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: for an invalid argument.
     """
     return advise_on(Machine.of(devices * num_nodes, num_nodes, topology, cores, speed), module, datamodule)
 
@@ -196,12 +196,12 @@ def advise_on(
     only: Sequence[Candidate] | None = None,
     overhead: float | None = None,
 ) -> list[Advice]:
-    """Returns what :func:`advise` does, for a machine with one device per rank.
+    """Returns the result of :func:`advise` for a machine with one device per rank.
 
     Args:
-        trainer: what steps find as ``self.trainer``; by default one of one device.
-        only: these schemes; by default all that so many ranks can run.
-        overhead: seconds of an epoch beside the model's; None to measure them, by a Trainer of one device.
+        trainer: value of ``self.trainer`` in steps; default: a Trainer with a single device.
+        only: schemes to predict; default: all that support this number of ranks.
+        overhead: seconds of an epoch in addition to the model's time; None to measure them with a Trainer on a single device.
     """
     wanted = [*candidates(machine.ranks, machine.topology.uniform)] if only is None else only
     found = []
@@ -229,7 +229,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     topology, ranks = job.machine.topology, job.machine.ranks
     options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
     strategy, hosts = candidate.strategy(**options), len(topology.hosts)
-    data = copy.copy(job.data)  # whoever else has it finds it as it was
+    data = copy.copy(job.data)  # other users of the datamodule are not affected
     data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
     if cut.types.is_hetero:
@@ -244,7 +244,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
 
 
 def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[None]]:
-    """Returns what lets rows of a rank's world travel as in the strategy's training steps, which may be approximately."""
+    """Returns a function that prepares a rank's world to send rows as in training steps, with the strategy's codec."""
     codec = make_codec(strategy.codec, strategy.stochastic_rounding)
 
     def prepare(world: World) -> AbstractContextManager[None]:
@@ -283,7 +283,7 @@ class _Clock(pl.Callback):
 
     @property
     def seconds(self) -> float:
-        """Of a batch, without the first."""
+        """Median time of a batch, without the first."""
         return float(median(np.diff(self.times)))
 
 
@@ -293,18 +293,18 @@ def _in_batches(candidate: Candidate, job: _Job) -> Advice:
     with quietly():
         runner = quiet_trainer(max_epochs=-1, max_steps=TRAINED_BATCHES, strategy=strategy, callbacks=[clock])
         runner.fit(copy.deepcopy(job.module), datamodule=copy.copy(job.data))
-    of_one = runner.num_training_batches  # infinite where workers share a pool of clusters
+    of_one = runner.num_training_batches  # infinite if workers share a pool of clusters
     steps = -(-int(of_one if np.isfinite(of_one) else strategy.num_clusters) // ranks)  # type: ignore[attr-defined]
     gradients = sum(each.nbytes for each in job.module.parameters() if each.requires_grad)
     slowest = min((hop.gb_per_s for hop in machine.topology.hops), default=np.inf) * 1e9
-    # A ring: each rank sends all gradients nearly twice.
+    # Ring all-reduce: each rank sends all gradients nearly twice.
     exchange = steps * (2 * machine.latency + 2 * (ranks - 1) / ranks * gradients / slowest)
     compute = steps * clock.seconds * machine.crowding / machine.speed
     return Advice(candidate, "", compute + exchange, compute, exchange, steps, bytes_sent=None)
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
-    """Returns a Trainer of one CPU device that shows, keeps and validates nothing."""
+    """Returns a Trainer with a single CPU device, without output, checkpoints and validation."""
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(accelerator="cpu", devices=1, limit_val_batches=0, num_sanity_val_steps=0, **{**silent, **options})
 
@@ -322,7 +322,7 @@ def quietly() -> Iterator[None]:
 
 
 def overhead_seconds() -> float:
-    """Returns what an epoch takes beside the model: a graph of a few nodes and one small layer, on one device."""
+    """Returns the time of an epoch except the model's: for a tiny graph and one small layer, on a single device."""
     data, clock = planted_partition(64, 4.0, 2, 4), _Clock()
     with quietly():
         runner = quiet_trainer(max_epochs=30, strategy=DGCLStrategy(self_check=False), callbacks=[clock])
@@ -331,9 +331,9 @@ def overhead_seconds() -> float:
 
 
 def explained(found: Sequence[Advice]) -> list[Advice]:
-    """Returns advice in order, with reasons: what gives the numbers of one device first, the fastest first.
+    """Returns predictions with explanations, sorted: exact schemes first, then by time.
 
-    The usual scheme goes before those that are less than `CLOSE` faster: predictions are not that exact.
+    The default scheme precedes schemes that are less than `CLOSE` faster, as predictions are not accurate enough.
     """
     usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
 
@@ -366,11 +366,11 @@ def _time(seconds: float) -> str:
 
 
 SIZES = (16, 32, 64)
-"""Numbers of ranks that are rehearsed; a scheme that runs on one of them only is left out."""
+"""Numbers of ranks that are simulated for extrapolation; schemes that support only one of them are omitted."""
 
 
 def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequence[int] = SIZES) -> list[Machine]:
-    """Returns machines of `sizes` ranks with as many of them on a host, or all on one."""
+    """Returns machines of `sizes` ranks with the same number of ranks per host, or with all on one host."""
     on_each = ranks // hosts
     if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
         raise ValueError(
@@ -387,9 +387,9 @@ def extrapolate(
     data: GraphDataModule,
     schemes: Sequence[str] | None = None,
 ) -> list[Advice]:
-    """Returns what is predicted for so many ranks: seconds, bytes and messages are each ``a * ranks ** b``, fitted to `machines`.
+    """Returns predictions for `ranks` ranks: seconds, bytes and messages are each ``a * ranks ** b``, fitted to `machines`.
 
-    These are two or more, of ascending numbers of ranks. For other arguments see
+    `machines` are two or more, in ascending order of ranks. The other arguments are described in
     :func:`~lightning_gnn.tools.advising.advice.advise`.
     """
     wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []

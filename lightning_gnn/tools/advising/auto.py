@@ -1,4 +1,4 @@
-"""``auto_gnn``: the exact full-graph scheme that advice has first."""
+"""``auto_gnn``: the exact full-graph scheme with the best prediction."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_gnn.tools.advising.machine import Machine, available_cores
 
 
 class AutoStrategy(GNNStrategy):
-    """Full-graph training, exact, under the scheme that suits graph, model and machine; ``Trainer(strategy="auto_gnn")``.
+    """Exact full-graph training under the scheme with the best prediction; ``Trainer(strategy="auto_gnn")``.
 
-    Before the first ``fit`` (or other call), rank 0 rehearses a few training steps of each scheme and predicts epochs, as
-    ``lightning-gnn advise`` does; all ranks take the first. For CPU ranks.
+    Before the first ``fit`` (or other call), rank 0 simulates a few training steps of each scheme and predicts epoch times, as
+    ``lightning-gnn advise`` does. All ranks use the best scheme. For CPU ranks.
 
     Args:
-        topology: what joins the ranks, rank i being device i: a name, the path of a JSON file, or a topology
-            (docs/planning.md). By default CPU ranks of this machine, or of the Trainer's ``num_nodes`` like it.
+        topology: links between the ranks, where rank i is device i: a name, the path of a JSON file, or a topology
+            (docs/planning.md). Default: CPU ranks of this machine, or of the Trainer's ``num_nodes`` machines like it.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
-        advice: what was predicted, in the order of :func:`~lightning_gnn.tools.advising.advice.advise`; on rank 0, empty before.
+        advice: predictions, in the order of :func:`~lightning_gnn.tools.advising.advice.advise`, on rank 0; initially empty.
 
     Raises:
-        ValueError: devices are not CPUs; no such topology.
-        RuntimeError: the model could not be rehearsed under any scheme.
+        ValueError: if devices are not CPUs, or the topology does not exist.
+        RuntimeError: if the model could not be simulated under any scheme.
     """
 
     strategy_name = "auto_gnn"
@@ -39,7 +39,7 @@ class AutoStrategy(GNNStrategy):
     @classmethod
     @override
     def variants(cls, ranks: int, links_alike: bool = True) -> Iterable[Mapping[str, Any]]:
-        return []  # it is one of the others
+        return []  # it selects one of the other strategies
 
     def __init__(self, topology: str | Topology | None = None, **options: Any) -> None:
         super().__init__(DGCLScheme(), **options)

@@ -1,7 +1,7 @@
-"""How long a rehearsed step takes on a machine: ranks compute on its cores, and messages travel over its topology's hops.
+"""Time of a simulated step on a machine: ranks compute on its cores, and messages use the hops of its topology.
 
-The cost of a message is latency plus bytes over bandwidth (alpha-beta, CAGNET section 3), on the hops of DGCL's model
-(section 5.1). Between CPU ranks that share cores, a message through a socket costs both ends some of the cores' time, too.
+A message costs latency plus bytes over bandwidth (alpha-beta model, CAGNET section 3), on the hops of DGCL's model (section 5.1).
+Between CPU ranks that share cores, a message through a socket also takes core time at both ends.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lightning_gnn.extensions.plans.wiring import machines
 from lightning_gnn.tools.advising.rehearsal import Compute, Event, Send, Take
 
 LATENCY_S = 50e-6
-"""Of a message, between CPU ranks of one machine as between machines: mostly waking up who waits."""
+"""Latency of a message between CPU ranks, within and between machines; mostly the time to wake up the receiver."""
 
 SOCKET_S_PER_BYTE = 0.27e-9
-"""Of a core, at each end of a message through a socket: gloo on the loopback device, four ranks on two cores."""
+"""Core seconds per byte at each end of a socket message: gloo on the loopback device, four ranks on two cores."""
 
 _TINY = 8
-"""Bytes of a message that needs no link of its own, and fills none."""
+"""Maximum bytes of a message that needs no link and occupies none."""
 
 _SMALL = 3
-"""Times in a step that all ranks exchange a few bytes: whether to go on, what to log, how long they have waited."""
+"""Number of small collectives in a step: whether to continue, logged values, waiting times."""
 
 _FEW, _MANY = 2, 6
-"""Steps that are run one after the other: a step takes what more of them take longer."""
+"""Numbers of consecutive simulated steps; the difference of their times gives the time of a step."""
 
 
 def available_cores() -> int:
@@ -48,17 +48,16 @@ def available_cores() -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What steps run on.
+    """Hardware that runs the steps.
 
     Attributes:
-        topology: of as many devices as there are ranks.
-        cores: that the ranks of each host share; None for a device of its own for each rank.
-        speed: how many times faster a device computes than the one that rehearsed.
-        latency: seconds that a message takes whatever its size; `socket_latency`: between CPU ranks, through a socket.
-        contention: how much longer a core takes for the same when all ranks of a host compute, since they share caches and
-            memory.
-        shared_memory: ranks of one host do not use sockets.
-        socket_s, socket_s_per_byte: of a core, that each end of a message through a socket takes; 0 on a device of its own.
+        topology: topology with one device per rank.
+        cores: number of cores shared by the ranks of each host; None for a separate device per rank.
+        speed: speed of a device relative to the simulating core.
+        latency: seconds of a message regardless of size; `socket_latency`: between CPU ranks, through a socket.
+        contention: slowdown of a core when all ranks of a host compute, as they share caches and memory.
+        shared_memory: whether ranks of one host avoid sockets.
+        socket_s, socket_s_per_byte: core seconds at each end of a socket message; 0 for a separate device.
     """
 
     topology: Topology
@@ -75,7 +74,7 @@ class Machine:
         return self.cores is not None and not (self.shared_memory and self.host_of[sender] == self.host_of[receiver])
 
     def seconds_at_ends(self, sender: int, receiver: int, num_bytes: int) -> float:
-        """Returns what a message takes of a core at each of its ends."""
+        """Returns the core seconds of a message at each of its ends."""
         return self.socket_s + num_bytes * self.socket_s_per_byte if self.is_socket(sender, receiver) else 0.0
 
     @cached_property
@@ -92,12 +91,12 @@ class Machine:
 
     @property
     def crowding(self) -> float:
-        """How much longer computing takes where all ranks do it at once: by ranks over cores, if that is above 1, and more."""
+        """Slowdown of computation when all ranks compute: contention times the ratio of ranks to cores, if above 1."""
         return self.contention * (1.0 if self.cores is None else max(1.0, len(self.topology.hosts[0]) / self.cores))
 
     @property
     def slowness(self) -> float:
-        """Seconds that a rank on a core takes for what took the one that rehearsed a second."""
+        """Seconds of a rank on a core per second of the simulating core."""
         return self.contention / self.speed
 
     @classmethod
@@ -109,13 +108,13 @@ class Machine:
         cores: int | None = None,
         speed: float = 1.0,
     ) -> Machine:
-        """Returns this machine, or so many hosts like it; or one of a topology, with a device for each rank.
+        """Returns this machine, or `hosts` machines like it; or the machine of a topology, with one device per rank.
 
         Args:
-            ranks: of all hosts, which have equally many each.
-            hosts: of no meaning with a topology.
+            ranks: number of ranks of all hosts, divided equally.
+            hosts: number of hosts; ignored with a topology.
             topology: a name, a JSON file, or a topology (docs/planning.md).
-            cores: that the ranks of a host share; by default this machine's, or one each with a topology.
+            cores: number of cores shared by the ranks of a host; default: this machine's cores, or one per rank with a topology.
             speed: see :class:`Machine`.
         """
         if ranks < 2:
@@ -133,14 +132,15 @@ class Machine:
 
 
 _ROUNDS, _ROWS, _EDGES, _WIDTH = 7, 8_000, 60_000, 64
-"""Of the measurement: a layer of a small graph, whose messages fill the caches that cores have to themselves."""
+"""Sizes of the measurement: a layer of a small graph, whose messages fill the caches of each core."""
 
 
 @cache
 def measured_contention(ranks: int) -> float:
-    """Returns how much longer a thread of this process computes, at least 1, when so many do the same at once.
+    """Returns the slowdown of a thread of this process, at least 1, when `ranks` threads compute at the same time.
 
-    What is timed is what layers do: to take rows by edges, to add them up, and a product. A quarter of a second for few ranks.
+    The measurement has the operations of layers: gather rows by edges, sum them, and a matrix product. It takes a quarter of a
+    second for few ranks.
     """
     together = min(ranks, 4 * available_cores())
     before = torch.get_num_threads()
@@ -154,7 +154,7 @@ def measured_contention(ranks: int) -> float:
 
 
 def _seconds_of_threads(count: int) -> float:
-    """Returns what each of so many threads computes, in the mean, in seconds of a processor."""
+    """Returns the mean CPU seconds of `count` threads that compute at the same time."""
     start = threading.Barrier(count)
 
     def work(_: int) -> float:
@@ -171,7 +171,7 @@ def _seconds_of_threads(count: int) -> float:
 
 
 class Timing(NamedTuple):
-    """How long a step takes until the last rank has ended, and if messages took no time."""
+    """Time of a step until the last rank ends, and the time without message costs."""
 
     seconds: float
     compute_seconds: float
@@ -182,7 +182,7 @@ class Timing(NamedTuple):
 
 
 def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]]:
-    """Returns a step's events with the small messages that a Trainer sends, round a ring: at its end they have met."""
+    """Returns a step's events with the small messages of the Trainer, around a ring, which synchronizes the ranks at its end."""
     ranks = len(events)
 
     def once_round(rank: int) -> list[Event]:
@@ -192,33 +192,33 @@ def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]
 
 
 def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
-    """Returns how long a step takes, once others went before: ranks wait for each other as `events` say, not between steps."""
+    """Returns the time of a step in a sequence: ranks wait for each other as in `events`, but not between steps."""
 
     def of_one(free: bool) -> float:
         few, many = (_run([list(each) * steps for each in events], machine, free) for steps in (_FEW, _MANY))
-        # Who waits at the end of few steps may not at the end of many: the difference can be a little too small.
+        # A rank that waits at the end of few steps may not wait at the end of many: the difference can be slightly too small.
         return max((many - few) / (_MANY - _FEW), _least_seconds(events, machine))
 
     return Timing(of_one(free=False), of_one(free=True))
 
 
 def _least_seconds(events: Sequence[Sequence[Event]], machine: Machine) -> float:
-    """Returns what the busiest rank computes, or all ranks of a host on its cores: no step is shorter."""
+    """Returns a lower bound: computation of the busiest rank, or of all ranks of a host on its cores."""
     busy = [sum(event.seconds for event in each if isinstance(event, Compute)) * machine.slowness for each in events]
     hosts = (sum(busy[rank] for rank in host) / (machine.cores or len(host)) for host in machine.topology.hosts)
     return max(*busy, *hosts)
 
 
 def _run(events: Sequence[Sequence[Event]], machine: Machine, free: bool) -> float:
-    """Returns when the last rank ends, by going through all events in the order of time.
+    """Returns the time at which the last rank ends, by processing all events in order of time.
 
-    A hop carries one message after the other, a core computes one stretch after the other; first come, first served.
+    A hop sends one message at a time, and a core runs one computation at a time; first come, first served.
     """
     hop_free = [0.0] * len(machine.topology.hops)
     cores = [[0.0] * (machine.cores or len(host)) for host in machine.topology.hosts]
-    arrivals: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # when, and what the receiver then computes
+    arrivals: dict[tuple[int, int], deque[tuple[float, float]]] = {}  # arrival time, and the receiver's computation
     position, last = [0] * len(events), 0.0
-    waiting: dict[tuple[int, int], float] = {}  # who waits for whom, since when
+    waiting: dict[tuple[int, int], float] = {}  # (sender, receiver): start of waiting
     ready = [(0.0, rank) for rank in range(len(events))]
 
     def compute(rank: int, now: float, seconds: float) -> float:
@@ -228,7 +228,7 @@ def _run(events: Sequence[Sequence[Event]], machine: Machine, free: bool) -> flo
         return end
 
     def take(rank: int, now: float, arrived: float, seconds: float) -> float:
-        # Bytes are copied into and out of sockets while others travel.
+        # Copying bytes into and out of sockets overlaps with sending others.
         return max(compute(rank, now, seconds), arrived + machine.socket_s) if seconds else max(now, arrived)
 
     while ready:

@@ -1,7 +1,7 @@
-"""Training steps of all ranks in one process, as threads that take turns: what each computes is timed, what it sends counted.
+"""Simulation of training steps of all ranks in one process: threads in turns, with timed computation and counted messages.
 
-The scheme's own code runs, on the user's own graph and model, so no formula has to know what a scheme moves when. It takes the
-memory of all ranks together.
+The scheme's own code runs on the user's graph and model, so no formulas of its traffic are needed. It takes the memory of all
+ranks together.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
 
 STEPS = 4
-"""Rehearsed; the first makes what all others keep, and the median of the others counts, stretch by stretch."""
+"""Number of simulated steps; the first fills caches, and the median of the others is used, per computation."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A rank computes for so many seconds of one core, or of all that it has."""
+    """Computation of a rank, in seconds of one core or of all its cores."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Send:
-    """A rank sends a message, and goes on."""
+    """Message sent by a rank, which does not wait for it."""
 
     to: int
     num_bytes: int
@@ -47,7 +47,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Take:
-    """A rank waits for the next message from another."""
+    """Wait of a rank for the next message from another rank."""
 
     sender: int
 
@@ -57,11 +57,11 @@ Event: TypeAlias = Compute | Send | Take
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A step as it went, once what is kept between steps is there.
+    """Recorded step, after caches are filled.
 
     Attributes:
-        events: of each rank, in its order.
-        footprints: what each rank has in memory, ``[P]``.
+        events: events of each rank, in order.
+        footprints: memory of each rank, ``[P]``.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -69,7 +69,7 @@ class Rehearsal:
 
     @property
     def bytes_sent(self) -> tuple[int, ...]:
-        """Of each rank, ``[P]``."""
+        """Bytes sent by each rank, ``[P]``."""
         return tuple(sum(event.num_bytes for event in each if isinstance(event, Send)) for each in self.events)
 
     @property
@@ -78,12 +78,12 @@ class Rehearsal:
 
     @property
     def compute_seconds(self) -> tuple[float, ...]:
-        """Of each rank, ``[P]``."""
+        """Computation of each rank, in seconds, ``[P]``."""
         return tuple(sum(event.seconds for event in each if isinstance(event, Compute)) for each in self.events)
 
 
 class _Recorder(Meeting):
-    """A meeting that notes what ranks do, step by step."""
+    """Meeting that records the events of ranks, step by step."""
 
     def __init__(self, size: int, clock: Callable[[], float]) -> None:
         super().__init__(size)
@@ -96,7 +96,7 @@ class _Recorder(Meeting):
         self._since[rank] = self._clock()
 
     def note(self, rank: int, event: Event | None = None) -> None:
-        """Adds what a rank has computed since its last event, and this one."""
+        """Record the computation of a rank since its last event, and this event."""
         if self.steps[rank]:
             self.steps[rank][-1].append(Compute(self._clock() - self._since[rank]))
             if event is not None:
@@ -124,19 +124,19 @@ def rehearse(
     threads: int = 1,
     prepare: Callable[[World], AbstractContextManager[None]] | None = None,
 ) -> Rehearsal:
-    """Runs a few training steps on all ranks and returns one, as it went.
+    """Run a few training steps on all ranks and return one recorded step.
 
     Args:
-        module: unbound; copies of it run.
-        shards: what each rank holds, on the CPU.
-        bind: how the scheme binds a module to a rank's shard.
-        trainer: what the step finds as ``self.trainer``; its loggers get nothing.
-        threads: that each rank computes with. With one, the processor's time is taken, which others on the machine do not
-            change; else that of the clock on the wall.
-        prepare: called with each rank's world before the module is bound; what it returns is open during steps.
+        module: unbound module; copies of it run.
+        shards: shard of each rank, on the CPU.
+        bind: function with which the scheme binds a module to a rank's shard.
+        trainer: value of ``self.trainer`` in the step; its loggers receive nothing.
+        threads: number of threads of each rank. With one, CPU time is measured, which other processes do not affect; otherwise,
+            wall-clock time.
+        prepare: called with each rank's world before the module is bound; the returned context manager is open during steps.
 
     Raises:
-        RuntimeError: the step does not run, or ranks do not exchange alike; the cause is the first error.
+        RuntimeError: if the step does not run, or the exchanges of the ranks do not match; the cause is the first error.
     """
     recorder = _Recorder(len(shards), time.thread_time if threads == 1 else time.perf_counter)
 
@@ -146,7 +146,7 @@ def rehearse(
         model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
         step = RankStep(model, shards[rank], world, bind)
         parameters = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.Adam(parameters, lr=0.0)  # whatever the module's: it takes about as long
+        optimizer = torch.optim.Adam(parameters, lr=0.0)  # stands in for the module's optimizer: it takes about as long
         with step.bound(), prepared:
             for number in range(STEPS):
                 recorder.begin(rank)
@@ -176,7 +176,7 @@ def _sum_gradients(parameters: Sequence[Tensor], world: World) -> None:
 
 
 def _median(steps: Sequence[Sequence[Event]]) -> tuple[Event, ...]:
-    """Returns a step whose stretches of computing are each the median, where all went alike; else the last."""
+    """Returns a step with the median of each computation, if all steps have the same events; else the last step."""
     shapes = {tuple(None if isinstance(event, Compute) else event for event in step) for step in steps}
     if len(shapes) > 1:
         return tuple(steps[-1])
