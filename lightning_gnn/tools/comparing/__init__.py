@@ -1,4 +1,4 @@
-"""One model and graph under many strategies, measured side by side: cells, their processes, results, table and report."""
+"""Comparison of strategies on one model and graph: runs, their processes, results, table and report."""
 
 from lightning_gnn.tools.comparing.run import compare
 

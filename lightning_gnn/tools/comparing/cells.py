@@ -1,4 +1,4 @@
-"""What is compared: cells, checked before anything starts, and the keys by which they are found again."""
+"""Runs of a comparison ("cells"), checked before any starts, and their cache keys."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ OWN_TRAINER_KEYS = (
     *("strategy", "devices", "num_nodes", "max_epochs", "max_steps", "callbacks", "logger", "default_root_dir"),
     *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"),
 )
-"""Arguments of the Trainer that are the same in all cells, or each cell's own."""
+"""Arguments of the Trainer that are fixed for all runs or set by each run."""
 
 PACKAGE = Path(__file__).parent.parent
 
 FORMAT = 2
-"""Of the files that ranks write; what has run with another one runs again."""
+"""Version of the files that ranks write; runs with another version are repeated."""
 
 MAKES = "make"
-"""Key of a model or datamodule that a function returns: the function's import path."""
+"""Key of a model or datamodule created by a function; its value is the function's import path."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of the comparison.
+    """Run of a comparison.
 
     Attributes:
-        strategy: its name.
-        devices: ranks.
-        arguments: of the strategy.
-        label: how tables and plots call it.
+        strategy: name of the strategy.
+        devices: number of ranks.
+        arguments: arguments of the strategy.
+        label: name in tables and plots.
     """
 
     strategy: str
@@ -57,14 +57,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The label, or else strategy, arguments and number of ranks."""
+        """Label, if given; else strategy, arguments and number of ranks."""
         if self.label:
             return self.label
         given = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
         return f"{self.strategy}{f' {given}' if given else ''} x {self.devices}"
 
     def configured(self) -> str | dict[str, Any]:
-        """Returns the strategy as the Trainer, or its parser, takes it."""
+        """Returns the strategy in the form that the Trainer, or its parser, takes."""
         kind = registered().get(self.strategy)
         if kind is None:
             return self.strategy
@@ -79,11 +79,12 @@ def _short(value: Any) -> str:
 
 
 def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence[int]) -> list[Cell]:
-    """Returns the cells of a configuration, one for each number of ranks.
+    """Returns the runs of a configuration, one for each number of ranks.
 
     Args:
-        cells: names of strategies, or ``{"strategy": ..., "devices": ..., "label": ...}`` with the strategy's arguments beside.
-        devices: of cells that do not say how many ranks they have.
+        cells: names of strategies, or ``{"strategy": ..., "devices": ..., "label": ...}`` with further keys for the strategy's
+            arguments.
+        devices: numbers of ranks of runs without ``devices``.
     """
     made = []
     if isinstance(cells, (str, Mapping)) or not cells:
@@ -135,11 +136,11 @@ def _check_strategy(name: str, arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of :func:`~lightning_gnn.tools.comparing.run.compare`. The first cell is the reference of the others.
+    """Settings of :func:`~lightning_gnn.tools.comparing.run.compare`; the first run is the reference of the others.
 
     Attributes:
         model: LightningModule, as ``{"class_path": ..., "init_args": ...}``, or ``{"make": path of a function}``.
-        data: datamodule, likewise.
+        data: datamodule in the same form.
     """
 
     model: Mapping[str, Any]
@@ -178,7 +179,7 @@ class Comparison:
             )
 
     def task(self, cell: Cell) -> dict[str, Any]:
-        """Returns what decides a cell's results, and all that its processes need to know; plain values."""
+        """Returns the task of a run as plain values: everything that determines its results or that its processes need."""
         return {
             **{name: dict(getattr(self, name)) for name in ("model", "data", "trainer")},
             **{name: getattr(self, name) for name in ("epochs", "seed", "loss")},
@@ -204,7 +205,7 @@ class Comparison:
 
 
 def _own_code(values: Any) -> dict[str, str]:
-    """Returns digests of the files that define what import paths in `values` name; those of installed packages have versions."""
+    """Returns digests of the files that define the import paths in `values`; installed packages have versions instead."""
     found: dict[str, str] = {}
     for value in tree_leaves(values):
         if not isinstance(value, str) or "." not in value or not all(map(str.isidentifier, value.split("."))):
@@ -220,7 +221,7 @@ def _own_code(values: Any) -> dict[str, str]:
 
 
 def task_parser() -> Parser:
-    """Returns what parses model, data and strategy of a task; errors are raised."""
+    """Returns a parser for model, data and strategy of a task, which raises its errors."""
     parser = Parser(exit_on_error=False)
     add_task(parser)
     parser.add_subclass_arguments(GNNStrategy, "strategy", required=False)
@@ -239,17 +240,17 @@ def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in sections.items() if MAKES not in value}
         made = parser.parse_object(given)
         plain = json.loads(parser.dump(made, format="json"))
-    except Exception as error:  # jsonargparse's, or what an import of the user's raises
+    except Exception as error:  # raised by jsonargparse, or by an import of user code
         raise ValueError(unknown_word(parser, given) or str(error)) from error
     return {name: value if MAKES in value else plain[name] for name, value in sections.items()}
 
 
 def section_of(value: Any, what: str) -> dict[str, Any]:
-    """Returns a model or datamodule that a Python call gives as a section of a task.
+    """Returns a model or datamodule given to the Python function as a section of a task.
 
     Args:
-        value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or such a class or function
-            itself, called without arguments; of data, also GraphDataModule's arguments.
+        value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or a class or function that
+            takes no arguments. For data, also the arguments of GraphDataModule.
         what: ``"model"`` or ``"data"``, for errors.
     """
     if isinstance(value, Mapping):
@@ -268,7 +269,7 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
 
 def _path_of(function: Callable[..., Any], what: str) -> str:
     name, module = getattr(function, "__qualname__", "<"), getattr(function, "__module__", "")
-    if module == "__main__":  # the script's own name, under which cells import it
+    if module == "__main__":  # the script's module name, under which runs import it
         module = Path(getattr(sys.modules["__main__"], "__file__", None) or "<").stem
     path = f"{module}.{name}"
     if "<" in path:

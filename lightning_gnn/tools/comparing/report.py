@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing beside it: the table, plots, and why cells have failed."""
+"""Report of a comparison as one self-contained HTML file: the table, plots, and errors of failed runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Cells = Sequence[Mapping[str, Any]]
 PART_COLOURS = dict(zip(PARTS, ("#2f6fb5", "#e07b39", "#c9ccd1")))
 STYLES = ("-", "--", ":", "-.")
 BAR = 0.36
-"""Inches of a cell in a plot of bars."""
+"""Inches per run in a bar plot."""
 
 
 def report_html(found: Mapping[str, Any]) -> str:
-    """Returns the report as HTML; pictures are SVG inside it."""
+    """Returns the report as HTML with embedded SVG pictures."""
     done = [cell for cell in found["runs"] if cell["status"] == "finished"]
     template = Environment(loader=PackageLoader("lightning_gnn.tools.comparing", ""), autoescape=True)
     return template.get_template("report.html.jinja").render(
@@ -39,7 +39,7 @@ def report_html(found: Mapping[str, Any]) -> str:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Returns a figure as an image of a page, base64; the same figure gives the same text."""
+    """Returns a figure as a base64-encoded SVG image; deterministic."""
     file = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": title}):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -47,7 +47,7 @@ def _svg(figure: Figure, title: str) -> str:
 
 
 def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
-    """Yields title, note and figure of each plot of the cells that have finished."""
+    """Yields title, note and figure of each plot of the finished runs."""
     yield (
         "Loss",
         "Against epochs, and against seconds of training, without validation; an epoch of warm-up counts as the mean of the "
@@ -79,12 +79,12 @@ def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Fi
 
 
 def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
-    """Draws the curves of the logged value `loss` against epochs and against seconds, a warm-up epoch being as long as others."""
+    """Draw the logged value `loss` against epochs and against seconds; a warm-up epoch counts as a mean epoch."""
     figure = new_figure(11, 4.2)
     by_epoch, by_time = figure.subplots(1, 2, sharey=True)
     for index, cell in enumerate(cells):
         curve = np.array(cell["curves"][loss], float)
-        # Those of exact schemes lie on each other: the first is widest, so that all are seen.
+        # Curves of exact schemes coincide: the first is the widest, so that all are visible.
         width = 1.4 + 3.0 * (1 - index / max(1, len(cells) - 1))
         style = {"color": KINDS[index % len(KINDS)], "ls": STYLES[index // len(KINDS) % len(STYLES)], "lw": width}
         by_epoch.plot(np.arange(1, len(curve) + 1), curve, label=cell["name"], **style)
@@ -101,7 +101,7 @@ def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
 
 
 def _stacked(cells: Cells, pieces: Iterable[tuple[str, Sequence[float], str]], unit: str) -> Figure:
-    """Draws a bar per cell of pieces, each a label, a value for each cell, and a colour."""
+    """Draw a stacked bar per run; each piece has a label, a value for each run, and a color."""
     figure, axes = _bars(cells, f"{unit} per epoch")
     left = np.zeros(len(cells))
     for name, values, colour in pieces:

@@ -1,6 +1,6 @@
-"""From what ranks have measured to the numbers of a cell, how far these are from the reference's, and a table of them.
+"""Results of a run from the measurements of its ranks, their differences to the reference, and a table of runs.
 
-No processes here. The table is shown while cells run and at the end; the HTML report has the same columns.
+This module starts no processes. The table is shown during the comparison and at the end; the HTML report has the same columns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PARTS = ("compute", "communication", "waiting")
 
 
 def summarise(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
-    """Returns the numbers of a finished cell.
+    """Returns the results of a finished run.
 
     Args:
-        ranks: what each rank has written, see :mod:`~lightning_gnn.tools.comparing.run_cell`.
-        warmup: epochs left out of times and traffic.
+        ranks: file contents of each rank, see :mod:`~lightning_gnn.tools.comparing.run_cell`.
+        warmup: number of epochs excluded from times and traffic.
 
     Returns:
-        Keys as docs/compare.md has them; seconds, bytes, and counts per epoch.
+        Keys as in docs/compare.md; seconds, bytes and counts are per epoch.
     """
     first, epochs = ranks[0], min(len(rank["epochs"]) for rank in ranks)
     by_epoch = [[rank["epochs"][epoch] for rank in ranks] for epoch in range(epochs)]
@@ -62,21 +62,21 @@ def summarise(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]
 
 
 def middle_half(epochs: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Returns the epochs without the fastest and the slowest quarter of them, in order: at least one, of few, all."""
+    """Returns the epochs without the fastest and the slowest quarter, in order: at least one, and all if there are few."""
     ordered = sorted(epochs, key=lambda epoch: seconds[epoch])
     out = len(ordered) // 4
     return sorted(ordered[out : len(ordered) - out])
 
 
 def split_time(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Returns how long each rank computed, communicated and waited in an epoch, seconds; they add up to its epoch.
+    """Returns the seconds that each rank computed, communicated and waited in an epoch; they add up to its epoch.
 
-    Waiting is what ranks have measured of it, for others and for mini-batches; communication the rest of what exchanges and sums
-    took. The rest of an epoch is computing, and all that is not timed.
+    Waiting is the measured time of waiting for other ranks and for mini-batches. Communication is the rest of the time of
+    exchanges and sums. Computation is the rest of the epoch, including all untimed work.
 
     Args:
-        epoch: of each rank, see :class:`~lightning_gnn.tools.comparing.run_cell.EpochTimes`.
-        ranks: whose ``workers`` report on ranks that train independently.
+        epoch: epoch of each rank, see :class:`~lightning_gnn.tools.comparing.run_cell.EpochTimes`.
+        ranks: results of the ranks; ``workers`` has the measurements of ranks that train independently.
     """
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for rank, own in zip(ranks, epoch):
@@ -93,7 +93,7 @@ def _traffic(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, An
     exchanges = [each for rank in epoch for each in rank["exchange"].values()]
     summed, workers = len(epoch) > 1, ranks[0]["workers"]
     sums = sum(rank["steps"] for rank in epoch) * summed
-    if workers:  # that average with each other, not in each step
+    if workers:  # workers average with each other, not in each step
         sums = sum(each["averages"] for each in workers.values()) / len(ranks[0]["epochs"])
     return {
         "row_bytes": sum(each[0] for each in exchanges),
@@ -105,10 +105,10 @@ def _traffic(epoch: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, An
 
 
 def partition_quality(report: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any] | None:
-    """Returns the quality of a partition from its report; None of a graph that is not cut.
+    """Returns the quality of a partition from its report; None for an unpartitioned graph.
 
-    Replication is rows held by all parts over nodes, none of clusters, which are trained on alone; balances are
-    the heaviest part over the mean.
+    Replication is the number of rows stored by all parts divided by the number of nodes; None for clusters, which are trained on
+    separately. Balances are the maximum over parts divided by the mean.
     """
     if not report:
         return None
@@ -139,19 +139,19 @@ def parity(
     loss: str,
     tolerance: float,
 ) -> dict[str, Any]:
-    """Returns how far a cell is from the reference.
+    """Returns the differences of a run to the reference.
 
     Args:
-        found, reference: of :func:`summarise`; no reference where it has failed.
-        weights, reference_weights: at the end.
+        found, reference: results of :func:`summarise`; None for a failed reference.
+        weights, reference_weights: final weights.
         loss: name of the loss curve.
-        tolerance: up to this distance of losses, an exact scheme matches.
+        tolerance: maximum difference of losses at which an exact scheme matches.
 
     Returns:
-        ``kind``: ``"exact"``, ``"approximate"``, ``"random"`` for exact schemes and a model with dropout, ``"unknown"``;
-        ``ok``: whether an exact scheme matches, None for others; ``loss``: the largest difference of the loss curves over the
-        reference's largest loss; ``weights``: the norm of the difference over that of the reference; ``metrics``: differences of
-        the test metrics; ``why``: what makes it approximate.
+        ``kind``: ``"exact"``, ``"approximate"``, ``"random"`` for exact schemes with dropout, or ``"unknown"``; ``ok``: whether
+            an exact scheme matches, None for others; ``loss``: the largest difference of the loss curves divided by the
+            reference's largest loss; ``weights``: the norm of the difference divided by the norm of the reference; ``metrics``:
+            differences of the test metrics; ``why``: reason of the approximation.
     """
     why = found["approximation"]
     none: dict[str, Any] = {"ok": None, "loss": None, "weights": None, "metrics": {}}
@@ -166,7 +166,7 @@ def parity(
     ok = None
     if kind == "exact":
         losses = [abs(each) / max(abs(test[name]), 1e-12) for name, each in metrics.items() if "loss" in name]
-        ok = all(each <= tolerance for each in [distance, *losses])  # nan is not
+        ok = all(each <= tolerance for each in [distance, *losses])  # False for nan
     if kind == "random":
         why = "dropout, which each rank draws for itself"
     of_weights = None if not (weights and reference_weights) else weight_distance(weights, reference_weights)
@@ -174,17 +174,17 @@ def parity(
 
 
 def curve_distance(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Returns the largest difference of two curves over the reference's largest value; infinite if one is longer."""
+    """Returns the largest difference of two curves divided by the reference's largest value; infinite for different lengths."""
     if len(curve) != len(reference):
         return math.inf
     largest = max(abs(value) for value in reference)
     differences = [abs(a - b) for a, b in zip(curve, reference)]
-    # max() may pass over a nan.
+    # max() may ignore a nan.
     return math.nan if any(map(math.isnan, differences)) else max(differences) / max(largest, 1e-12)
 
 
 def weight_distance(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Returns the norm of the difference of all floating-point weights over the norm of the reference's."""
+    """Returns the norm of the difference of all floating-point weights divided by the norm of the reference's weights."""
     names = [name for name, value in reference.items() if value.is_floating_point()]
     if any(name not in weights or weights[name].shape != reference[name].shape for name in names):
         return math.inf
@@ -194,13 +194,13 @@ def weight_distance(weights: Mapping[str, Tensor], reference: Mapping[str, Tenso
 
 
 Cell = Mapping[str, Any]
-"""As the JSON has it, see docs/compare.md."""
+"""Run as in the JSON file, see docs/compare.md."""
 
 MARKS = {"exact": "", "approximate": "approx. ", "random": "dropout "}
 
 
 class Column(NamedTuple):
-    """What a column shows of a cell that has finished: `title` is the report's, `head` that of a terminal."""
+    """Column of a finished run: `title` is the heading in the report, `head` the heading in a terminal."""
 
     title: str
     head: str
@@ -208,7 +208,7 @@ class Column(NamedTuple):
 
 
 def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
-    """Returns the columns of a table of these cells; `loss` is the logged value whose curves are compared."""
+    """Returns the columns of a table of these runs; `loss` is the logged value whose curves are compared."""
     accuracy = accuracy_name(cells) or "test"
 
     def of_partition(cell: Cell, name: str) -> str:
@@ -253,18 +253,18 @@ SPARED = (
     "peak MB",
     "rows, MB",
 )
-"""Columns that a narrow terminal does without, the first ones first."""
+"""Columns omitted in a narrow terminal, in this order."""
 
 
 @dataclass
 class ComparisonTable:
-    """A row per cell; of those that have not finished, their state. As many columns as fit, and a line that names the others."""
+    """Table with a row per run, with the state of unfinished runs; omits columns that do not fit and lists them in a line."""
 
     cells: Sequence[Cell]
     title: str
 
     def __post_init__(self) -> None:
-        self._of_width: dict[int, tuple[int, bool]] = {}  # since bars draw it again ten times a second, while cells are timed
+        self._of_width: dict[int, tuple[int, bool]] = {}  # bars redraw the table ten times a second
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width not in self._of_width:
@@ -276,14 +276,14 @@ class ComparisonTable:
             yield Text(f"In a wider terminal, and in the report: {'; '.join(left_out)}.")
 
     def _spared(self, console: Console, options: ConsoleOptions) -> tuple[int, bool]:
-        """Returns how many columns there is no room for, and whether the others fit."""
+        """Returns the number of omitted columns, and whether the others fit."""
         for spared in range(len(SPARED) + 1):
             if self._needs(console, options, spared) <= options.max_width:
                 return spared, True
         return len(SPARED), False
 
     def _needs(self, console: Console, options: ConsoleOptions, spared: int) -> int:
-        """Returns the width from which only names of cells are folded, after 24 letters."""
+        """Returns the minimum width at which only names of runs are wrapped, after 24 letters."""
         table = self._table(spared)
         table.columns[0].max_width = 24
         return console.measure(table, options=options.update(max_width=10_000)).maximum
@@ -300,13 +300,13 @@ class ComparisonTable:
 
 
 def accuracy_name(cells: Sequence[Cell]) -> str | None:
-    """Returns the first test metric that is no loss; None if nothing was tested."""
+    """Returns the first test metric that is not a loss; None if nothing was tested."""
     tested = (name for cell in cells if cell["status"] == "finished" for name in cell["test"])
     return next((name for name in tested if "loss" not in name), None)
 
 
 def parity_text(found: Mapping[str, Any]) -> str:
-    """Returns a cell's parity in a word or two."""
+    """Returns a short text for a run's parity."""
     kind, ok = found["kind"], found["ok"]
     if kind == "reference":
         return "reference"

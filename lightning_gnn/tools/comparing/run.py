@@ -1,4 +1,4 @@
-"""Runs the cells of a comparison, one after the other, each in processes of its own, and keeps what they have given."""
+"""Execution of the runs of a comparison, one after the other in separate processes, with cached results."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from lightning_gnn.tools.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.parser import check_folder
 
 LAST_LINES = 15
-"""So many of a failed cell's output are kept in the JSON and the report."""
+"""Number of output lines of a failed run in the JSON and the report."""
 
 IN_CELL = "LIGHTNING_GNN_CELL"
-"""Environment variable of a cell's processes."""
+"""Environment variable that is set in the processes of a run."""
 
 GRACE_S = 5.0
-"""How long a cell that is ended may take before it is killed."""
+"""Seconds between the termination signal and the kill signal to a run."""
 
 WIDTH = 200
-"""Columns of what is printed to a file."""
+"""Width of output to a file, in characters."""
 
 Progress = Callable[[str], None]
 
@@ -58,35 +58,37 @@ def compare(
     tolerance: float = 1e-4,
     trainer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains one model on one graph under several strategies, and returns what it took; in a script, guard it by ``__main__``.
+    """Train one model on one graph under several strategies, and return the results.
 
-    Cells run one after the other, each in processes of its own on this machine, with the same seed and initial weights. What has
-    finished is kept in `output` and found again. The folder gets ``comparison.json`` and ``comparison.html`` (docs/compare.md).
+    In a script, call it under ``if __name__ == "__main__":``. Runs execute one after the other, each in separate processes on
+    this machine, with the same seed and initial weights. Finished runs are cached in `output`. The folder gets
+    ``comparison.json`` and ``comparison.html`` (docs/compare.md).
 
     Args:
         model: LightningModule: a class or function of a module that returns it, called without arguments; its import path; or
-            ``{"class_path": ..., "init_args": ...}`` as in YAML. It is made anew in each process.
-        data: :class:`~lightning_gnn.GraphDataModule`, likewise, or its arguments: ``{"source": ..., "source_kwargs": ...}``.
-        runs: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and if they differ
+            ``{"class_path": ..., "init_args": ...}`` as in YAML. It is created in each process.
+        data: :class:`~lightning_gnn.GraphDataModule` in the same form, or its arguments: ``{"source": ..., "source_kwargs":
+            ...}``.
+        runs: names of strategies, or ``{"strategy": "dgcl", "codec": "int8"}``: strategy, its arguments, and optionally
             ``devices``, one number or a list, and ``label``. The first is the reference of parity: ``{"strategy": "auto",
-            "devices": 1}`` is Lightning alone on one device.
-        devices: ranks of cells that do not say; of a list, each.
-        epochs: of each cell.
-        warmup: of these, left out of times, bytes and messages.
-        seed: of weights and random numbers.
-        output: folder, made if it is not there.
-        timeout: seconds that a cell may take; then it is ended and counts as failed.
-        rerun: run cells that have run before: ``"none"``, ``"failed"`` or ``"all"`` of them.
+            "devices": 1}`` is Lightning on a single device.
+        devices: number of ranks of runs without ``devices``; a list gives one run for each.
+        epochs: number of epochs of each run.
+        warmup: number of initial epochs excluded from times, bytes and messages.
+        seed: seed of weights and random numbers.
+        output: folder for results, created if missing.
+        timeout: maximum seconds of a run; then it is terminated and counts as failed.
+        rerun: cached runs to repeat: ``"none"``, ``"failed"`` or ``"all"``.
         loss: logged value of the loss curves.
-        tolerance: relative difference of losses up to which an exact scheme matches the reference.
-        trainer: more arguments of the Trainer, the same for all: ``{"accelerator": "cpu", "precision": "bf16-mixed"}``.
+        tolerance: maximum relative difference of losses at which an exact scheme matches the reference.
+        trainer: further arguments of the Trainer, the same for all runs: ``{"accelerator": "cpu", "precision": "bf16-mixed"}``.
 
     Returns:
-        What ``comparison.json`` holds.
+        The contents of ``comparison.json``.
 
     Raises:
-        ValueError: an argument is not as described, a strategy or an argument is unknown, `output` cannot be written.
-        BlockingIOError: another comparison is writing to `output`.
+        ValueError: for an invalid argument, an unknown strategy or argument, or an `output` that is not writable.
+        BlockingIOError: if another comparison is writing to `output`.
     """
     task = section_of(model, "model"), section_of(data, "data"), make_cells(runs, devices)
     options: Any = (epochs, warmup, seed, Path(output), timeout, rerun, loss, tolerance, trainer or {})
@@ -94,7 +96,7 @@ def compare(
 
 
 def run(comparison: Comparison) -> dict[str, Any]:
-    """Runs the cells of a checked comparison that have not run, prints the table, and returns what ``comparison.json`` holds."""
+    """Execute the uncached runs of a checked comparison, print the table, and return the contents of ``comparison.json``."""
     if IN_CELL in os.environ:
         raise RuntimeError(
             'compare was called by one of its own cells, which import this file. Call it under `if __name__ == "__main__":`.'
@@ -136,7 +138,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
                     console.print(place + _in_a_line(result["runs"][index]), markup=False, highlight=False)
         result = found()
         write_json(output, result)
-        # Here, since importing matplotlib takes its time.
+        # Imported late: matplotlib takes long to import.
         from lightning_gnn.tools.comparing.report import report_html
 
         write_atomically(output / "comparison.html", report_html(result))
@@ -150,7 +152,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
 
 def check(comparison: Comparison) -> Comparison:
-    """Returns the comparison with all defaults of model and data filled in, so that keys do not depend on who left them out."""
+    """Returns the comparison with defaults of model and data filled in, so that explicit defaults do not change keys."""
     comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
     for cell in comparison.runs:
         configured = cell.configured()
@@ -169,7 +171,7 @@ def check(comparison: Comparison) -> Comparison:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    """Returns how a cell has ended; ``{}`` if it has not."""
+    """Returns the final status of a run; ``{}`` if it has not ended."""
     try:
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
@@ -181,7 +183,7 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress
     folder.mkdir(parents=True)
     task = {**comparison.task(cell), "parent": os.getpid(), "started": time.time()}
     (folder / "task.json").write_text(json.dumps(task, indent=1))
-    # A launcher's variables would make the cell one of its ranks.
+    # With a launcher's variables, the run would join its ranks.
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, "SLURM_NTASKS")}
     env[IN_CELL] = folder.name
     env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -212,7 +214,7 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float, folder: Path, epochs: int, report: Progress) -> bool:
-    """Waits for a cell, reporting its epochs; returns whether it was still running at the deadline."""
+    """Wait for a run and report its epochs; return whether it still runs at the deadline."""
     reported = 0
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -234,11 +236,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the first
+        os.killpg(process.pid, signal.SIGKILL)  # kills ranks that outlived the first process
 
 
 def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[str]) -> dict[str, Any]:
-    """Returns what ``comparison.json`` holds, as far as cells have ended; by their `states`, others have not run yet."""
+    """Returns the contents of ``comparison.json`` for the runs that have ended; `states` has the state of each run."""
     cells: list[dict[str, Any]] = []
     for each, folder, state in zip(comparison.runs, folders, states):
         status = _status(folder)
@@ -249,7 +251,7 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
             row |= {"error": status["error"], "seconds_in_all": status["seconds"]}
         if state == "finished":
             files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
-            # Workers of gossip may be lost on the way.
+            # Workers of gossip may have been lost.
             ranks = [json.loads(file.read_text()) for file in files if file.exists()]
             numbers = summarise(ranks, comparison.warmup)
             row |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
@@ -273,8 +275,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def write_json(output: Path, found: Mapping[str, Any]) -> None:
-    """Writes ``comparison.json``, whole or not at all; what is no number is null there."""
-    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)  # of NaN and the infinities
+    """Write ``comparison.json`` atomically; values that are not finite become null."""
+    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)  # for NaN and infinities
     write_atomically(output / "comparison.json", json.dumps(finite, indent=1) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""One rank of one cell, ``python -m lightning_gnn.tools.comparing.run_cell FOLDER``: trains, tests and writes what it measured.
+"""One rank of a run, ``python -m lightning_gnn.tools.comparing.run_cell FOLDER``: trains, tests and writes measurements.
 
-The folder holds ``task.json``; rank r writes ``rank-r.json``, rank 0 also ``weights.pt``, and of each epoch a line of
-``epochs.jsonl``.
+The folder has ``task.json``. Rank r writes ``rank-r.json``; rank 0 also writes ``weights.pt`` and a line of ``epochs.jsonl`` per
+epoch.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from lightning_gnn.tools.comparing.cells import MAKES, task_parser
 
 
 class EpochTimes(pl.Callback):
-    """Keeps, by training epoch, where this rank's time went and what it sent. Validation and what callbacks do are left out.
+    """Callback that records times and traffic of this rank per training epoch, without validation and callbacks.
 
     Args:
-        loss: the logged value whose mean over an epoch's steps is kept as that epoch's.
+        loss: logged value whose mean over the steps of an epoch is stored as the value of the epoch.
         lines: file to which each epoch is appended as a line of JSON; None for no file.
 
     Attributes:
-        began: when the first epoch began, by ``time.time``.
-        epochs: of each epoch
+        began: start time of the first epoch, by ``time.time``.
+        epochs: for each epoch
 
-            - ``seconds``: from its begin to the end of its last step;
-            - ``batches``: of these, waiting for batches to be made;
-            - ``gradients``: summing gradients over ranks, or averaging them, that was not hidden behind the backward;
-            - ``sums``: all else that is summed or gathered in steps: logged values, statistics of norms;
-            - ``exchange``: by ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
-            - ``waited``: of gradients, sums and exchange, waiting for other ranks; 0 of CUDA ranks, whose devices wait, and of
-              workers that train independently, which count it themselves;
-            - ``steps``: how many there were;
-            - ``logged``: values at its end, those of its validation among them.
+            - ``seconds``: from its start to the end of its last step;
+            - ``batches``: included seconds of waiting for batches;
+            - ``gradients``: seconds of summing or averaging gradients over ranks, except time overlapped with the backward pass;
+            - ``sums``: seconds of all other sums and gathers in steps: logged values, statistics of norms;
+            - ``exchange``: for each ``"LAYER DIRECTION"``, bytes, messages, rows and seconds of exchanging rows;
+            - ``waited``: seconds of waiting for other ranks in gradients, sums and exchange; 0 for CUDA ranks, whose devices
+              wait. Also 0 for workers that train independently, which measure it themselves;
+            - ``steps``: number of steps;
+            - ``logged``: logged values at its end, including validation.
     """
 
     def __init__(self, loss: str, lines: Path | None) -> None:
@@ -66,7 +66,7 @@ class EpochTimes(pl.Callback):
     def _clear(self) -> None:
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._losses: list[float] = []
-        self._backward_ended: tuple[float, float] | None = None  # when, and the seconds of sums until then
+        self._backward_ended: tuple[float, float] | None = None  # time, and the seconds of sums so far
         self._outside = 0.0
         self._epoch: dict[str, Any] = {"seconds": 0.0, "batches": 0.0, "gradients": 0.0, "sums": 0.0, "waited": 0.0, "steps": 0}
 
@@ -82,7 +82,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Between two steps it belongs to neither; after the last one it is past what is counted.
+        # Time between two steps belongs to neither; time after the last step is not counted anyway.
         gone = self._now(pl_module) - self._paused
         self._outside += gone
         self._ended += gone
@@ -95,7 +95,7 @@ class EpochTimes(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Workers that train independently average after this; all others have summed gradients, which the strategy counts.
+        # Workers that train independently average after this hook; other ranks have summed gradients, timed by the strategy.
         self._backward_ended = self._now(pl_module), _world_seconds(trainer)[0]
 
     @override
@@ -138,7 +138,7 @@ class EpochTimes(pl.Callback):
                 file.write(json.dumps(self.epochs[-1]) + "\n")
 
     def _count(self, trainer: pl.Trainer, sign: int) -> None:
-        """Adds what the ranks' connections count, at the end of a step, to what it was at its begin."""
+        """Add (1) or subtract (-1) the time counters of the strategy at the end or the start of a step."""
         sums, waited = _world_seconds(trainer)
         steps = getattr(trainer.strategy, "steps", None)
         gradients, of_sums = (0.0, 0.0) if steps is None else steps.gradient_seconds
@@ -156,14 +156,14 @@ def _meter(trainer: pl.Trainer) -> Meter:
 
 
 def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
-    """Returns the seconds until now of sums and gatherings, and of waiting; 0 where ranks have nothing to do with each other."""
+    """Returns the total seconds of sums and gathers, and of waiting; 0 for strategies without a world."""
     world: World | None = getattr(trainer.strategy, "world", None)
     return (0.0, 0.0) if world is None else (world.collectives_s, world.waited_s or 0.0)
 
 
 def peak_memory() -> int:
     try:
-        # Not ru_maxrss, which a process inherits from the one that started it.
+        # Not ru_maxrss, which a process inherits from its parent.
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
@@ -177,7 +177,7 @@ def main() -> None:
     folder, started = Path(sys.argv[1]), time.time()
     at_start = peak_memory()
     task = json.loads((folder / "task.json").read_text())
-    # Rank 0 starts the others, which have LOCAL_RANK, and end with it.
+    # Rank 0 starts the other ranks, which have LOCAL_RANK and end with it.
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first:
         end_with_parent(task["parent"])
@@ -234,7 +234,7 @@ def main() -> None:
 
 def _made(task: dict[str, Any], what: str) -> Any:
     section = task[what]
-    if isinstance(section, str):  # a strategy of Lightning's
+    if isinstance(section, str):  # a Lightning strategy
         return section
     if MAKES not in section:
         parser = task_parser()
