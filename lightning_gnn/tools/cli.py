@@ -1,4 +1,4 @@
-"""The command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``; and commands of our own."""
+"""Command line: LightningCLI's ``fit``, ``validate``, ``test``, ``predict``, and commands of this package."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ All commands, with examples: lightning-gnn --help
 
 
 class SaveConfig(SaveConfigCallback):
-    """Keeps the run's configuration with its logs; without a logger there is no folder of the run, and nothing is kept."""
+    """Callback that saves the run's configuration with its logs; no effect without a logger, as there is no folder of the run."""
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.loggers:
-            # A logger without a folder per run, as W&B's, would have it in the working directory.
+            # With a logger that has no folder per run, such as W&B, the file would be written to the working directory.
             self.save_to_log_dir = hasattr(type(trainer.loggers[0]), "log_dir")
             super().setup(trainer, pl_module, stage)
 
@@ -84,7 +84,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class TrainerCLI(LightningCLI):
-    """LightningCLI that answers an unknown strategy with the nearest known one."""
+    """LightningCLI that suggests the nearest known strategy for an unknown strategy."""
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -112,7 +112,7 @@ def run(command: str, arguments: Sequence[str]) -> None:
         parser_class=Parser,
         parser_kwargs={
             "prog": "lightning-gnn",
-            # Not a list of all keys, which would push the description out of sight.
+            # Replaces a list of all keys, which would hide the description.
             **{
                 name: {"usage": f"lightning-gnn {name} --config FILE [--KEY VALUE ...]", "description": COMMANDS[name]}
                 for name in TrainerCLI.subcommands()
@@ -134,7 +134,7 @@ def main() -> None:
         )
         sys.exit(2)
     for name in lightning_gnn.__all__:
-        getattr(lightning_gnn, name)  # so that the parser knows these classes by their names alone
+        getattr(lightning_gnn, name)  # lets the parser find these classes by their names alone
     if command in COMMANDS or command.startswith("-"):
         run(command, arguments)
     else:

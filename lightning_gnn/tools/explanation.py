@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: each operation that communicates, with the user's line."""
+"""Messages that ranks send each other in a step, by communicating operation, with the user's line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_gnn.rows.mode import placement_of, tensors_in, user_line
 from lightning_gnn.rows.ranks import Operation, Ranks
 
 _LAYERS = "Halo exchange"
-"""Begin of the names of operations by which bound layers read other ranks' rows."""
+"""Prefix of the names of halo exchange operations of bound layers."""
 
 
 class Sender(NamedTuple):
-    """What sends messages.
+    """Source of messages.
 
     Attributes:
         direction: ``"forward"`` or ``"backward"``.
-        line: the user's, of the forward pass where it is known; empty for what no line of theirs asks for.
-        operation: the function, the layer, or what else ranks do.
-        rows: whose they are and along which dimension; empty where no rows are involved.
+        line: the user's line, of the forward pass if known; empty if no user line causes the message.
+        operation: the function, the layer, or another operation of the ranks.
+        rows: placement of the rows, with the dimension; empty if no rows are involved.
     """
 
     direction: str
@@ -38,11 +38,11 @@ class Sender(NamedTuple):
 
 @dataclass
 class Explanation:
-    """The messages of one step. One object follows the ranks of a :class:`~lightning_gnn.checks.trial.Trial`.
+    """Messages of one step; one object observes the ranks of a :class:`~lightning_gnn.checks.trial.Trial`.
 
     Attributes:
-        step: the module's method.
-        messages, bytes_sent: of each sender, in order of time: how many each rank has sent to others, by rank.
+        step: name of the module's method.
+        messages, bytes_sent: for each sender in order of time, the messages and bytes sent by each rank, by rank.
     """
 
     step: str
@@ -50,11 +50,11 @@ class Explanation:
     bytes_sent: dict[Sender, list[int]] = field(default_factory=dict)
     _followed: dict[int, tuple[World, Ranks]] = field(default_factory=dict)
     _in_backward: set[int] = field(default_factory=set)
-    _lines: dict[str, str] = field(default_factory=dict)  # of layers, in their forward
+    _lines: dict[str, str] = field(default_factory=dict)  # of layers, in their forward pass
 
     @contextmanager
     def following(self, world: World, ranks: Ranks) -> Iterator[None]:
-        """While it is open, messages that a rank sends are those of the step."""
+        """Context manager that attributes messages sent by a rank to the step."""
         self._followed[world.rank] = world, ranks
         try:
             with _RowsOfArguments(ranks):
@@ -64,7 +64,7 @@ class Explanation:
 
     @contextmanager
     def backward(self, rank: int) -> Iterator[None]:
-        """While it is open, messages that a rank sends are those of a backward pass."""
+        """Context manager that attributes messages sent by a rank to a backward pass."""
         self._in_backward.add(rank)
         try:
             yield
@@ -72,7 +72,7 @@ class Explanation:
             self._in_backward.discard(rank)
 
     def add(self, rank: int, message: Any) -> None:
-        """Counts a message; called by the rank that sends it."""
+        """Count a message; called by the sending rank."""
         if rank not in self._followed:
             return
         world, ranks = self._followed[rank]
@@ -93,7 +93,7 @@ class Explanation:
         return Sender(direction, line, f"{_LAYERS} of {layer}", "halo rows along dimension 0")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
+        """Returns a dict of plain values, for JSON."""
         found = [
             {**each._asdict(), "messages": self.messages[each], "bytes_sent": self.bytes_sent[each]} for each in self.bytes_sent
         ]
@@ -101,7 +101,7 @@ class Explanation:
 
 
 class _RowsOfArguments(TorchFunctionMode):
-    """Tells ranks which rows the arguments of the function have that runs."""
+    """Mode that records which rows the arguments of the running function have."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()

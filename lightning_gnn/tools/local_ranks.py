@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, for commands that need some and were not started by a launcher."""
+"""Ranks as processes of this machine, for commands that need ranks and were not started by a launcher."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
-"""What launchers set for a rank."""
+"""Environment variables that launchers set for a rank."""
 
 
 def run_ranks(arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False) -> str:
-    """Runs ``python *arguments`` once per rank, with the variables of a launcher, and returns what rank 0 printed.
+    """Run ``python *arguments`` once per rank with a launcher's environment variables; return the output of rank 0.
 
     Args:
-        arguments: such as ``["-m", "package.module"]``.
-        deadline: seconds after which all are ended; None waits as long as they run.
-        show_errors: let rank 0 write to this process's standard error, for progress.
+        arguments: arguments such as ``["-m", "package.module"]``.
+        deadline: seconds after which all ranks are killed; None waits without limit.
+        show_errors: whether rank 0 writes to this process's standard error, for progress.
 
     Raises:
-        RuntimeError: one has failed, or the deadline has passed; with the last error that they wrote.
+        RuntimeError: if a rank fails or the deadline passes; with the last error line of the ranks.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)  # rank 0's: no other process can take the port
+    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)  # for rank 0: no other process can take the port
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), WORLD_SIZE=str(num_ranks), NODE_RANK="0")
     env.update(LOCAL_WORLD_SIZE=str(num_ranks), PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))

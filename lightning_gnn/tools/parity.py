@@ -1,7 +1,7 @@
-"""The parity check: the user's own step on their own graph, on one device and under each scheme, in one process.
+"""Parity check: compares a module's steps on the user's graph between a single device and each scheme, in one process.
 
-Ranks are threads that take turns, and each runs the scheme's own code: what it sends, sums, weighs and logs is what it does
-in training. What carries the bytes is not: ``lightning-gnn doctor`` looks at that.
+Ranks are threads that take turns. Each runs the scheme's own code, so it sends, sums, weights and logs as in training. The
+transport is not covered; ``lightning-gnn doctor`` checks it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ GROUPS = ("outputs", "loss", "gradients", "metrics")
 
 @dataclass(frozen=True)
 class SchemeParity:
-    """One scheme held against one device.
+    """Comparison of one scheme with a single device.
 
     Attributes:
-        scheme: the strategy's name, and what marks it out.
-        approximation: what makes it differ by design; empty if nothing does.
-        not_compared: what was not compared, and why; empty if all was.
-        steps: those that were compared.
-        differences: by `GROUPS`, the largest, of the largest value; None where there is none.
-        finding: the first place that differs, of a scheme that should not.
+        scheme: strategy name, with its distinguishing options.
+        approximation: reason for differences by design; empty if exact.
+        not_compared: parts that were not compared, with the reason; empty if all were compared.
+        steps: names of the compared steps.
+        differences: for each of `GROUPS`, the largest difference relative to the largest value; None if nothing was compared.
+        finding: first difference of a scheme that should be exact.
     """
 
     scheme: str
@@ -83,17 +83,17 @@ class SchemeParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What was compared, and what was found.
+    """Result of a parity check.
 
     Attributes:
-        schemes: in the order given.
-        ranks: that the graph was split over.
-        nodes, edges: looked at.
-        of_nodes: that the graph has.
-        dtype: that all was computed in.
-        tolerance: up to which difference numbers are the same.
-        seconds: that it took.
-        notes: what else is to be known.
+        schemes: results of the schemes in the given order.
+        ranks: number of ranks.
+        nodes, edges: number of compared nodes and edges.
+        of_nodes: number of nodes of the graph.
+        dtype: dtype of the computation.
+        tolerance: maximum difference of equal values.
+        seconds: duration.
+        notes: further notes.
     """
 
     schemes: Sequence[SchemeParity]
@@ -108,12 +108,12 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared, and no scheme that should give the numbers of one device gives others."""
+        """Whether something was compared, and no scheme that should be exact differs from a single device."""
         return any(each.steps for each in self.schemes) and not self.findings
 
     @property
     def findings(self) -> dict[str, list[str]]:
-        """What differs, in words, and under which schemes."""
+        """Descriptions of differences, each with the schemes that have it."""
         alike: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
         for each in self.schemes:
             if (found := each.finding) is not None:
@@ -121,12 +121,12 @@ class ParityReport:
         return {group[0][0]: [scheme for _, scheme in group] for group in alike.values()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
+        """Returns a dict of plain values, for JSON."""
         schemes = [{**asdict(each), "verdict": each.verdict} for each in self.schemes]
         return {**asdict(self), "schemes": schemes, "ok": self.ok}
 
     def table(self) -> Table:
-        """Returns a row per scheme."""
+        """Returns a table with a row per scheme."""
         looked_at = f"{self.nodes:,} nodes" + (f" of {self.of_nodes:,}" if self.nodes < self.of_nodes else "")
         title = f"{self.ranks} ranks against one device: {looked_at}, {self.edges:,} edges, {self.dtype}"
         made = Table("scheme", *GROUPS, "verdict", title=title, title_justify="left")
@@ -138,7 +138,7 @@ class ParityReport:
         return made
 
     def lines(self) -> list[str]:
-        """Returns what the table has no room for: what differs and why, what was left out."""
+        """Returns details that do not fit into the table: differences with their causes, and omissions."""
         found = [f"{', '.join(schemes)}: {text}" for text, schemes in self.findings.items()]
         for kind in ("approximation", "not_compared"):
             how = "" if kind == "not_compared" else "approximate by design, after a few training steps; "
@@ -154,7 +154,7 @@ class ParityReport:
 
 
 def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
-    """Returns a row for each operation that communicates; messages and bytes are those of the rank that sends the most."""
+    """Returns a table with a row for each communicating operation; messages and bytes are maxima over ranks."""
     heads = "step", "pass", "line", "operation", "rows", "messages", "bytes per rank"
     made = text_table(*heads, title=title, left=5)
     for each in explanations:
@@ -168,11 +168,11 @@ def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
 
 
 STEPS = 3
-"""Training steps of approximate schemes: caches send everything in the first one."""
+"""Number of training steps of approximate schemes; in the first, caches send everything."""
 MAX_VALUES = 20_000_000
-"""Nodes times features of a graph that is looked at as a whole: 160 MB in float64, of which there are a few copies."""
+"""Maximum of nodes times features for using the whole graph: 160 MB in float64, with a few copies."""
 MAX_EDGES = 1_000_000
-"""Of such a graph: on one device, PyG makes a row for each."""
+"""Maximum number of edges for using the whole graph: on a single device, PyG creates a row for each edge."""
 
 
 def check_parity(
@@ -184,7 +184,7 @@ def check_parity(
     nodes: int | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Returns how far outputs, loss, gradients and metrics of one step under each scheme are from those of one device.
+    """Returns the differences of outputs, loss, gradients and metrics between one step of each scheme and a single device.
 
     ::
 
@@ -192,22 +192,22 @@ def check_parity(
         print(report)
         assert report.ok
 
-    The training step runs forward and backward, the others that the module has run forward; no optimizer steps. Copies of the
-    module run, so it stays as it is, and so do random streams and loggers.
+    The training step runs forward and backward, the module's other steps forward; no optimizer steps. Copies of the module run,
+    so the module does not change, nor do random streams and loggers.
 
     Args:
-        module: untrained or not.
-        datamodule: the graph; its ``partition`` is used, if it has one.
-        strategies: by name, or with arguments of their own; by default all that are registered and can run on so many ranks.
-        devices, num_nodes: as of the Trainer: how many ranks.
-        nodes: take a sample of so many nodes, see :func:`~lightning_gnn.tools.parity.ball`. By default the whole graph,
-            or a sample of one that is too large for it.
-        seed: of the sample, and of random numbers, which are the same for a node or an edge on any number of ranks.
+        module: the module, trained or untrained.
+        datamodule: the graph; its ``partition`` is used, if given.
+        strategies: names, or strategies with arguments; default: all registered strategies that support this number of ranks.
+        devices, num_nodes: as in the Trainer; their product is the number of ranks.
+        nodes: number of nodes of a sample, see :func:`~lightning_gnn.tools.parity.ball`. Default: the whole graph, or a sample if
+            it is too large.
+        seed: seed of the sample and of random numbers, which are equal for a node or an edge on any number of ranks.
 
     Raises:
-        ValueError: an unknown strategy; a graph with node or edge types; no step to compare; a model that is refused on
-            one device, too.
-        RuntimeError: no step of the module runs on one device; the cause is the error.
+        ValueError: for an unknown strategy, a graph with node or edge types, no step to compare, or a model that a single device
+            does not support either.
+        RuntimeError: if no step of the module runs on a single device; the cause is the error.
     """
     began = time.perf_counter()
     if nodes is not None and nodes < 1:
@@ -237,13 +237,13 @@ def explain_steps(
     nodes: int | None = None,
     seed: int = 0,
 ) -> list[Explanation]:
-    """Returns what ranks send each other in each step of a module under one scheme, in the dtypes of training.
+    """Returns the messages that ranks send each other in each step of a module under one scheme, in the dtypes of training.
 
-    See :func:`check_parity` for the arguments and for what runs.
+    :func:`check_parity` describes the arguments and the steps.
 
     Raises:
-        ValueError: a graph with node or edge types; no step; the scheme cannot run on so many ranks.
-        RuntimeError: a step does not run on parts of the graph; the cause is the error.
+        ValueError: for a graph with node or edge types, no step, or a scheme that does not support this number of ranks.
+        RuntimeError: if a step does not run on parts of the graph; the cause is the error.
     """
     with aside(), uncompiled(), quietly():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
@@ -251,8 +251,11 @@ def explain_steps(
 
 
 def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[GNNStrategy]:
-    """Returns strategies with these names, by default all that are registered and name a scheme; raises ValueError for another
-    name."""
+    """Returns strategies with these names; default: all registered strategies that name a scheme.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     known = {name: kind for name, kind in registered().items() if name == kind.strategy_name != "auto_gnn"}
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -262,7 +265,7 @@ def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[
 
 @dataclass
 class _Reference:
-    """A step as one device runs it, and what is wrong with it already."""
+    """Single-device run of a step, and its problem if it is not usable as a reference."""
 
     trial: Trial
     whole: Outcome
@@ -270,12 +273,12 @@ class _Reference:
 
     @cached_property
     def later(self) -> Outcome:
-        """The last of `STEPS` steps."""
+        """Result of the last of `STEPS` steps."""
         return self.trial.on_whole(STEPS)
 
 
 class _Check:
-    """The steps of one module on one graph; see :func:`check_parity`."""
+    """Steps of one module on one graph; see :func:`check_parity`."""
 
     def __init__(
         self,
@@ -332,7 +335,7 @@ class _Check:
         return stages
 
     def run_references(self) -> None:
-        """Runs the steps on one device."""
+        """Run the steps on a single device."""
         stages = self.stages()
         tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
         given = self.graph
@@ -379,7 +382,7 @@ class _Check:
         return _Reference(trial, whole, None if kept is None else Finding(trial.step, kept.where, kept.size, f"{STATE}."))
 
     def explain(self, stage: str, strategy: GNNStrategy) -> Explanation:
-        """Returns what ranks send each other in a step under a scheme."""
+        """Returns the messages that ranks send each other in a step under a scheme."""
         explanation = Explanation(STAGES[stage][0])
         trial = self._trial(stage, explanation)
         try:
@@ -394,7 +397,7 @@ class _Check:
         return split_graph(self.graph, np.asarray(part), layout, holders)
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
-        """Returns how far a scheme is from one device."""
+        """Returns the comparison of a scheme with a single device."""
         label, in_batches = strategy.strategy_name, strategy.trains_on_batches
         approximation, not_compared = strategy.approximation, ""
         if in_batches:
@@ -439,7 +442,7 @@ class _Check:
         return trial.on_parts(shards, bind, prepare, steps, self._seed)
 
     def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
-        """Returns the largest difference of each group, where there is something to compare."""
+        """Returns the largest difference of each group that has something to compare."""
         events = compared(whole.ranks[0].events, [each.events for each in found.ranks])
         each: dict[str, list[float]] = {
             "outputs": [
@@ -454,8 +457,10 @@ class _Check:
 
 
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
-    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph. Without a
-    number of nodes, it is the whole graph if that has at most `MAX_VALUES` and `MAX_EDGES`, else a sample that has."""
+    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
+
+    Without a number of nodes, it is the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else a sample within them.
+    """
     data = data.clone()
     data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
     if num_nodes is not None:
@@ -469,10 +474,10 @@ def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
 
 
 def ball(data: Data, num_nodes: int, seed: int = 0) -> Data:
-    """Returns the subgraph of so many nodes: a training node, its neighbours in either direction, theirs, and so on.
+    """Returns a subgraph of `num_nodes` nodes: a training node, its neighbors in both directions, their neighbors, and so on.
 
-    Of the last neighbours, some are drawn. Where no neighbours are left, other nodes begin balls of their own, training nodes
-    first: one, then two, then four.
+    The last hop is sampled. If no neighbors are left, other nodes start further balls, training nodes first: one, then two, then
+    four.
     """
     total = data.x.size(0)
     if num_nodes >= total:

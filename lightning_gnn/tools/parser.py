@@ -1,4 +1,4 @@
-"""The command line's parser: LightningCLI's, with errors of a few lines that name the nearest known word."""
+"""Parser of the command line: LightningCLI's parser with short errors that suggest the nearest known name."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _ask(near: Sequence[str]) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Says where the `key`, with dots, leaves the `known` ones, and names the nearest."""
+    """Returns the error for the first unknown part of the dotted `key`, with the nearest known key."""
     names = {".".join(parts[:end]) for parts in (k.split(".") for k in known) for end in range(1, len(parts) + 1)}
     parts = key.split(".")
     wrong = next((p for end in range(1, len(parts) + 1) if (p := ".".join(parts[:end])) not in names), key)
     parent, _, last = wrong.rpartition(".")
-    # Among its siblings, or of the same name elsewhere: a key given without its group, such as --max_epochs.
+    # Suggests siblings, or the same name elsewhere: a key may be given without its group, such as --max_epochs.
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
     near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
     near += sorted(name for name in names if name.endswith(f".{last}"))
@@ -46,7 +46,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def given_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns what a command line and its files give, nested by key."""
+    """Returns the values of a command line and its files, nested by key."""
     values: dict[str, Any] = {}
     for index, word in enumerate(arguments):
         if not word.startswith("-"):
@@ -73,7 +73,7 @@ def given_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a key with dots; a class that was given by its name stays the class of what is set inside it."""
+    """Set a dotted key; a class given by name remains the class of the values that are set inside it."""
     first, _, rest = key.partition(".")
     before = values.get(first)
     if not rest and not (isinstance(before, dict) and isinstance(value, dict)):
@@ -85,7 +85,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], parent: str = "") -> str | None:
-    """Returns what is wrong with the first key, class or argument among `values` that there is not; None if all are there."""
+    """Returns the error for the first unknown key, class or argument among `values`; None if all are known."""
     actions = {each.dest: each for each in parser._actions if each.dest.rpartition(".")[2] != "help"}
     for name, value in values.items():
         key, found = f"{parent}{name}", None
@@ -104,7 +104,7 @@ def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], par
 
 
 def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
-    """Returns what is wrong with a class and its arguments, as YAML has them, or with one of a list."""
+    """Returns the error for a class and its arguments in YAML form, or for an item of a list; None if there is no error."""
     if isinstance(value, list):
         return next(filter(None, map(_unknown_in_class, value)), None)
     if isinstance(value, str) and base is not None:
@@ -122,7 +122,7 @@ def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
     given |= value.get("init_args") or {}
     try:
         known = [name.removeprefix("x.") for name in ArgumentParser().add_class_arguments(kind, "x", fail_untyped=False)]
-    except Exception:  # jsonargparse does not understand the class, and will say so itself
+    except Exception:  # jsonargparse cannot parse the class, and reports it later
         return None
     for name, each in given.items():
         if name not in known:
@@ -153,7 +153,7 @@ def _class_of(path: str) -> Any:
 
 
 class Parser(LightningArgumentParser):
-    """LightningCLI's parser; its errors leave out the list of all options and name the nearest known one."""
+    """LightningCLI's parser with errors that omit the list of all options and suggest the nearest known option."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -170,7 +170,7 @@ class Parser(LightningArgumentParser):
 
 
 def check_names(parser: LightningArgumentParser, strategy: object, accelerator: object) -> None:
-    """Ends with an error if the Trainer's strategy or accelerator is given by a name that Lightning does not know."""
+    """Exit with an error if the Trainer's strategy or accelerator is a name that Lightning does not support."""
     for key, name, known in (
         ("strategy", strategy, StrategyRegistry.available_strategies()),
         ("accelerator", accelerator, [*AcceleratorRegistry.available_accelerators(), "gpu"]),
@@ -181,7 +181,7 @@ def check_names(parser: LightningArgumentParser, strategy: object, accelerator: 
 
 
 def file_of(option: str, name: str | None) -> Path | None:
-    """Returns the file that an option names, None if none; a ValueError says that it cannot be written."""
+    """Returns the file named by an option, or None; raises ValueError if it cannot be written."""
     if name is None:
         return None
     check_folder(option, Path(name).parent)
@@ -191,7 +191,7 @@ def file_of(option: str, name: str | None) -> Path | None:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Makes a folder and writes to it; a ValueError names the option that gave it."""
+    """Create a folder and test that it is writable; raise ValueError with the name of the option if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

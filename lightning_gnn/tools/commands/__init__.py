@@ -1,1 +1,1 @@
-"""What ``lightning-gnn`` does beside fit, validate, test and predict."""
+"""Commands of ``lightning-gnn`` in addition to fit, validate, test and predict."""

@@ -1,4 +1,4 @@
-"""``lightning-gnn advise``: what an epoch would take under every scheme, before any is run."""
+"""``lightning-gnn advise``: predicts an epoch under every scheme without training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gnn.tools.commands.plan_report import memory_table
 
 
 class AdviseCLI(GraphCLI):
-    """The options of ``advise``, checked before anything is loaded."""
+    """Options of ``advise``, checked before anything is loaded."""
 
     name = "advise"
     usage = """lightning-gnn advise --config FILE [--parts N] [--topology NAME|FILE] [--cores N] [--speed X] [--json FILE]

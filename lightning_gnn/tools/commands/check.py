@@ -1,4 +1,4 @@
-"""``lightning-gnn check``: does this model, on this graph, give the numbers of one device under every scheme?"""
+"""``lightning-gnn check``: compares a model's steps under every scheme with a single device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gnn.tools.parity import check_parity, explain_steps, explanation_
 
 
 class CheckCLI(GraphCLI):
-    """The options of ``check``, looked at before anything is loaded."""
+    """Options of ``check``, checked before anything is loaded."""
 
     name = "check"
     usage = (
@@ -57,12 +57,12 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def _size(cli: CheckCLI) -> tuple[int, int, int | None, int]:
-    """Returns ranks of a machine, machines, nodes to look at, and the seed."""
+    """Returns ranks per machine, machines, nodes of the sample, and the seed."""
     return cli.ranks // cli.hosts, cli.hosts, cli.config.nodes, cli.config.seed
 
 
 def explain(cli: CheckCLI) -> None:
-    """Prints what ranks send each other in each step, under the configured strategy."""
+    """Print the messages of the ranks in each step under the configured strategy."""
     with in_a_line():
         found = explain_steps(cli.module, cli.datamodule, cli.strategy, *_size(cli))
     cli.console.print(explanation_table(found, f"{cli.strategy.strategy_name}: what {cli.ranks} ranks send each other"))

@@ -1,5 +1,7 @@
-"""``lightning-gnn compare``: one model and graph under several strategies, measured side by side. ``lightning-gnn demo``: three
-of them, on a graph made on the spot."""
+"""``lightning-gnn compare`` and ``lightning-gnn demo``: measure strategies on one model and graph.
+
+``demo`` compares three strategies on a synthetic graph.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lightning-gnn doctor``: can this machine train, and if not, what is to be done?"""
+"""``lightning-gnn doctor``: checks that this machine can train, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from lightning_gnn.tools.parser import Parser
 
 PACKAGES = ("torch", "lightning", "torch_geometric", "torchmetrics", "numba", "pymetis")
 LITTLE_SPACE = 2e9
-"""Bytes: less than a partitioned graph of a few million edges takes."""
+"""Bytes; a partitioned graph of a few million edges takes more."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found. ``"warning"``: training works, but not as it could; ``"failed"``: it does not work."""
+    """Result of a check. ``"warning"``: training works with limitations; ``"failed"``: training does not work."""
 
     name: str
     status: Literal["ok", "warning", "failed"]
@@ -47,7 +47,7 @@ class Check:
 
 
 def doctor(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn doctor`` with these arguments; the exit status is 1 if something needed does not work."""
+    """Run ``lightning-gnn doctor`` with these arguments; the exit status is 1 if a required check fails."""
     about = "Check that this machine can train: versions, devices, exchange between two processes, store."
     parser = Parser(prog="lightning-gnn doctor", description=about)
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
@@ -84,12 +84,12 @@ def _table(checks: Sequence[Check]) -> Table:
 
 
 def check_versions() -> Iterator[Check]:
-    """Looks whether python and the packages have versions that this package was made for."""
+    """Check that Python and the packages have supported versions."""
     yield Check("lightning_gnn", "ok", lightning_gnn.__version__)
     yield Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     try:
         wanted = [Requirement(text) for text in importlib.metadata.requires("lightning-gnn") or ()]
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         wanted = []
     specifiers = {need.name.lower().replace("-", "_"): need.specifier for need in wanted if need.marker is None}
     for package in PACKAGES:
@@ -100,7 +100,7 @@ def check_versions() -> Iterator[Check]:
             yield Check(package, "ok", version)
         else:
             yield Check(package, "failed", f"{version} is not supported", f'pip install "{package}{specifier}"')
-    # Some releases of `lightning` bring it along, so that it is there is no reason to worry; to import it is.
+    # Some releases of `lightning` install it, so its presence is harmless; importing it is not.
     name, version = "pytorch_lightning", _version("pytorch_lightning")
     if version is None:
         yield Check(name, "ok", "not installed")
@@ -137,7 +137,7 @@ def check_devices() -> Iterator[Check]:
 
 
 def check_backends() -> Iterator[Check]:
-    """Looks which of torch's backends are there: gloo is needed, NCCL with CUDA devices, MPI never."""
+    """Check for torch's backends: gloo is required, NCCL only with CUDA devices, MPI never."""
     needed = {"gloo": True, "nccl": torch.cuda.is_available(), "mpi": False}
     for name, there in available_backends().items():
         if there or not needed[name]:
@@ -147,7 +147,7 @@ def check_backends() -> Iterator[Check]:
 
 
 def check_store(folder: Path) -> Check:
-    """Writes to the folder of partitioned graphs and looks how much space is left."""
+    """Check that the folder of partitioned graphs is writable, and how much space is free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor.", dir=folder) as scratch, FileLock(Path(scratch) / "lock"):
@@ -165,7 +165,7 @@ def check_store(folder: Path) -> Check:
 def check_numba_cache() -> Check:
     try:
         CSR.from_coo(torch.tensor([0]), torch.tensor([0]), 1, 1)
-    except Exception as error:  # whatever numba and LLVM raise
+    except Exception as error:  # any error of numba or LLVM
         return Check("numba kernels", "failed", f"{type(error).__name__}: {error}", "reinstall numba and llvmlite")
     folder = cache_folder()
     if os.access(folder, os.W_OK):
@@ -175,7 +175,7 @@ def check_numba_cache() -> Check:
 
 
 def check_launcher_variables() -> Check:
-    """Looks for variables by which this process would be taken for a rank that a launcher has started."""
+    """Check for variables that make this process look like a rank started by a launcher."""
     found = sorted(n for n in os.environ if n in LAUNCHER_VARIABLES or n in ("SLURM_NTASKS", "SLURM_PROCID"))
     if not found:
         return Check("launcher", "ok", "no variables of torchrun or SLURM are set")
@@ -185,7 +185,7 @@ def check_launcher_variables() -> Check:
 
 
 def check_exchange(timeout: float) -> Iterator[Check]:
-    """Lets two processes exchange rows, through shared memory and through sockets."""
+    """Time exchanges between two processes, through shared memory and through sockets."""
     try:
         speed = time_exchange(timeout)
     except RuntimeError as error:

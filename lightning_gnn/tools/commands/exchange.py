@@ -1,4 +1,4 @@
-"""Two processes that exchange rows as two ranks do, and time it: ``python -m lightning_gnn.tools.commands.exchange``."""
+"""Timed exchange of rows between two processes as ranks: ``python -m lightning_gnn.tools.commands.exchange``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROWS, COLUMNS, REPEATS = 65_536, 64, 7
 
 
 def time_exchange(deadline: float) -> dict[str, float | None]:
-    """Starts both processes and returns bytes per second from each to the other, ``{"shared_memory", "sockets"}``.
+    """Starts both processes and returns bytes per second in each direction, ``{"shared_memory", "sockets"}``.
 
-    Without shared memory between the processes, its entry is None. After `deadline` seconds both are ended.
+    ``shared_memory`` is None if the processes cannot share memory. Both processes are killed after `deadline` seconds.
 
     Raises:
-        RuntimeError: one has failed, or the deadline has passed; with what they wrote last.
+        RuntimeError: if a process fails or the deadline passes; with their last output.
     """
     return json.loads(run_ranks(["-m", __name__], 2, deadline).splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""What the commands share that look at a partitioned graph without training: they take the files and keys of ``fit``."""
+"""Base of commands that inspect a partitioned graph without training; they take the files and keys of ``fit``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gnn.tools.parser import Parser, check_names, file_of
 
 
 class Option(NamedTuple):
-    """An option of a command beside the keys of ``fit``."""
+    """Option of a command in addition to the keys of ``fit``."""
 
     kind: Any
     help: str
@@ -33,15 +33,15 @@ JSON = Option(str, "File for all numbers. (default: none is written)")
 
 
 class GraphCLI(LightningCLI):
-    """Parses what ``fit`` takes, so that its files and overrides serve here too; makes data and strategy, and no Trainer.
+    """Command line that parses the files and options of ``fit`` and creates data and strategy, but no Trainer.
 
     Attributes:
-        name, usage, description, options: of the command, set by each.
-        width: columns of what is printed to a file; None for rich's own.
-        wants_module, needs_module: whether it makes a module if one is given, and refuses to do without.
-        datamodule, module, strategy: as configured; no module where none is wanted or given.
-        scheme, layout: of the strategy, and what it needs in so many parts.
-        console: where the command prints.
+        name, usage, description, options: description of the command, set by subclasses.
+        width: width of output to a file, in characters; None for rich's default.
+        wants_module, needs_module: whether the command creates a module if given, and whether it requires one.
+        datamodule, module, strategy: configured objects; module is None if not wanted or not given.
+        scheme, layout: scheme of the strategy, and its layout for the number of parts.
+        console: console for output.
     """
 
     name = usage = description = ""
@@ -65,7 +65,10 @@ class GraphCLI(LightningCLI):
         )
 
     def prepare(self, parts: int) -> None:
-        """Checks the command's own options, and may change the scheme; a ValueError ends the command with its message."""
+        """Hook called to check the command's options; it may change the scheme.
+
+        A ValueError ends the command with its message.
+        """
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -85,7 +88,7 @@ class GraphCLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         check_names(self.parser, self.config.trainer.strategy, self.config.trainer.accelerator)
-        # Loggers and callbacks may start something, and the Trainer wants devices that this machine need not have.
+        # Loggers and callbacks may start processes, and the Trainer may need devices that this machine does not have.
         chosen = self.config.clone()
         for key in vars(chosen.trainer).keys() - {"strategy"}:
             chosen.trainer[key] = None
@@ -108,7 +111,7 @@ class GraphCLI(LightningCLI):
             self.parser.error(str(error))
 
     def write_json(self, found: Any) -> None:
-        """Writes what ``--json`` asks for, if it is given, and says so."""
+        """Write the file of ``--json``, if given, and print its name."""
         if self._json is not None:
             self._json.write_text(json.dumps(found, indent=1) + "\n")
             self.console.print(f"Written: {self._json}", soft_wrap=True)
@@ -131,7 +134,7 @@ class GraphCLI(LightningCLI):
 
 
 def num_ranks(devices: Any, num_nodes: int) -> int | None:
-    """Returns the number of ranks of a Trainer with these `devices`, without a look at any; None if they decide."""
+    """Returns the number of ranks of a Trainer with these `devices`, without detecting devices; None if it depends on them."""
     if isinstance(devices, str):
         if devices.strip().lstrip("-").isdigit():
             devices = int(devices)
@@ -145,7 +148,7 @@ def num_ranks(devices: Any, num_nodes: int) -> int | None:
 
 @contextmanager
 def in_a_line() -> Iterator[None]:
-    """Has what goes wrong end the command with a line."""
+    """Context manager that ends the command with a one-line message on errors."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""``lightning-gnn partition``: partitions a graph ahead of time, as a later ``fit`` with the same data looks for it."""
+"""``lightning-gnn partition``: partitions a graph ahead of time, for a later ``fit`` with the same data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gnn.tools.commands.graph_cli import GraphCLI, Option, in_a_line
 
 
 class PartitionCLI(GraphCLI):
-    """The options of ``partition``."""
+    """Options of ``partition``."""
 
     name = "partition"
     usage = """lightning-gnn partition --config FILE [--parts N] [--columns N] [--dry-run] [--KEY VALUE ...]
@@ -39,7 +39,7 @@ class PartitionCLI(GraphCLI):
 
 
 def partition(arguments: Sequence[str]) -> None:
-    # A word of its own for what is given most often.
+    # Short form of the most frequent option.
     cli = PartitionCLI([re.sub(r"^--source(=|$)", r"--data.source\1", word) for word in arguments])
     data, layout, console = cli.datamodule, cli.layout, cli.console
     if cli.config.dry_run:
@@ -61,7 +61,7 @@ def partition(arguments: Sequence[str]) -> None:
 
 
 def _predicted(found: Sequence[Prediction], method: str | np.ndarray) -> Iterator[Any]:
-    """Yields the table of what partitioners take, and which of them is used and why."""
+    """Yields the table of predicted costs of partitioners, and the selected one with the reason."""
     free, taken, why = available_bytes(), None, "has no row: it takes little"
     if not isinstance(method, str):
         method, why = "as given", "cuts nothing"

@@ -1,4 +1,4 @@
-"""``lightning-gnn plan``: what a plan puts on each link, and what one exchange of rows takes; reported by ``plan_report.py``."""
+"""``lightning-gnn plan``: predicts link loads of a plan and the time of one exchange; ``plan_report.py`` prints them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, p
 from lightning_gnn.tools.parser import check_folder
 
 PAPER_LAYERS = 2
-"""DGCL section 7."""
+"""Number of layers in DGCL section 7."""
 
 
 class PlanCLI(GraphCLI):
-    """The options of ``plan``, checked before anything is loaded."""
+    """Options of ``plan``, checked before anything is loaded."""
 
     name = "plan"
     usage = """lightning-gnn plan --config FILE [--topology NAME|FILE] [--parts N] [--columns N] [--layers K]
@@ -77,7 +77,7 @@ class PlanCLI(GraphCLI):
             check_folder("--output", self.output)
 
     def _topology(self, parts: int) -> Topology | None:
-        """Returns the topology, of so many devices; None if a scheme that follows no plan does without."""
+        """Returns the topology of `parts` devices; None for a scheme without plans if none is given."""
         source = self.config.topology
         if isinstance(self.scheme, DGCLScheme):
             source = source or self.scheme.topology
@@ -89,7 +89,7 @@ class PlanCLI(GraphCLI):
         return None if source is None else find_topology(source, parts)
 
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
-        """Returns each rank's peak memory, kept and with ``checkpoint_convs=True``; or nothing, and why."""
+        """Returns each rank's peak memory, without and with ``checkpoint_convs=True``; or an empty list and the reason."""
         if self.module is None:
             return [], "give --model, or a file that names one, as for fit."
         try:
@@ -104,7 +104,7 @@ class PlanCLI(GraphCLI):
 
 
 def _of_model(config: Any, name: str) -> int | None:
-    """Returns the first positive integer of that name in the model's configuration, the outermost; None if there is none."""
+    """Returns the first positive integer with this name in the model's configuration, outermost first; None if there is none."""
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     value = values.get(name)
     if isinstance(value, int) and value > 0:
@@ -146,7 +146,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def _draw(report: PlanReport, folder: Path) -> list[Path]:
-    # Here, since all commands import this file, and matplotlib takes its time.
+    # Imported late: all commands import this file, and matplotlib takes long to import.
     from lightning_gnn.callbacks.pictures import save_picture
     from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages
 

@@ -1,4 +1,4 @@
-"""What ``lightning-gnn plan`` tells and prints: exchanges, the load of links, tables; and how commands print predicted memory."""
+"""Report of ``lightning-gnn plan``: exchanges, link loads and tables; also tables of predicted memory for commands."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from lightning_gnn.strategy.scheme import Scheme
 from lightning_gnn.tools.advising.advice import candidates
 
 UNEVEN = 2.0
-"""Edges of the busiest rank over the mean from which a default is worth a word."""
+"""Ratio of the busiest rank's edges to the mean from which a default is mentioned."""
 
 STAGES = 6
-"""So many columns are for stages."""
+"""Maximum number of columns for stages."""
 
 BUSIEST = 20
-"""So many links are printed one by one; the JSON has all."""
+"""Maximum number of links that are printed separately; the JSON has all."""
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that ``plan`` prints.
+    """Output of ``plan``.
 
     Attributes:
-        work, topology: what is trained, on what; no topology for no times.
-        exchanges: of the strategy first, then of all others that are registered.
-        links: of the plan that is followed, the busiest first; empty if it is none, and so is what follows.
-        balance: between kinds of hops.
-        table_bytes: of the send and receive tables, of each rank.
-        training_bytes: a low estimate of each rank's peak: what it holds without weights, each layer's output and its gradient,
-            and one buffer of halo and relayed rows and its gradient, which layers share.
+        work, topology: workload and topology; times need a topology.
+        exchanges: exchanges of the strategy first, then of all other registered strategies.
+        links: links of the followed plan, busiest first; empty without a plan, as are the attributes below.
+        balance: balance between kinds of hops.
+        table_bytes: bytes of the send and receive tables of each rank.
+        training_bytes: lower bound of each rank's peak: data without weights, each layer's output and gradient, and a buffer of
+            halo and relayed rows with its gradient.
     """
 
     work: Workload
@@ -91,11 +91,11 @@ class PlanReport:
 
     @property
     def largest_share(self) -> float:
-        """Memory of tables over that of training (DGCL Figure 11) on the rank where it is most; the latter is too low."""
+        """Largest ratio over ranks of table memory to training memory (DGCL Figure 11); an upper bound."""
         return max(tables / peak for tables, peak in zip(self.table_bytes, self.training_bytes))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and lists, for JSON: seconds, bytes, rows; None for what is unknown."""
+        """Returns a dict of plain numbers and lists, for JSON: seconds, bytes, rows; None for unknown values."""
         work, plan, cost = self.work, self.followed.plan, self.followed.cost
         found = {
             "topology": self.topology and self.topology.name,
@@ -141,7 +141,7 @@ def _others(own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topolog
 
 
 def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator[Any]:
-    """Yields tables and lines; `layers_from` and `columns_from` are who said how many there are."""
+    """Yields tables and lines; `layers_from` and `columns_from` are the origins of the two numbers."""
     work, topology, followed = report.work, report.topology, report.followed
     yield (
         f"{work.relation.offsets[-1]:,} nodes and {work.edge_index.shape[1]:,} edges in {work.relation.num_devices} parts"
@@ -153,7 +153,7 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
     if topology is None:
         yield "No times, since there is no topology: give --topology, such as uniform, to see them."
     yield _exchange_table(report)
-    # A link that is missing rules out many products.
+    # A missing link affects many products.
     for reason in dict.fromkeys(each.reason for each in report.exchanges if each.reason):
         schemes = [each.scheme for each in report.exchanges if each.reason == reason]
         yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
@@ -174,7 +174,7 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
 
 def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes: int) -> Table:
     count = plan.num_stages
-    # The last stages carry least: of many, they are printed together.
+    # The last stages have the fewest rows; if there are many stages, they are printed together.
     bounds = [*range(min(count, STAGES - (count > STAGES))), *[STAGES - 1] * (count > STAGES), count]
     names = [str(low) if low + 1 == high else f"{low} to {high - 1}" for low, high in pairwise(bounds)]
     if names:
@@ -290,7 +290,7 @@ def _bytes(count: float) -> str:
 
 
 def memory_table(title: str, first: str, rows: Sequence[tuple[str, Peak, Peak]]) -> Table:
-    """Returns a row per name: the peak of each phase in MB, and the largest with ``checkpoint_convs=True``."""
+    """Returns a table with a row per name: the peak of each phase in MB, and the maximum with ``checkpoint_convs=True``."""
     table = text_table(first, *PHASES, "with recompute", title=title)
     for name, peak, recomputed in rows:
         table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.most))

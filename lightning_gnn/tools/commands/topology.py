@@ -1,4 +1,4 @@
-"""``lightning-gnn topology``: measures how ranks are joined, and shows topologies."""
+"""``lightning-gnn topology``: measures the links between ranks, and shows topologies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def topology(arguments: Sequence[str]) -> None:
 
 
 def measure_command(arguments: Sequence[str]) -> None:
-    """Runs ``lightning-gnn topology measure``, in each rank or, without a launcher, in the process that starts them."""
+    """Run ``lightning-gnn topology measure`` in each rank, or, without a launcher, in the process that starts the ranks."""
     parser = Parser(
         prog="lightning-gnn topology measure",
         description="Time messages between each two ranks, and write the topology of their links. Run it under the launcher "
@@ -119,7 +119,7 @@ def _num_ranks(given: int | None) -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Makes sure that a file can be written later."""
+    """Raises ValueError unless a file can be written later."""
     if path.is_dir():
         raise ValueError(f"--output {path} is a folder: name a file in it")
     if not path.parent.is_dir():
@@ -131,7 +131,7 @@ def check_writable(path: Path) -> None:
 
 
 def _reporter() -> Callable[[int, int], None]:
-    """Returns what says on standard error how far the measurement is."""
+    """Returns a function that prints the progress of the measurement to standard error."""
     began = reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -160,7 +160,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
             except ValueError as error:
                 wrong = str(error)
         if (wrong := world.broadcast_object(wrong)) is not None:
-            raise ValueError(wrong) if rank == 0 else SystemExit(2)  # once is enough
+            raise ValueError(wrong) if rank == 0 else SystemExit(2)  # printed once
         if rank == 0:
             seconds = 4 * options.seconds * size * (size - 1)
             print(f"{size} ranks on {device.type}: about {seconds:.0f} s", file=sys.stderr)
