@@ -1,4 +1,4 @@
-"""Tests of a user's strategy, in one process: ``lightning_gnn.testing.conformance(MyStrategy())``."""
+"""Tests of a custom strategy in one process: ``lightning_gnn.testing.conformance(MyStrategy())``."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _NODES, _EDGES, _FEATURES, _CLASSES = 61, 240, 6, 4
 
 
 def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list[str]:
-    """Check that a strategy implements the interface of schemes and exchanges (docs/own-scheme.md), on threads of this process.
+    """Check that a strategy follows the contract of schemes and exchanges (docs/own-scheme.md), on threads of this process.
 
-    - Steps of models with sum and max aggregation, attention, a user's conv and batch norm have the loss, outputs, gradients and
-    metrics of one device. For a strategy with an approximation, they run without comparison.
-    - `start_expand` returns exactly the halo rows, and `start_reduce` is its transpose, for rows of any width. Several exchanges
-    may be pending, and waits may have any order.
-    - Sent rows are counted.
-    - The states of scheme and exchange are plain values, which ``torch.load(weights_only=True)`` can load.
+    - Steps equal a single device in loss, outputs, gradients and metrics, for models with sums, max aggregation, attention, a
+      custom conv and batch norm. With an approximate strategy, they run and are not compared.
+    - `start_expand` receives exactly the halo rows, and `start_reduce` is its transpose, for any row width. Several exchanges are
+      pending and complete in any order.
+    - Sent messages are counted.
+    - The states of scheme and exchange are plain values, which ``torch.load(weights_only=True)`` accepts.
 
-    A graph with hubs, isolated nodes and repeated edges is split into uneven parts; from three ranks on, one part is empty.
+    A graph with hubs, isolated nodes and duplicate edges is partitioned unevenly; with three or more ranks, one part is empty.
 
     Args:
         strategy: strategy with the arguments to test.
-        ranks: numbers of ranks. Numbers that the scheme's layout does not support are skipped.
+        ranks: numbers of ranks. Numbers that the scheme's layout does not support are omitted.
 
     Returns:
         Descriptions of the checks.
 
     Raises:
-        AssertionError: the strategy fails a check, or supports none of these numbers of ranks; the message has the place.
+        AssertionError: if the strategy differs, or supports none of these numbers of ranks; the message names the place.
     """
     done: list[str] = []
     for size in ranks:
@@ -74,7 +74,7 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
 
 
 def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Meeting, rank: int) -> None:
-    """Check the exchange on one rank."""
+    """Check the exchange; runs on each rank."""
     shard, world, meter = shards[rank], InProcessWorld(rank, meeting), Meter()
     exchange = strategy.scheme.exchange(shard, world, meter)
     ids = torch.from_numpy(shard.node_ids(rank))
@@ -101,7 +101,7 @@ def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Mee
 
 
 def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers: Tensor) -> Callable[[], None]:
-    """Start an expand or a reduce of rows that encode their node; returns a function that waits for it and checks the result."""
+    """Starts an expand or a reduce of rows with unique values; returns a function that waits for it and checks the result."""
     call, width = Call(f"layer {number % 2}", number // 2), 1 + number % 3
     rows = torch.arange(1.0, len(readers) + 1, dtype=torch.float64).view(-1, 1).repeat(1, width) * (number + 1)
     if number % 2 == 0:
@@ -125,7 +125,7 @@ def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers
 
 
 def _graph() -> Data:
-    """Returns a graph with hubs, isolated nodes, loops, repeated edges, and masks that are empty on some parts."""
+    """Returns a graph with hubs, isolated nodes, self-loops, duplicate edges, and masks that are empty on some parts."""
     draws = np.random.default_rng(3)
     source = draws.integers(0, _NODES - 6, _EDGES)  # the last nodes are isolated
     target = np.where(draws.random(_EDGES) < 0.2, 0, draws.integers(0, _NODES - 6, _EDGES))
@@ -136,7 +136,7 @@ def _graph() -> Data:
 
 
 def _part(size: int) -> NDArray[np.int64]:
-    """Returns the owner of each node: uneven parts; with three or more ranks, the last one is empty."""
+    """Returns the owner of each node: uneven parts; with three or more parts, the last is empty."""
     shares = np.arange(size, 0, -1.0)
     if size > 2:
         shares[-1] = 0
@@ -158,7 +158,7 @@ class _UsersConv(MessagePassing):
 
 
 class _UsersModel(BasicGNN):
-    """PyG's stack of convs, with the user's conv."""
+    """PyG's stack of convs, with a custom conv."""
 
     supports_edge_weight = supports_edge_attr = False
 
