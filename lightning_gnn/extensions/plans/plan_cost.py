@@ -121,7 +121,7 @@ class LinkLoad:
     Attributes:
         sender, receiver: devices.
         kinds: distinct kinds of the hops on the link, in order.
-        rows: number of rows in each stage, ``[S]``.
+        rows: number of rows in each stage, ``[K]``.
         seconds: time of the rows on the link's slowest hop without other traffic.
         busiest_hop: label of the link's busiest hop, including rows of other links.
         hop_seconds: time that this hop is busy in all stages.
