@@ -1,4 +1,4 @@
-"""Where a run is, and which of its exchanges one is: alike on all ranks."""
+"""Identifiers of steps and halo exchanges, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @dataclass(frozen=True)
 class Step:
-    """Where a run is.
+    """Position in a run.
 
     Attributes:
-        phase: what the step is for.
-        epoch: of the training, from 0.
-        number: steps of this phase before this one, since `fit`, `validate`, `test` or `predict` was called.
+        phase: phase of the step.
+        epoch: training epoch, from 0.
+        number: steps of this phase before this step, since the call of `fit`, `validate`, `test` or `predict`.
     """
 
     phase: Phase = "train"
@@ -27,19 +27,19 @@ class Step:
 
 
 def halo_exchange(layer: str, direction: str) -> str:
-    """Returns what the exchange of a layer's rows is called, in errors and by the watchdog."""
+    """Returns the name of a layer's halo exchange in errors and watchdog output."""
     return f"Halo exchange ({direction}) of layer '{layer}'"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One exchange of a step, the same on every rank and in every step that runs the same code.
+    """Identifier of one exchange of a step, equal on every rank and in every step that runs the same code.
 
     Attributes:
-        layer: whose rows travel: its name in the module.
-        index: how many exchanges the layer has begun in the forward passes of this step before this one.
-        direction: the pass that it belongs to; that of the backward has the index of its forward.
-        operation: how rows that meet at their owner become one.
+        layer: name of the layer in the module.
+        index: exchanges that the layer has started before this exchange in the forward passes of this step.
+        direction: pass of the exchange; a backward exchange has the index of its forward exchange.
+        operation: reduction of values at the owner.
     """
 
     layer: str
@@ -48,14 +48,14 @@ class Call:
     operation: Literal["sum", "max"] = "sum"
 
     def backward(self) -> Call:
-        """Returns the exchange of the backward pass."""
+        """Returns the identifier of the backward exchange."""
         return known_call(self.layer, self.index, "backward", self.operation)
 
     @cached_property
     def name(self) -> str:
-        """What it is called in errors and by the watchdog."""
+        """Name in errors and watchdog output."""
         return halo_exchange(self.layer, self.direction)
 
 
 known_call = lru_cache(maxsize=4096)(Call)
-"""Returns a call, the same object in every step."""
+"""Returns an exchange identifier, the same object in every step."""

@@ -1,4 +1,4 @@
-"""Bytes between ranks beside all else that they exchange, on a process group of its own.
+"""Exchange of bytes between ranks on a separate process group.
 
 n rows; ``...`` stands for any trailing dimensions.
 """
@@ -16,26 +16,29 @@ from lightning_gnn.comm.call import Direction
 from lightning_gnn.comm.group import World
 
 _HEAD = 16_384
-"""Bytes of the first message of each pair of ranks in :meth:`GroupChannel.start`. Gloo sends what the receiver has made room for:
-a longer rest costs another round trip, so that small messages should not have one; 16 kB take 0.1 ms at 1 Gbit/s."""
+"""Bytes of the first message of each pair of ranks in :meth:`GroupChannel.start`.
+
+Gloo sends data once the receiver has posted a buffer. A second message costs another round trip, so small messages should fit in
+the first. 16 kB take 0.1 ms at 1 Gbit/s.
+"""
 
 
 class GroupChannel:
-    """A process group of its own, for tensors on the CPU, beside everything else that ranks exchange.
+    """Separate process group for CPU tensors.
 
-    Calls come from any one thread of each rank; making and closing it is a call, too.
+    All calls, including the constructor and :meth:`close`, come from one thread at a time per rank.
 
     Args:
-        purpose: named in errors.
+        purpose: name of the operation in errors.
 
     Attributes:
-        bytes_received: from other ranks, but for what fills up short messages.
-        exchanges: how often ranks have waited for each other.
+        bytes_received: bytes from other ranks, without the padding of short messages.
+        exchanges: number of completed exchanges.
     """
 
     def __init__(self, world: World, purpose: str = "Sampling") -> None:
         self._world, self._purpose = world, purpose
-        # Gloo, also beside GPUs: what is wanted lies in host memory, and must not wait for a stream.
+        # Gloo, even with GPUs: the data is in host memory and must not wait for a stream.
         self._group = dist.new_group(timeout=world.group_timeout, backend="gloo")
         self.bytes_received = self.exchanges = 0
 
@@ -46,7 +49,7 @@ class GroupChannel:
         layer: str = "",
         direction: Direction = "forward",
     ) -> list[Tensor]:
-        """See :meth:`TransportChannel.exchange`; rows of unknown number may have any dtype."""
+        """See :meth:`TransportChannel.exchange`; with unknown row counts, tensors may have any dtype."""
         first = parts[0]
         sizes = torch.tensor([len(part) for part in parts])
         row_bytes = first.element_size() * first.shape[1:].numel()
@@ -65,17 +68,19 @@ class GroupChannel:
         return list(into.view(first.dtype).view(-1, *first.shape[1:]).split(arriving.tolist()))
 
     def start(self, sends: Mapping[int, Tensor], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
-        """Starts to send bytes to some ranks and to receive, from each of `senders`, as many as it sends. Others take no part.
+        """Starts to exchange bytes with some ranks; returns a function that waits for the bytes of `senders`.
+
+        Other ranks take no part. The receiver does not need the message lengths.
 
         Args:
-            sends: by rank, bytes for it, uint8 ``[n]``.
-            senders: ranks that send something here.
+            sends: bytes for each receiver, uint8 ``[n]``, by rank.
+            senders: ranks that send to this rank.
 
         Returns:
-            Waits, and returns the bytes by sender. Ranks wait before they start the next exchange.
+            Function that waits and returns the bytes by sender. Ranks wait before they start the next exchange.
 
         Raises:
-            CommunicationError: a rank does not answer; from the returned function, too.
+            CommunicationError: a rank does not answer. The returned function may raise it, too.
         """
         room = _HEAD - 8
         leaving: list[tuple[Any, Tensor]] = []
@@ -109,6 +114,6 @@ class GroupChannel:
         return wait
 
     def close(self) -> None:
-        """Ends the group; all ranks call it."""
+        """Destroy the group; all ranks call it."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)

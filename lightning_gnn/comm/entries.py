@@ -1,8 +1,9 @@
-"""Entries of the store, brought to machines that lack them: broadcast piece by piece, and checked as they arrive.
+"""Transfer of partitioned graphs to machines that lack them: broadcast in pieces, with verification on arrival.
 
-An entry is sent as a whole. Rows of all parts lie in one file per attribute, and any rank may ask for any of them (predictions in
-the original order, samples, clusters, the graph on one device), so a machine with some parts only would have an entry that looks
-complete and is not.
+A partition directory entry is sent as a whole. The rows of all ranks are in one file per attribute, and any rank may read any
+row:
+for predictions in the original order, samples, clusters, or the graph on one device. A machine with the files of some ranks only
+would have an entry that looks complete but is not.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ _WHAT = "The partitioned graph could not be brought to all machines"
 
 
 def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Returns once the machines of all ranks have an entry of the store; all ranks call it.
+    """Copy an entry of the partition directory to all machines that lack it; all ranks call it.
 
-    Rank 0 broadcasts it to the machines that lack it. Without effect where all see it, as on a shared file system.
+    Rank 0 broadcasts the entry. Without effect if all machines have the entry, for example on a shared file system.
 
     Args:
-        leads: whether this rank is the one that fetches and sends for its machine.
-        folder: of the entry on this machine, under the same name everywhere.
-        lock: lets one process at a time write what has that name.
+        leads: whether this rank sends and receives for its machine.
+        folder: folder of the entry on this machine, with the same name on all machines.
+        lock: context manager factory that serializes writers of the entry name.
 
     Raises:
-        StoreError: it could not be read or written, or has arrived altered; RuntimeError on the other ranks. Nothing of it is
-            kept. On all: a machine has another partition of the same graph, from an earlier run.
+        StoreError: the entry could not be read or written, or arrived corrupted; the other ranks raise RuntimeError. Nothing of
+            the
+            entry is kept. All ranks raise it if a machine has another partition of the same graph, from an earlier run.
     """
     with world.together(_WHAT):
         has = leads and (folder / "manifest.json").exists()
@@ -58,10 +60,9 @@ def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], 
 
 
 def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Sends the entry of rank 0 to those that lack it; the other ranks only wait with them, piece by piece.
+    """Broadcast the entry of rank 0 to the ranks in `lacking`; the other ranks only synchronize before each piece.
 
-    Before each piece all ranks tell each other whether they can go on, so none waits for one that has failed, nor longer than a
-    piece takes.
+    Before each piece, all ranks exchange their failures. No rank waits for a failed rank, or longer than a piece takes.
     """
     group = dist.new_group([0, *lacking], timeout=world.group_timeout, backend="gloo")
     with world.together(_WHAT):
@@ -70,14 +71,14 @@ def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callabl
     buffer, began, ended = torch.empty(_CHUNK, dtype=torch.uint8), time.monotonic(), False
 
     def go_on(failure: Exception | None = None) -> None:
-        """Raises on all ranks where one of them passes a failure."""
+        """Raises on all ranks if one rank passes a failure."""
         nonlocal ended
         ended = True
         raise_together(world, failure, _WHAT)
         ended = False
 
     def pieces(name: str, size: int) -> Iterator[memoryview]:
-        """Yields the bytes of a file; each piece is overwritten by the next."""
+        """Yields the bytes of a file in a buffer that the next piece overwrites."""
         for low in range(0, size, _CHUNK):
             piece = buffer[: min(_CHUNK, size - low)]
             if world.rank == 0:
@@ -114,7 +115,7 @@ def _read_text(folder: Path) -> bytes:
 
 
 def _read(file: Path, low: int, into: memoryview) -> None:
-    """Fills `into` with the bytes of a file from `low` on."""
+    """Fill `into` with the bytes of a file from offset `low`."""
     try:
         with file.open("rb") as opened:
             opened.seek(low)

@@ -1,10 +1,10 @@
-"""The exchange contract: S brings halo rows, its transpose adds what ranks hold for the rows of others at their owners.
+"""Interface of halo exchanges: S gathers halo rows, and its transpose adds values for halo rows at their owners.
 
 Source: DGCL (EuroSys'21), graph allgather (section 4.1) and its backward counterpart (section 6.2). :class:`HaloExchange` sends
-one direct message per pair of ranks, which is the paper's peer-to-peer baseline;
+one direct message per pair of ranks, which is the paper's peer-to-peer baseline.
 :class:`~lightning_gnn.extensions.plans.planned_exchange.PlannedExchange` follows a plan.
 
-N owned rows, H halo rows, P ranks; ``...`` stands for any trailing dimensions.
+N local nodes, H halo nodes, P ranks; ``...`` stands for any trailing dimensions.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from lightning_gnn.partition.shard import HaloPlan
 def count_messages(
     world: World, meter: Meter, call: Call, began: Moment, traffic: Traffic, wait: Callable[[], None]
 ) -> Callable[[], None]:
-    """Counts the messages of a call, which have been started; returns the function that waits for them.
+    """Returns a function that waits for started messages and records their traffic.
 
     Args:
-        world, meter: the ranks, and where traffic is counted.
-        call: counted under, and named in errors.
-        began: when packing the messages began.
-        traffic: what they send.
-        wait: waits for them.
+        world: ranks.
+        meter: traffic meter.
+        call: identifier of the exchange, for traffic and errors.
+        began: time at which packing the messages began.
+        traffic: traffic of the messages.
+        wait: function that waits for the messages.
 
     Raises:
         CommunicationError: from the returned function: a peer does not answer.
@@ -63,18 +64,18 @@ def start_messages(
     receives: Sequence[tuple[int, Tensor]],
     began: Moment,
 ) -> Callable[[], None]:
-    """Starts the messages of a call, and counts them; returns the function that waits for them."""
+    """Starts the messages of an exchange; returns a function that waits for the messages and records their traffic."""
     with world.watch.during(call.name, joint=False):
         traffic, wait = world.transport.traffic(sends), world.transport.start_each(sends, receives)
     return count_messages(world, meter, call, began, traffic, wait)
 
 
 class Triples:
-    """Entries of a matrix over all nodes, ids as in the relabelled graph.
+    """Entries of a matrix over all nodes, with the ids of the relabeled graph.
 
     Attributes:
-        row, col: int64 ``[E]``.
-        value: ``[E]``; None for ones.
+        row, col: ids, int64 ``[E]``.
+        value: values, ``[E]``; None for ones.
     """
 
     def __init__(self, row: Tensor, col: Tensor, value: Tensor | None) -> None:
@@ -89,14 +90,15 @@ class Triples:
 
 @dataclass(frozen=True)
 class Products:
-    """How layers compute over edges that several ranks hold.
+    """Matrices of layers whose edges are distributed over several ranks.
 
     Attributes:
-        matrix: makes the matrix by which a sum over edges is a product over ranks, of the entries of this rank's rows;
-            communicates.
-        spread: for edges that are attended over, or whose extremes are taken, returns what makes the same of them. It is given
-            the bytes that a step sends for a copy of a source's row, and for a target's partial result, as a scheme may choose
-            by their ratio who computes which edge. None where a rank computes its own nodes' edges.
+        matrix: function that makes the matrix of a sum over edges from the entries of this rank's rows. It communicates.
+        spread: function for edges with attention or max/min aggregation. It takes the bytes that a step sends for a copy of a
+            source's
+            row, and for a partial result of a target. It returns a function that makes the matrix; a scheme may assign edges to
+            ranks
+            by the ratio of the bytes. None if a rank computes the edges of its local nodes.
     """
 
     matrix: Callable[[Triples], Matrix]
@@ -104,27 +106,31 @@ class Products:
 
 
 class Exchange(ABC):
-    """S and its transpose for one rank: all rows that layers read of other ranks come by it, whatever layers compute.
+    """S and its transpose for one rank; layers receive all rows of other ranks through it.
 
-    A scheme has two methods, :meth:`start_expand` and :meth:`start_reduce`. Any number of exchanges may be under way, and be
-    waited for in any order; all ranks start them in the same order.
+    A scheme implements two methods, :meth:`start_expand` and :meth:`start_reduce`. Any number of exchanges may be in progress,
+    and
+    ranks may wait for them in any order. All ranks start them in the same order.
 
     Args:
-        num_owned, num_halo: N, H.
-        world: the ranks.
-        meter: where traffic is counted.
-        idle: this rank neither sends nor receives anything, on behalf of others included.
+        num_owned: number of local nodes, N.
+        num_halo: number of halo nodes, H.
+        world: ranks.
+        meter: traffic meter.
+        idle: whether this rank sends and receives nothing, including relayed messages.
 
     Attributes:
-        own_lengths: where a rank holds rows of others too: by the length of a tensor with one entry per row or edge, how many
-            are this rank's own. These come first, and they alone count in sums over ranks.
-        most_propagations: how often rows may travel along edges in a step; None for any number.
-        products: of edges that several ranks hold; None where a rank computes all edges of its own nodes.
-        present: which halo rows come in this step, bool ``[H]``; None for all. Layers leave the edges of the others out, whose
-            rows are 0, and multiply the sums of those that come by `scale`.
-        in_stages: sends more while it is waited for, so that no other exchange of the same call may be started before.
-        one_way: no gradients come back for rows that were read. What a layer makes of its input before it exchanges would learn
-            nothing of its readers, so layers exchange first.
+        own_lengths: number of this rank's own rows, by the length of a tensor with one entry per row or edge, if a rank also has
+            rows
+            of other ranks. Own rows come first, and only they count in sums over ranks.
+        most_propagations: maximum number of propagations along edges in a step; None for no limit.
+        products: matrices of edges that several ranks hold; None if a rank computes all edges of its local nodes.
+        present: mask of the halo rows received in this step, bool ``[H]``; None for all. Absent rows are 0 and layers leave out
+            their
+            edges. Layers multiply the sums of the other rows by `scale`.
+        in_stages: whether waiting sends further messages. No other exchange of the same id may start before it is complete.
+        one_way: whether halo rows carry no gradient. A transformation of the input before the exchange would get no gradient from
+            other ranks, so layers exchange first.
     """
 
     present: Tensor | None = None
@@ -140,64 +146,66 @@ class Exchange(ABC):
         self.products: Products | None = None
 
     def with_products(self, products: Products) -> Self:
-        """Returns this exchange for layers whose edges several ranks hold."""
+        """Returns this exchange with matrices for layers whose edges several ranks hold."""
         self.products = products
         return self
 
-    # What a scheme is #########################################################
+    # Methods of a scheme #########################################################
 
     @abstractmethod
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        """Starts S: sends rows that others read, and receives into `halo`; returns the function that waits.
+        """Starts S: sends local rows and receives into `halo`; returns a function that waits for both.
 
         Args:
-            x: owned rows, ``[N, ...]``, contiguous; unchanged until the returned function has returned.
-            halo: receives the halo rows in place, ``[H, ...]``, contiguous.
-            call: which exchange of the step this is.
+            x: local rows, ``[N, ...]``, contiguous. It must not change before the returned function has returned.
+            halo: receive buffer of the halo rows, ``[H, ...]``, contiguous.
+            call: identifier of the exchange.
         """
 
     @abstractmethod
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Starts S^T: sends what this rank has for halo rows to their owners; returns the function that waits.
+        """Starts S^T: sends values for halo rows to their owners; returns a function that waits and reduces.
 
         Args:
-            halo: ``[H, ...]``, contiguous; unchanged until the returned function has returned.
-            call: which exchange of the step this is.
+            halo: values for halo rows, ``[H, ...]``, contiguous. It must not change before the returned function has returned.
+            call: identifier of the exchange.
 
         Returns:
-            ``finish(own)``: adds what arrives to ``own`` ``[N, ...]`` in place, or takes the maximum, as ``call.operation``
-            has it; in an order that does not depend on timing.
+            ``finish(own)``: function that adds received values to ``own`` ``[N, ...]`` in place, or takes the maximum, depending
+            on
+                ``call.operation``. The order does not depend on timing.
         """
 
     def begin_step(self, step: Step) -> None:  # noqa: B027 (most need not know)
-        """Is told which step begins, before anything of it travels."""
+        """Hook called at the start of a step, before its first message."""
 
     def drain(self) -> None:  # noqa: B027
-        """Waits for all that is under way: before evaluation and checkpoints, and at the end of a run."""
+        """Wait for all messages in progress: before evaluation and checkpoints, and at the end of a run."""
 
     @property
     def approximate(self) -> bool:
-        """Whether rows may be approximate now: in training, but not in its last epoch, nor for what is kept."""
+        """Whether rows may be approximate now: in training except its last epoch, and not for stored results."""
         return self.world.transport.approximate
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of this rank's exchange: plain values and tensors."""
+        """Returns the state of this rank's exchange for a checkpoint: plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Takes what :meth:`state_dict` gave on this rank of a run of as many ranks."""
+        """Restore the result of :meth:`state_dict` of this rank, from a run with the same number of ranks."""
 
-    # What layers use ##########################################################
+    # Methods for layers ##########################################################
 
     def expand(self, x: Tensor, layer: str, dim: int = 0) -> Tensor:
-        """Returns S x, differentiable: owned rows first, halo rows after them.
+        """Returns S x, differentiable: local rows, then halo rows.
 
         Args:
-            x: ``[N, ...]``, or with the nodes along `dim`.
-            layer: named in errors and counted under.
+            x: local rows, ``[N, ...]``, or with the nodes along `dim`.
+            layer: name for errors and traffic.
+            dim: dimension of the nodes.
 
         Returns:
-            ``[N + H, ...]``, or longer along `dim`.
+            ``[N + H, ...]``, or with N + H entries along `dim`.
         """
         call = self.world.call(layer)
         if self.idle:
@@ -207,7 +215,7 @@ class Exchange(ABC):
         return _Expanded.apply(x, self, call)
 
     def expand_all(self, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-        """Returns S x of several tensors of one dtype, as :meth:`expand` does, in the messages of one: side by side."""
+        """Returns S x of several tensors of one dtype, see :meth:`expand`, in one exchange."""
         if len(tensors) == 1 or self.idle:
             return [self.expand(x, layer) for x in tensors]
         widths = [x.shape[1:].numel() for x in tensors]
@@ -215,11 +223,11 @@ class Exchange(ABC):
         return [part.contiguous().view(len(rows), *x.shape[1:]) for part, x in zip(rows.split(widths, dim=1), tensors)]
 
     def reduce(self, x: Tensor, layer: str) -> Tensor:
-        """Returns S^T x, differentiable: each owned row plus what other ranks hold for it in their halo rows.
+        """Returns S^T x, differentiable: local rows plus the values of other ranks for them.
 
         Args:
-            x: ``[N + H, ...]``, owned rows first.
-            layer: named in errors and counted under.
+            x: ``[N + H, ...]``, local rows first.
+            layer: name for errors and traffic.
 
         Returns:
             ``[N, ...]``.
@@ -228,11 +236,11 @@ class Exchange(ABC):
         return x if self.idle else _Reduced.apply(x, self, call)
 
     def reduce_max(self, x: Tensor, layer: str) -> Tensor:
-        """Returns the largest of each owned row and of what other ranks hold for it, ``[N, ...]``; not differentiable.
+        """Returns the maximum of local rows and the values of other ranks for them, ``[N, ...]``; not differentiable.
 
         Args:
-            x: ``[N + H, ...]``, owned rows first; minus infinity for nothing.
-            layer: named in errors and counted under.
+            x: ``[N + H, ...]``, local rows first; minus infinity for no value.
+            layer: name for errors and traffic.
         """
         call = self.world.call(layer)
         if self.idle:
@@ -247,26 +255,29 @@ class Exchange(ABC):
         """Returns the elementwise maximum of equal-shaped tensors of all ranks, on every rank; errors name `operation`."""
         return self.world.all_gather(x, operation).amax(0)
 
-    # What schemes use #########################################################
+    # Methods for schemes #########################################################
 
     def now(self, call: Call) -> Moment:
-        """Returns this moment, of the host and of its device, at which the packing of a call's rows begins: see :meth:`send`."""
+        """Returns the current time on host and device, at which packing the rows of an exchange begins; see :meth:`send`."""
         return Moment.now(self.world.device, "send", call.layer, call.direction)
 
     def send(
         self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
-        """Starts one message to and from every peer that has rows to exchange, and counts it; returns the function that waits.
+        """Starts one message to and from every peer with rows to exchange; returns a function that waits and records traffic.
 
         Args:
-            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order; both are left alone until
-                the returned function has returned.
-            out_counts, into_counts: rows for and from each rank, ``[P]``.
-            call: counted under, and named in errors.
-            began: when packing them began, see :meth:`now`.
+            out: send buffer, contiguous, rows in rank order. It must not change before the returned function has returned.
+            out_counts: rows for each rank, ``[P]``.
+            into: receive buffer, contiguous, of the dtype of `out`, rows in rank order. Not to be used before the returned
+                function has
+                returned.
+            into_counts: rows from each rank, ``[P]``.
+            call: identifier of the exchange, for traffic and errors.
+            began: time at which packing began, see :meth:`now`.
 
         Raises:
-            CommunicationError: from the returned function too: a peer does not answer.
+            CommunicationError: a peer does not answer. The returned function may raise it, too.
         """
         transport = self.world.transport
         with self.world.watch.during(call.name, joint=False):
@@ -276,7 +287,7 @@ class Exchange(ABC):
 
 
 class Matrix(ABC):
-    """One rank's part of a matrix over all nodes, ``[n, n]``, and of its transpose."""
+    """One rank's block of a matrix over all nodes, ``[n, n]``, and of its transpose."""
 
     @abstractmethod
     def multiply(self, x: Tensor, call: Call) -> Tensor:
@@ -284,20 +295,20 @@ class Matrix(ABC):
 
         Args:
             x: this rank's rows, ``[N, F]``, contiguous.
-            call: which one of the step; in the backward pass, it is multiplied with the transpose.
+            call: identifier of the exchange. In the backward pass, the matrix is transposed.
         """
 
     @property
     def exchanges(self) -> Sequence[Exchange]:
-        """Those by which rows travel."""
+        """Exchanges that the product uses."""
         return ()
 
 
 class HaloExchange(Exchange):
-    """Moves rows directly between the owner of a node and the ranks whose edges read it.
+    """Exchange by direct messages between the owner of a node and the ranks whose edges start at it.
 
     Args:
-        plan: which rows go to whom.
+        plan: send indices and receive counts.
         world, meter: see :class:`Exchange`.
     """
 
@@ -318,7 +329,7 @@ class HaloExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        """Peer after peer: the rows of one are distinct, so no two additions meet, the paper's non-atomic backward."""
+        """See :class:`Exchange`. Peers are added one by one, with distinct rows each: the paper's non-atomic backward."""
         began = self.now(call)
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
@@ -331,7 +342,7 @@ class HaloExchange(Exchange):
         return finish
 
     def add_arrived(self, own: Tensor, arrived: Tensor, call: Call) -> None:
-        """Adds what other ranks have for this rank's rows, in the order of :attr:`send_rows`, or takes the maximum; in place."""
+        """Add values of other ranks to local rows in place, in the order of :attr:`send_rows`, or take the maximum."""
         for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
             if len(rows) and call.operation == "sum":
                 add_rows(own, rows, values)
@@ -340,7 +351,7 @@ class HaloExchange(Exchange):
 
 
 class _Expanded(torch.autograd.Function):
-    """S as a concatenation, ``[N, ...]`` to ``[N + H, ...]``, for code that indexes owned and halo rows alike."""
+    """S as a concatenation, ``[N, ...]`` to ``[N + H, ...]``, for code that indexes local and halo rows together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, call: Call) -> Tensor:

@@ -1,4 +1,4 @@
-"""Process groups: made, used for small control messages, and ended here. Only ``comm/`` imports torch.distributed."""
+"""Process groups and small control messages. Only ``comm/`` imports torch.distributed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from lightning_gnn.registry import over_transport
 
 T = TypeVar("T")
 
-# One rendezvous store per process and address. It outlives the groups made over it, each under a prefix of its own:
-# a rank that is already in its next `fit` then never meets a store that rank 0 is about to close.
+# One rendezvous store per process and address. It outlives the groups, each of which has its own prefix. A rank in its next `fit`
+# therefore never uses a store that rank 0 is about to close.
 _stores: dict[tuple[str, str, int], dist.Store] = {}
 _groups_made: Counter[tuple[str, str, int]] = Counter()
 _waits: Counter[tuple[str, str, int]] = Counter()
@@ -38,7 +38,7 @@ _waits: Counter[tuple[str, str, int]] = Counter()
 
 @contextmanager
 def no_process_group() -> Iterator[None]:
-    """Makes this process look as if it were alone: collectives raise at once where they would wait for other ranks."""
+    """Context manager that hides the process group: collectives raise at once instead of waiting for other ranks."""
     before = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
     try:
@@ -48,22 +48,22 @@ def no_process_group() -> Iterator[None]:
 
 
 def available_backends() -> dict[str, bool]:
-    """Returns by name which of torch's backends this installation has."""
+    """Returns the availability of each torch backend by name."""
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
 def num_ranks() -> int:
-    """Returns how many ranks torch knows of: 1 where no process group has been made."""
+    """Returns the number of ranks of the default process group: 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def next_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Returns the store by which the next process group of these ranks is made; all call it equally often.
+    """Returns the store for the next process group of these ranks; all ranks call it equally often.
 
-    A rank that takes the place of a lost one calls it for the group that the others have made already.
+    A rank that replaces a lost rank calls it for the group that the other ranks have already made.
 
     Raises:
-        RuntimeError: the ranks cannot meet in time.
+        RuntimeError: the rendezvous timed out.
     """
     key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], size)
     if key not in _stores:
@@ -73,13 +73,13 @@ def next_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         except Exception as error:
             raise RuntimeError(_why_not_met(error, rank, size, key, time.monotonic() - began)) from error
     _groups_made[key] += 1
-    # torchrun keeps its store when it starts the ranks again, and with it the addresses of the ranks that ended.
+    # torchrun keeps its store when it restarts the ranks, and with it the addresses of the ended ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
 
 
 def _why_not_met(error: Exception, rank: int, size: int, key: tuple[str, str, int], waited_s: float) -> str:
-    """Returns why a rank has not met the others, in words."""
+    """Returns an error message for a failed rendezvous."""
     place = f"{key[0]}:{key[1]}"
     if rank == 0 and "EADDRINUSE" in str(error):
         return (
@@ -94,7 +94,7 @@ def _why_not_met(error: Exception, rank: int, size: int, key: tuple[str, str, in
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-    """Waits for all ranks of a group that is being made; raises CommunicationError if some do not come in time."""
+    """Wait for all ranks of a new group; raises CommunicationError if ranks are missing after the timeout."""
     try:
         meet(store, rank, size, machine_key())
     except dist.DistStoreError:
@@ -107,12 +107,12 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
 
 
 def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
-    """Returns when all ranks have called it, where no process group is there any more: ranks of this process's last run.
+    """Wait until all ranks of this process's last run have called it; needs no process group.
 
-    Without effect in a process that was no rank, as one that has started ranks for a call.
+    Without effect in a process that was not a rank, for example a process that started ranks.
 
     Raises:
-        RuntimeError: not all have come in time, or rank 0, which keeps the store, has ended.
+        RuntimeError: the wait timed out, or rank 0, which keeps the store, has ended.
     """
     key = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), size)
     if key not in _stores:
@@ -120,7 +120,7 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
     _waits[key] += 1
     store = dist.PrefixStore(f"lightning_gnn/waits/{_waits[key]}", _stores[key])
     try:
-        # Twice, so that rank 0 leaves with its store when no other asks for anything any more.
+        # Two phases: rank 0 ends its store only when no other rank uses it any more.
         for name in ("come", "gone"):
             if store.add(name, 1) == size:
                 store.set(f"all {name}", "")
@@ -131,35 +131,36 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
 
 
 def is_about_peers(error: BaseException) -> bool:
-    """Returns whether an error only says that other ranks are gone or late."""
+    """Returns whether an error only reports that other ranks are gone or late."""
     if isinstance(error, (CommunicationError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "TCPStore"))
 
 
 class World:
-    """All ranks of a run: the default process group (for Lightning and torchmetrics) and one of our own for graph traffic.
+    """All ranks of a run: the default process group (for Lightning and torchmetrics) and a separate group for graph traffic.
 
     Args:
-        rank, size: this process's global rank and the number of ranks.
-        device: where this rank computes; decides the backend, see :func:`~lightning_gnn.devices.backend_of`.
-        timeout: after this long, a wait for another rank is an error; process groups wait a little longer.
-        shared_memory: let CPU ranks of one machine talk through shared memory.
+        rank: global rank of this process.
+        size: number of ranks.
+        device: device of this rank; selects the backend, see :func:`~lightning_gnn.devices.backend_of`.
+        timeout: maximum wait for another rank; process groups have a slightly longer timeout.
+        shared_memory: whether CPU ranks of one machine communicate through shared memory.
 
     Attributes:
-        step: where the run is.
-        calls: exchanges that each layer has begun in this step, by its name.
+        step: current step.
+        calls: number of exchanges that each layer has started in this step, by layer name.
 
     Raises:
-        RuntimeError: when a process group of another size exists already, or the ranks cannot meet in time.
+        RuntimeError: a process group of another size exists already, or the rendezvous timed out.
     """
 
     collectives_s = 0.0
-    """Seconds that this rank has spent in sums and gatherings until now, waiting included."""
+    """Seconds that this rank has spent in all-reduce and all-gather operations so far, including waits."""
     stand_ins = False
-    """Ranks are threads of one process, which stand for ranks on any machines."""
+    """Whether ranks are threads of one process that simulate ranks on any machines."""
     buffers = Buffers
-    """Makes memory, on a device, for what an exchange receives."""
+    """Factory of receive buffer pools on a device."""
     _watchdog = Watchdog
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True) -> None:
@@ -187,11 +188,11 @@ class World:
                     device_id=device if self.backend != "gloo" else None,
                 )
         self.graph_group = self._new_group(self.backend)
-        # Of the CPU: what hosts ask each other waits for no device.
+        # On the CPU: control messages do not wait for a device.
         self.host_group = self._new_group("gloo") if self.backend != "gloo" else None
         if size > 1 and self.backend != "gloo":
-            # Connected by an operation of all ranks: the first exchange may have none for some. A default group of the user's
-            # was perhaps made without a device_id, and then NCCL connects when something is sent.
+            # A collective connects all ranks; some ranks may have no messages in the first exchange. A user's default group may
+            # have no device_id, and NCCL then connects at the first message.
             dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
         if size > 1:
             shared: Any = default_store(dist)()
@@ -215,8 +216,7 @@ class World:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What each rank does by itself while it is open has failed on all ranks if it fails on one: they would wait for each
-        other."""
+        """Context manager that raises on all ranks if its body fails on one, because the other ranks would wait."""
         failure: Exception | None = None
         try:
             yield
@@ -225,32 +225,32 @@ class World:
         raise_together(self, failure, what)
 
     def begin_step(self, step: Step) -> None:
-        """Notes that another step begins; calls are numbered anew."""
+        """Start another step and reset the numbering of exchanges."""
         self.step = step
         self.calls.clear()
 
     def call(self, layer: str) -> Call:
-        """Returns the next call of a layer in this step, of the forward pass."""
+        """Returns the identifier of the next forward exchange of a layer in this step."""
         self.calls[layer] += 1
         return known_call(layer, self.calls[layer] - 1)
 
     @property
     def connected(self) -> bool:
-        """Whether other ranks can be asked here: not inside :func:`no_process_group`."""
+        """Whether collectives are available: not inside :func:`no_process_group`."""
         return dist.is_initialized()
 
     @property
     def everyone(self) -> Any:
-        """The process group of all ranks, as torch knows it."""
+        """Default process group of all ranks."""
         return dist.group.WORLD
 
     def ranks_here(self) -> list[int]:
-        """Returns the ranks of this machine, this one among them; all ranks call it."""
+        """Returns the ranks of this machine, including this rank; all ranks call it."""
         hosts = self.all_gather_object(machine_key() or socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def wrap_transport(self, wrapper: Callable[[Transport], Transport]) -> None:
-        """Has rows travel by what `wrapper` makes of the transport."""
+        """Replace the transport of rows by ``wrapper(transport)``."""
         self.transport = wrapper(self.transport)
 
     def _beside_others(self) -> AbstractContextManager[None]:
@@ -258,7 +258,7 @@ class World:
 
     @property
     def group_timeout(self) -> timedelta:
-        """For process groups: the watchdog has spoken by then."""
+        """Timeout of process groups, longer than the deadline of the watchdog."""
         return self.timeout + timedelta(seconds=GROUP_MARGIN_S)
 
     def _new_group(self, backend: str) -> Any:
@@ -266,7 +266,7 @@ class World:
             return dist.new_group(timeout=self.group_timeout, backend=backend)
 
     def _group_of(self, tensor: Tensor) -> Any:
-        """Returns the group that carries such tensors: on devices, tensors of the CPU have one of their own; None for default."""
+        """Returns the group for a tensor: CPU tensors of runs on devices have their own; None for the default group."""
         return self.host_group if tensor.device.type == "cpu" else None
 
     def _store(self) -> dist.Store:
@@ -274,32 +274,32 @@ class World:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that this rank has waited for others until now; None on devices, whose queues wait."""
+        """Seconds that this rank has waited for other ranks so far; None on devices, where streams wait."""
         if self.backend != "gloo":
             return None
         return self._waited_s + self._ranks.waited_s + (0.0 if self._memory is None else self._memory.waited_s)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Counts a collective of torch's, in which ranks mostly wait."""
+        """Context manager that counts the time of a torch collective as waiting."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
 
     @contextmanager
     def all_take_part(self, operation: str) -> Iterator[None]:
-        """An operation of all ranks, in the order in which they all come to it; counts its time."""
+        """Context manager of a collective operation that all ranks run in the same order; counts its time."""
         began = time.perf_counter()
         with self.watch.during(operation, RuntimeError, joint=True), span(operation):
             yield
         self.collectives_s += time.perf_counter() - began
 
     def all_reduce_(self, tensor: Tensor, operation: str = "Sum over ranks") -> Tensor:
-        """Sums `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
+        """Sum `tensor` over all ranks in place; the result is bit-identical on every rank. Errors name `operation`."""
         if self.size > 1:
             with self.all_take_part(operation):
                 if self._ranks.all_local:
-                    # In rank order, so that all ranks round alike.
+                    # In rank order, so that all ranks round equally.
                     parts = self._ranks.gather(tensor)
                     total = parts[0].clone()
                     for part in parts[1:]:
@@ -311,10 +311,11 @@ class World:
         return tensor
 
     def start_all_reduce_(self, tensor: Tensor, operation: str) -> Callable[[], Any]:
-        """Starts to sum `tensor` over all ranks in place; returns the function that waits.
+        """Starts to sum `tensor` over all ranks in place; returns a function that waits.
 
-        It travels beside other messages, on a group of its own. Between ranks of one machine, where copying is the work, it
-        does when it is waited for.
+        The all-reduce uses a separate group and overlaps with other messages. Between ranks of one machine, where copying is the
+        work,
+        the sum is computed in the wait.
         """
         if self.gradient_group is None:
             return partial(self.all_reduce_, tensor, operation)
@@ -329,7 +330,7 @@ class World:
         return wait
 
     def all_gather(self, tensor: Tensor, operation: str = "Gathering from all ranks") -> Tensor:
-        """Returns ``[P, *shape]``: the tensors of equal shape of all ranks, stacked in rank order, on every rank."""
+        """Returns the equal-shaped tensors of all ranks in rank order, ``[P, *shape]``, on every rank."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         with self.all_take_part(operation):
@@ -341,10 +342,10 @@ class World:
             return out
 
     def to_host(self, tensor: Tensor, operation: str) -> Tensor:
-        """Returns a tensor on the CPU, once its device has come to it; errors name `operation`, whose result it is.
+        """Returns a copy of a tensor on the CPU, once its device has computed it; errors name `operation`.
 
         Raises:
-            CommunicationError: the device has not come to it in time: it waits for other ranks.
+            CommunicationError: the device has not computed it before the timeout, because it waits for other ranks.
         """
         if tensor.device.type == "cpu":
             return tensor
@@ -352,10 +353,10 @@ class World:
             return copy_to_host(tensor, self.timeout.total_seconds())
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Returns ``[sum(counts), ...]``: the rows of all ranks in rank order, on every rank; rank r brings ``counts[r]``."""
+        """Returns the rows of all ranks in rank order, ``[sum(counts), ...]``, on every rank; rank r has ``counts[r]``."""
         if self.size == 1:
             return rows
-        # Bytes, since backends do not carry every dtype; a broadcast per rank, since counts differ.
+        # As bytes, because backends do not support every dtype. One broadcast per rank, because counts differ.
         out = rows.new_empty((sum(counts), *rows.shape[1:]))
         for source, piece in enumerate(out.split(list(counts))):
             if source == self.rank:
@@ -366,7 +367,7 @@ class World:
         return out
 
     def scatter_object(self, values: Sequence[T] | None, source: int = 0) -> T:
-        """Returns this rank's of the picklable values that `source` has for all ranks; the others pass None."""
+        """Returns this rank's entry of the picklable values that `source` passes for all ranks; the other ranks pass None."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -385,7 +386,7 @@ class World:
         return values
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Returns `source`'s value on every rank."""
+        """Returns the value of `source` on every rank."""
         if self.size == 1:
             return value
         values: list[Any] = [value]
@@ -394,7 +395,7 @@ class World:
         return values[0]
 
     def told_by_rank_0(self, own: bool, operation: str) -> bool:
-        """Returns rank 0's, by the call that Lightning makes on the default group when it is asked to end."""
+        """Returns the value of rank 0, by the broadcast on the default group that Lightning uses to stop a run."""
         told = torch.tensor([own], dtype=torch.int64, device=self.device)
         with self.all_take_part(operation), self.watch.waiting(0 if self.rank else None):
             request = dist.broadcast(told, 0, async_op=True)
@@ -410,12 +411,12 @@ class World:
         return bool(self.to_host(told, operation))
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Overwrites `tensors` with those of `source`, on every rank."""
+        """Overwrite `tensors` with the tensors of `source`, on every rank."""
         if self.size == 1:
             return
         with self.all_take_part(f"Tensors of rank {source}"):
             for tensor in tensors:
-                # Bytes again: integer and bool buffers travel too.
+                # As bytes: integer and bool buffers are sent, too.
                 flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
                 if flat.numel():
                     dist.broadcast(flat, source, group=self._group_of(flat))
@@ -428,7 +429,7 @@ class World:
                 dist.barrier(group=self.host_group)
 
     def close(self) -> None:
-        """Ends the groups that this object made; a default group that was there before stays."""
+        """Destroy the groups that this object made; a default group that existed before stays."""
         if self.closed:
             return
         self.closed = True
@@ -441,13 +442,13 @@ class World:
             for group in (self.graph_group, self.gradient_group, self.host_group):
                 if group is not None:
                     dist.destroy_process_group(group)
-        # The threads of a group end with the last reference, and tensors that users keep lead here.
+        # The threads of a group end with its last reference, and tensors of the user may refer to this object.
         self._ranks.close()
         self.graph_group = self.gradient_group = self.host_group = None
 
 
 def raise_together(world: World, failure: Exception | None, what: str) -> None:
-    """Raises on all ranks where one has a failure: they would wait for each other."""
+    """Raises on all ranks if one rank has a failure, because the other ranks would wait."""
     failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

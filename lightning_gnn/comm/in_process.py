@@ -1,6 +1,6 @@
-"""Ranks as threads of one process, one at a time: a rank runs until it must wait for another.
+"""Ranks as threads of one process: one runs at a time, until it must wait for another.
 
-Any scheme runs on it unchanged, without process groups, which is how the self-check tries a model out.
+All schemes run on it unchanged, without process groups. The self-check uses it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Gives python's, numpy's and torch's random streams back as they were."""
+    """Context manager that restores the random states of Python, numpy and torch."""
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (what users draw from)
     try:
         yield
@@ -40,16 +40,15 @@ def kept_random_state() -> Iterator[None]:
 
 
 class Meeting:
-    """Where threads that stand for ranks leave messages for each other.
+    """Mailboxes and scheduler of threads that simulate ranks.
 
-    Only the thread that has the turn runs, so code that knows nothing of threads is safe, and each rank keeps random
-    streams of its own across its waits.
+    One thread runs at a time, so code that is not thread-safe is safe. Each rank keeps its own random state across waits.
 
     Args:
         size: number of ranks.
 
     Attributes:
-        observer: called with each message and its sender, in the sender's thread.
+        observer: function called with the sender and each message, in the sender's thread.
     """
 
     observer: Callable[[int, Any], None] | None = None
@@ -62,7 +61,7 @@ class Meeting:
         self._alive = set(range(size))
 
     def run(self, work: Callable[[int], T]) -> list[T | BaseException]:
-        """Returns what ``work(rank)`` returns or raises on each rank, each in a thread of its own."""
+        """Returns the result or exception of ``work(rank)`` for each rank, each in its own thread."""
         results: list[Any] = [None] * self.size
 
         def one(rank: int) -> None:
@@ -84,17 +83,17 @@ class Meeting:
         return results
 
     def post(self, sender: int, receiver: int, value: Any) -> None:
-        """Leaves `value` for `receiver`."""
+        """Store `value` for `receiver`."""
         if self.observer is not None:
             self.observer(sender, value)
         self._mail[sender, receiver].append(value)
         self._turn.notify_all()
 
     def take(self, receiver: int, sender: int) -> Any:
-        """Returns the next value that `sender` has left; gives the turn away until it is there.
+        """Returns the next value of `sender`; other threads run until it is there.
 
         Raises:
-            PeerError: it will never be there, as `sender` has ended or all ranks wait.
+            PeerError: no value will arrive, because `sender` has ended or all ranks wait.
         """
         mail = self._mail[sender, receiver]
         if mail:
@@ -118,11 +117,12 @@ class Meeting:
 
 
 class InProcessTransport(Transport):
-    """:class:`~lightning_gnn.comm.transport.ProcessTransport` between the threads of a meeting.
+    """:class:`~lightning_gnn.comm.transport.ProcessTransport` between the threads of a :class:`Meeting`.
 
     Attributes:
-        most_bytes: that have gone out and come in at once. A transport between processes keeps about as much memory: each
-            rank has two buffers, for the most that it sends, be it rows or gradients of what it received.
+        most_bytes: maximum of bytes sent and received by one call. A transport between processes allocates about as much: each
+            rank has
+            two buffers for the most that it sends, either rows or gradients of received rows.
     """
 
     all_local, device = True, torch.device("cpu")
@@ -157,7 +157,7 @@ class InProcessTransport(Transport):
         return lambda: {peer: wait() for peer, wait in waits.items()}
 
     def _expect(self, peer: int, into: Receive | None = None) -> Callable[[], Any]:
-        """Says where the next message of `peer` goes that is not expected yet; returns what waits for it and returns it."""
+        """Registers a receiver for the next unclaimed message of `peer`; returns a function that waits for the message."""
         found: list[Any] = []
 
         def accept() -> None:
@@ -173,14 +173,14 @@ class InProcessTransport(Transport):
         self._expected[peer].append(accept)
 
         def wait() -> Any:
-            while not found:  # messages of a peer come in the order in which they are expected
+            while not found:  # messages of a peer arrive in the order of registration
                 self._expected[peer].popleft()()
             return found[0]
 
         return wait
 
     def take(self, peer: int) -> Any:
-        """Returns the next value of `peer` that is not expected yet."""
+        """Returns the next unclaimed value of `peer`."""
         return self._expect(peer)()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -197,7 +197,7 @@ class InProcessTransport(Transport):
 
 
 def _check(found: Any, into: Tensor, peer: int) -> None:
-    """Raises PeerError unless `found` is what is expected."""
+    """Raises PeerError unless `found` has the shape and dtype of `into`."""
     if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:
         what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
         text = f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere"
@@ -205,26 +205,26 @@ def _check(found: Any, into: Tensor, peer: int) -> None:
 
 
 def _check_varied(found: Any, into: UpTo, peer: int) -> None:
-    """Raises PeerError unless `found` are bytes, and not too many."""
+    """Raises PeerError unless `found` is a uint8 tensor of at most ``into.most_bytes`` bytes."""
     if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.numel() > into.most_bytes:
         what = f"{found.nbytes} bytes of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
         raise PeerError(peer, f"rank {peer} sent {what} where {into.most_bytes} bytes at most were expected, and is elsewhere")
 
 
 class InProcessWorld(World):
-    """A :class:`World` whose ranks are threads of one process; has what exchanges use.
+    """:class:`World` whose ranks are threads of one process; has the members that exchanges use.
 
     Args:
-        rank: this thread's.
-        meeting: shared by all of them.
+        rank: rank of this thread.
+        meeting: mailboxes, shared by all ranks.
     """
 
     stand_ins = True
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self.device = rank, meeting.size, torch.device("cpu")
-        self.timeout = timedelta(seconds=0)  # waits end by themselves: see Meeting.take
-        self.watch = Watchdog(rank, meeting.size, 0.0)  # is not started
+        self.timeout = timedelta(seconds=0)  # waits end without a timeout: see Meeting.take
+        self.watch = Watchdog(rank, meeting.size, 0.0)  # not started
         self._ranks: Any = InProcessTransport(rank, meeting)
         self.transport = over_transport(self._ranks)
         self.gradient_group = None
@@ -239,7 +239,7 @@ class InProcessWorld(World):
     @override
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns the rows of all ranks in rank order."""
-        return torch.cat(self.all_gather_object(rows.clone()))  # the sender may change its rows before others take them
+        return torch.cat(self.all_gather_object(rows.clone()))  # the sender may change its rows before others read them
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all ranks in rank order."""
@@ -250,7 +250,7 @@ class InProcessWorld(World):
 
     @override
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Returns the source's value on every rank."""
+        """Returns the value of `source` on every rank."""
         if self.rank != source:
             return self._ranks.take(source)
         for peer in range(self.size):

@@ -1,6 +1,6 @@
-"""What this machine listens on for other ranks: the address that was given, never all addresses without need.
+"""Sockets and interfaces on which this machine listens: the given address, and all addresses only if necessary.
 
-Neither torch's store nor gloo knows passwords: who reaches their ports can take part (docs/security.md).
+Neither torch's store nor gloo uses passwords: any process that reaches their ports can take part (docs/security.md).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch.distributed as dist
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 LISTENER_VARIABLE = "LIGHTNING_GNN_LISTENER"
-"""Environment of rank 0: the number of a socket, open in it, that listens where ranks meet."""
+"""Environment variable of rank 0: file descriptor of an open socket that listens at the rendezvous address."""
 
 _held: dict[int, socket.socket] = {}  # of this process, by port
 
 
 def listen_for_ranks(address: str, port: int, size: int) -> socket.socket | None:
-    """Returns a socket that listens where ranks will meet, for rank 0 to :func:`hold`: no other process can take the port then.
+    """Returns a socket that listens at the rendezvous address, for :func:`hold` of rank 0; it reserves the port.
 
     Args:
-        address: of this machine.
-        port: 0 for one that is free.
-        size: how many ranks may connect at once.
+        address: address of this machine.
+        port: port; 0 for any free port.
+        size: number of ranks that may connect at once.
 
     Returns:
-        None where nothing can listen: on a port that is in use, which rank 0 says, or at an address that is not this machine's.
+        The socket. None if the port is in use (rank 0 raises the error), or if the address is not an address of this machine.
     """
     try:
         return _listen(address, port, size)
@@ -43,12 +43,12 @@ def listen_for_ranks(address: str, port: int, size: int) -> socket.socket | None
 
 
 def hold(listener: socket.socket) -> None:
-    """Keeps a socket of :func:`listen_for_ranks` for the store of this process, which is rank 0."""
+    """Store a socket of :func:`listen_for_ranks` for the rendezvous store of this process, which is rank 0."""
     _held[listener.getsockname()[1]] = listener
 
 
 def _take(port: int) -> socket.socket | None:
-    """Returns the socket that listens on a port already, once."""
+    """Returns and removes the socket that already listens on a port; None without one."""
     descriptor = os.environ.pop(LISTENER_VARIABLE, None)
     if descriptor is not None:
         hold(socket.socket(fileno=int(descriptor)))
@@ -56,9 +56,10 @@ def _take(port: int) -> socket.socket | None:
 
 
 def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Returns the store at MASTER_ADDR and MASTER_PORT, by which ranks find each other; rank 0 keeps it.
+    """Returns the rendezvous store at MASTER_ADDR and MASTER_PORT; rank 0 serves it.
 
-    As torch's ``env://``, which listens on all addresses of rank 0's machine. Where torchrun keeps the store, it is torchrun's.
+    It replaces torch's ``env://``, which listens on all addresses of rank 0's machine. With torchrun's agent store, torchrun
+    serves it.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -71,7 +72,7 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_listener(address: str, port: int) -> None:
-    """Returns once somebody listens there, or after a second: torch, which tries again, waits up to a second in between."""
+    """Wait until a process listens at the address, for at most a second: torch's own retries are up to a second apart."""
     end = time.monotonic() + 1
     while time.monotonic() < end:
         try:
@@ -82,11 +83,12 @@ def _wait_for_listener(address: str, port: int) -> None:
 
 
 def _listener(address: str, port: int, size: int) -> socket.socket | None:
-    """Returns a socket that listens on an address; None if torch is to find its own way, on all addresses.
+    """Returns a socket that listens on an address; None if torch should listen, on all addresses.
 
-    So it is if the port is in use, perhaps by a store of this process, which torch then takes; else torch says what is wrong
-    with the port. So it is, with a warning, if none of
-    this machine's interfaces has the address, as behind a gateway, or if its own name is 127.0.1.1 to it, where no other comes.
+    None if the port is in use, perhaps by a store of this process, which torch then reuses. Torch reports other errors of the
+    port.
+    None with a warning if no interface of this machine has the address, as behind a gateway. The same holds if the machine's name
+    resolves to 127.0.1.1, which other machines cannot reach.
     """
     try:
         listener = _listen(address, port, size)
@@ -103,10 +105,10 @@ def _listener(address: str, port: int, size: int) -> socket.socket | None:
 
 
 def _listen(address: str, port: int, size: int) -> socket.socket | None:
-    """Returns a socket that listens on an address; None if it is not one of this machine's interfaces.
+    """Returns a socket that listens on an address; None if no interface of this machine has it.
 
     Raises:
-        OSError: the port is in use, or not for this user.
+        OSError: the port is in use, or this user may not use it.
     """
     for family, *_, (host, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if is_loopback(str(host)) and not is_loopback(address):
@@ -120,7 +122,7 @@ def _listen(address: str, port: int, size: int) -> socket.socket | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether an address is, by itself, one that only this machine reaches."""
+    """Returns whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -129,9 +131,9 @@ def is_loopback(address: str) -> bool:
 
 @contextmanager
 def gloo_beside(address: str) -> Iterator[None]:
-    """Has gloo listen on this machine's loopback interface for groups that are made inside, if the ranks meet there.
+    """Context manager that makes gloo listen on the loopback interface, if the rendezvous address is a loopback one.
 
-    By itself it takes the interface of the host's name. ``GLOO_SOCKET_IFNAME``, where it is set, decides.
+    Gloo's default is the interface of the host name. ``GLOO_SOCKET_IFNAME`` takes precedence.
     """
     inside = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if _INTERFACE in os.environ or not inside or not is_loopback(address):
