@@ -1,6 +1,6 @@
-"""A matrix over all nodes whose entries lie on any ranks, and what travels so that it can be multiplied with.
+"""Matrix over all nodes whose entries are distributed over ranks, and the exchanges of its products.
 
-n nodes, N of them owned by a rank, P ranks, E entries.
+n nodes, N local nodes of a rank, P ranks, E entries.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from lightning_gnn.kernels import CSR, spmm, take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids, halo_plan
 
 MakeExchange = Callable[[HaloPlan, Sequence[Ids], Ids, World, Meter], Exchange]
-"""Makes an exchange of rows, of what goes directly from and to this rank, the halo of each rank, and the first id of each and the
-end; all ranks call it."""
+"""Factory of an exchange of rows; all ranks call it.
+
+Arguments: plan of the direct messages of this rank, halo of each rank, first id of each rank and the end, world, meter.
+"""
 
 
 def send_directly(rows: HaloPlan, halos: Sequence[Ids], offsets: Ids, world: World, meter: Meter) -> Exchange:
-    """Returns the exchange between owners and those who read; see :data:`MakeExchange`."""
+    """Returns the exchange by direct messages between owners and ranks that read rows; see :data:`MakeExchange`."""
     return HaloExchange(rows, world, meter)
 
 
@@ -39,11 +41,13 @@ Holders = Callable[[Ids, Ids], Ids]
 
 
 class EdgeHolders:
-    """Which rank computes which edge, by its ends; this rank computes the self-loops that layers add.
+    """Function that maps edges to the ranks that compute them; this rank computes the self-loops that layers add.
 
     Args:
-        target, source: relabelled ids of this rank's in-edges, ``[E_r]``.
-        holders: the rank of each, ``[E_r]``; of parallel edges, the first goes with the first, and so on.
+        target, source: relabeled ids of this rank's in-edges, ``[E_r]``.
+        holders: rank of each edge, ``[E_r]``; parallel edges are matched in order.
+        rank: this rank.
+        num_nodes: number of nodes of the graph.
     """
 
     def __init__(self, target: Ids, source: Ids, holders: Ids, rank: int, num_nodes: int) -> None:
@@ -61,7 +65,7 @@ class EdgeHolders:
         if self._has_parallel:
             order = np.argsort(keys, kind="stable")
             in_order = keys[order]
-            before = np.arange(len(keys)) - np.searchsorted(in_order, in_order)  # of an entry's parallels
+            before = np.arange(len(keys)) - np.searchsorted(in_order, in_order)  # number of earlier parallel entries
             last = np.searchsorted(self._keys, in_order, side="right") - 1
             places[order] = np.minimum(places[order] + before, np.maximum(last, places[order]))
         places = places.clip(max=len(self._keys) - 1)
@@ -69,11 +73,11 @@ class EdgeHolders:
 
 
 def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
-    """Sends each entry to the rank that multiplies it; returns those of this rank, in rank order. All ranks must call it.
+    """Send each entry to the rank that multiplies it; returns the entries of this rank, in rank order. All ranks must call it.
 
     Args:
-        entries: on the rank's device.
-        holders: says which rank that is.
+        entries: entries of this rank's rows, on its device.
+        holders: function that returns the rank that multiplies an entry.
     """
     holder = torch.from_numpy(holders(entries.row.cpu().numpy(), entries.col.cpu().numpy()))
     sent = torch.bincount(holder, minlength=world.size).to(world.device)
@@ -97,13 +101,13 @@ def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[in
 
 
 class JoinedExchange:
-    """S by one exchange and the transpose of another at once: half the messages, which is what short ones wait for.
+    """Fused exchange: S of one exchange and the transpose of another, with half the messages for latency-bound steps.
 
-    N owned rows, C halo rows of `copies`, R of `results`.
+    N local nodes, C halo rows of `copies`, R of `results`.
 
     Args:
-        copies: whose owned rows others read.
-        results: whose halo rows are added up at their owners.
+        copies: exchange that gathers halo rows.
+        results: exchange that adds values for halo rows at their owners.
     """
 
     def __init__(self, copies: HaloExchange, results: HaloExchange) -> None:
@@ -113,16 +117,16 @@ class JoinedExchange:
         self._into_counts, self._into = _side_by_side(copies.recv_counts, results.send_counts, device)
 
     def start(self, x: Tensor, halo: Tensor, partial: Tensor, call: Call) -> Callable[[], Callable[[Tensor], None]]:
-        """Starts both; returns the function that waits.
+        """Starts both exchanges; returns a function that waits for both.
 
         Args:
-            x: owned rows, ``[N, F]``, contiguous.
-            halo: receives the halo rows of `copies` in place, ``[C, F]``.
-            partial: what this rank has for those of `results`, ``[R, F]``, of the dtype of `x`.
-            call: which exchange of the step this is.
+            x: local rows, ``[N, F]``, contiguous.
+            halo: receive buffer of the halo rows of `copies`, ``[C, F]``.
+            partial: values for the halo rows of `results`, ``[R, F]``, of the dtype of `x`.
+            call: identifier of the exchange.
 
         Returns:
-            ``wait()``, which fills `halo` and returns ``finish(own)``, which adds what has arrived to ``own`` ``[N, F]``.
+            ``wait()``, which fills `halo` and returns ``finish(own)``; ``finish`` adds the received values to ``own`` ``[N, F]``.
         """
         copies, results, width = self._copies, self._results, x.shape[1:]
         began = copies.now(call)
@@ -144,29 +148,33 @@ class JoinedExchange:
 
 
 def _side_by_side(first: Sequence[int], second: Sequence[int], device: torch.device) -> tuple[list[int], Sequence[Tensor]]:
-    """Returns how many rows both have for each rank, ``[P]``, and the places of the rows of either in messages that hold those of
-    the first and then those of the second."""
+    """Returns the row counts per rank, ``[P]``, and the positions of the rows of both exchanges in the joint messages.
+
+    Each message holds the rows of the first exchange, then the rows of the second.
+    """
     peer = torch.cat([torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)) for counts in (first, second)])
     places = peer.argsort(stable=True).argsort().to(device)
     return [sum(both) for both in zip(first, second)], places.split([sum(first), sum(second)])
 
 
 class SparseMatrix(Matrix):
-    """Only rows that a nonzero reads travel, and only partial sums that a nonzero has added to, wherever nonzeros lie.
+    """Matrix product that sends only rows read by a nonzero and only partial sums of a nonzero, for any distribution of nonzeros.
 
-    On a process grid this is the later work of CAGNET's authors on sparsity-aware communication; for any cut of the edges, the
-    scatter from masters to mirrors and the gather back of a vertex cut (CDFGNN section 3). Rows go between their owner and each
-    rank that reads or adds to them: directly, or down the trees of a plan, and partial results up such trees, added on the way.
+    On a process grid, this is the later sparsity-aware communication of CAGNET's authors. For a vertex cut, it is the scatter
+    from
+    masters to mirrors and the gather back (CDFGNN section 3). Rows go between their owner and each rank that reads or adds to
+    them,
+    directly or down the trees of a plan. Partial results go up such trees, and relays add them.
 
     Args:
         entries, offsets: see :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`.
-        holders: who multiplies which entry.
-        make_exchange: of the rows of columns, and of partial results.
-        row_offsets: as `offsets`, of the nodes that rows are of, where these are others: the matrix is then not square.
+        holders: function that returns the rank that multiplies an entry.
+        make_exchange: factory of the exchanges of columns and of partial results.
+        row_offsets: offsets of the nodes of the rows, if they are other nodes than the columns; the matrix is then not square.
 
     Attributes:
-        columns: expands rows of the columns.
-        rows: reduces partial results of the rows, and expands rows of the rows.
+        columns: exchange that gathers the rows of columns.
+        rows: exchange that reduces partial results of rows; for the transpose, it gathers rows.
     """
 
     def __init__(
@@ -184,7 +192,7 @@ class SparseMatrix(Matrix):
         self.columns, self._col = self._exchange(mine.col, offsets, meter)
         self.rows, self._row = self._exchange(mine.row, offsets if row_offsets is None else row_offsets, meter)
         self._value = mine.value
-        # Partial results that read no others' rows need not wait for them: both leave in one message to each rank.
+        # Partial results that read no halo rows need not wait for them: one message per rank carries both.
         self._reads_others = bool(((self._row >= self.rows.num_owned) & (self._col >= self.columns.num_owned)).any())
         of_all = world.all_gather_object((self._reads_others, self.columns.num_halo, self.rows.num_halo))
         some_read_others, copies, results = (any(each) for each in zip(*of_all))
@@ -198,17 +206,17 @@ class SparseMatrix(Matrix):
 
     @cached_property
     def csr(self) -> CSR:
-        """This rank's part as one matrix: owned rows and those that it adds to, by owned columns and those that it reads."""
+        """This rank's block as one matrix: local rows and rows that it adds to, by local columns and columns that it reads."""
         shape = [of.num_owned + of.num_halo for of in (self.rows, self.columns)]
         return CSR.from_coo(self._row, self._col, *shape).of_slots()
 
     @cached_property
     def _parts(self) -> dict[tuple[bool, bool], _Part]:
-        """By where rows and columns lie, so that what needs no waiting is multiplied while rows travel."""
+        """Blocks by local row and local column, so that local blocks are multiplied while halo rows arrive."""
         return {(own_row, own_col): self._part(own_row, own_col) for own_row in (True, False) for own_col in (True, False)}
 
     def _part(self, own_row: bool, own_col: bool) -> _Part:
-        """Returns the entries between own or others' rows and own or others' columns."""
+        """Returns the entries of local or halo rows and local or halo columns."""
         row, col, rows, columns = self._row, self._col, self.rows, self.columns
         ids = (((row < rows.num_owned) == own_row) & ((col < columns.num_owned) == own_col)).nonzero().view(-1)
         csr = CSR.from_coo(
@@ -222,7 +230,7 @@ class SparseMatrix(Matrix):
         return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
     def _exchange(self, ids: Tensor, offsets: Ids, meter: Meter) -> tuple[Exchange, Tensor]:
-        """Returns the exchange of the nodes `ids` that others own, and `ids` in local numbers: owned, then others."""
+        """Returns the exchange of the halo nodes among `ids`, and `ids` as local indices: local nodes, then halo nodes."""
         first, end = map(int, offsets[self.world.rank : self.world.rank + 2])
         own = (ids >= first) & (ids < end)
         halo, position = torch.unique(ids[~own], return_inverse=True)
@@ -235,7 +243,7 @@ class SparseMatrix(Matrix):
 
     @cached_property
     def _joined(self) -> dict[bool, JoinedExchange]:
-        """By whether the transpose is multiplied with."""
+        """Fused exchanges by whether the matrix is transposed."""
         assert isinstance(self.columns, HaloExchange) and isinstance(self.rows, HaloExchange)
         return {False: JoinedExchange(self.columns, self.rows), True: JoinedExchange(self.rows, self.columns)}
 
@@ -249,7 +257,7 @@ class SparseMatrix(Matrix):
         wait = None if sources.idle or joins else sources.start_expand(x, arrived, call)
 
         def add(own_row: bool, own_col: bool, out: Tensor) -> None:
-            """Multiplies with own rows, which come first and overwrite, or with those that have arrived."""
+            """Multiply with local rows, which come first and overwrite, or with received rows."""
             part = self._parts[(own_col, own_row) if transposed else (own_row, own_col)]
             if own_col or part.csr.num_edges:
                 csr, values = part.csr, part.values
@@ -268,10 +276,11 @@ class SparseMatrix(Matrix):
             add(True, False, own)
             add_arrived(own)
         else:
-            # Partial sums that read no others' rows go out at once, beside the rows that come in; unless these come in stages.
+            # Partial sums that read no halo rows are sent at once, while halo rows arrive, unless that exchange has several
+            # stages.
             later = not targets.idle and (self._reads_others or sources.in_stages)
             finish = None if targets.idle or later else targets.start_reduce(partial, call)
-            # Own rows while others travel: those that come in, or, where none do, the partial sums that go out.
+            # Local products overlap with the halo rows in progress or, without any, with the partial sums.
             if wait is not None:
                 add(True, True, own)
                 wait()
@@ -291,7 +300,7 @@ class SparseMatrix(Matrix):
 
 @dataclass(frozen=True)
 class _Part:
-    """Entries of a matrix, and their values in the slot order of it and of its transpose, ``[E]``; None for ones."""
+    """Entries of a matrix, and their values in the slot order of the matrix and of its transpose, ``[E]``; None for ones."""
 
     csr: CSR
     values: Tensor | None
@@ -301,12 +310,14 @@ class _Part:
 def spread_edges(
     shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = send_directly
 ) -> Callable[[Triples], SparseMatrix]:
-    """Returns what makes matrices of a rank whose in-edges are computed by other ranks: rows go there, partial results come back.
+    """Returns a matrix factory of a rank whose in-edges other ranks compute: rows go there, partial results come back.
 
     Args:
-        shard: the rank's part.
-        holders: who computes each of its in-edges, ``[E_r]``.
-        make_exchange: of halo rows, of copies and of partial results.
+        shard: shard of this rank.
+        holders: rank that computes each in-edge, ``[E_r]``.
+        world: ranks.
+        meter: traffic meter.
+        make_exchange: factory of the exchanges of copies and of partial results.
     """
     offsets, edge_index = shard.offsets, stored_ids(shard.batch.edge_index).cpu().numpy()
     source, target = shard.node_ids(world.rank)[edge_index[0]], shard.target_ids(world.rank)[edge_index[1]]

@@ -1,7 +1,8 @@
-"""Processes of the ranks on this machine: where each is in its training, which have ended, and how.
+"""Processes of the ranks on this machine: training progress, end and exit status.
 
-A lost connection does not tell: gloo names a port. Nor does torchrun always: it names one rank that has failed, and where others
-have failed because of that before it looks, any of them.
+A lost connection does not identify the failed rank: gloo names a port. Torchrun names one failed rank, possibly a rank that
+failed
+because of another failure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final
 import torch.distributed as dist
 
 PHASES: Final = (
-    "",  # nothing is known
+    "",  # unknown
     "set-up",
     "the sanity check",
     "the epoch's start",
@@ -32,23 +33,23 @@ PHASES: Final = (
     "prediction",
 )
 
-_FORM = struct.Struct("qq")  # the epoch, or -1, and the phase
-_EXIT_STATUS = 49  # its place in /proc/PID/stat, from the state on
+_FORM = struct.Struct("qq")  # epoch or -1, phase
+_EXIT_STATUS = 49  # index in /proc/PID/stat, counted from the state
 _STEP_S = 0.02
 
 
 class Progress:
-    """The epoch and the phase that a rank is in, in memory that other processes can read after this one has ended.
+    """Epoch and phase of a rank, in memory that other processes can read until it has ended.
 
     Attributes:
-        address: where other processes of this machine find it; empty if they cannot.
+        address: address for other processes of this machine; empty if they cannot read it.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self._memory: mmap.mmap | bytearray = bytearray(_FORM.size)
         if hasattr(os, "memfd_create"):  # Linux
-            descriptor = os.memfd_create("lightning_gnn")  # open as long as this process lives
+            descriptor = os.memfd_create("lightning_gnn")  # open while this process lives
             os.truncate(descriptor, _FORM.size)
             self._memory = mmap.mmap(descriptor, _FORM.size)
             self.address = f"{os.getpid()} {descriptor}"
@@ -56,19 +57,19 @@ class Progress:
 
     @classmethod
     def of(cls, address: str) -> Progress | None:
-        """Returns the progress of another process; None where it cannot be read."""
+        """Returns the progress of another process; None if it cannot be read."""
         found = cls.__new__(cls)
         found.address = address
         try:
             pid, descriptor = map(int, address.split())
             with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
                 found._memory = mmap.mmap(file.fileno(), _FORM.size, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # another user's, say, or it has ended
+        except (OSError, ValueError):  # another user's process, or it has ended
             return None
         return found
 
     def at(self, phase: str, epoch: int | None = None) -> None:
-        """Notes a phase, one of :data:`PHASES`, and the epoch of a fit."""
+        """Record a phase, one of :data:`PHASES`, and the epoch of a fit."""
         _FORM.pack_into(self._memory, 0, -1 if epoch is None else epoch, PHASES.index(phase))
 
     def __str__(self) -> str:
@@ -77,13 +78,13 @@ class Progress:
 
 
 _here: tuple[int, Progress] | None = None
-# Kept when ranks separate after set-up, as workers of gossip do.
+# Kept after set-up for ranks that then train separately, such as workers of gossip.
 _pids: dict[int, int] = {}
 _progress: dict[int, Progress | None] = {}
 
 
 def here() -> Progress:
-    """Returns this process's own; a fork has another one than its parent."""
+    """Returns the progress of this process; a fork has its own."""
     global _here
     if _here is None or _here[0] != os.getpid():
         _here = os.getpid(), Progress()
@@ -91,12 +92,12 @@ def here() -> Progress:
 
 
 def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
-    """Learns the processes of the ranks on this machine, before any two are connected; waits until all have called it.
+    """Wait for all ranks and record the processes of the ranks on this machine, before any connection is made.
 
     Args:
-        store: of these ranks only.
-        rank, size: of this process.
-        machine: equal for processes that see each other; None where they cannot.
+        store: store of these ranks only.
+        rank, size: rank of this process and number of ranks.
+        machine: key that is equal for processes that see each other; None if they cannot.
     """
     store.set(f"process/{rank}", json.dumps([os.getpid(), machine, here().address]))
     found = [json.loads(value) for value in store.multi_get([f"process/{r}" for r in range(size)])]
@@ -108,15 +109,15 @@ def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
 
 
 def place_of(rank: int) -> str:
-    """Returns where a rank of this machine is in its training, or was when it ended; empty where that is not known."""
+    """Returns the training progress of a rank of this machine, also after it has ended; empty if unknown."""
     return str(_progress.get(rank) or "")
 
 
 def ended(wait_s: float = 0.0) -> dict[int, int]:
-    """Returns the ranks of this machine whose processes have ended, each with :func:`exit_status`.
+    """Returns the exit status of each ended rank of this machine, see :func:`exit_status`.
 
     Args:
-        wait_s: seconds to wait for the first of them: its connections are closed a moment before it has ended.
+        wait_s: seconds to wait for the first rank to end. Its connections close shortly before its process ends.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -128,16 +129,16 @@ def ended(wait_s: float = 0.0) -> dict[int, int]:
 
 
 def exit_status(pid: int) -> int | None:
-    """Returns None while a process runs; then its exit status, negative for a signal, 0 if it is no longer known."""
+    """Returns None while a process runs, then its exit status: negative for a signal, 0 if unavailable."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # whoever started it has asked for its status
+    except OSError:  # its parent has collected the status
         return 0
     return os.waitstatus_to_exitcode(int(fields[_EXIT_STATUS])) if fields[0] in "ZX" else None
 
 
 def end_with_parent(parent: int, unless: Callable[[], bool] = lambda: False) -> None:
-    """Ends this process, from a thread, soon after its parent is gone; but not as long as `unless` says so."""
+    """Start a thread that ends this process soon after its parent has ended, except while `unless` returns True."""
 
     def watch() -> None:
         while os.getppid() == parent or unless():
@@ -148,7 +149,7 @@ def end_with_parent(parent: int, unless: Callable[[], bool] = lambda: False) -> 
 
 
 def end_after(seconds: float, code: int) -> None:
-    """Ends this process after some time, from a thread, if it has not ended by then."""
+    """Start a thread that ends this process after `seconds` with exit status `code`."""
 
     def end() -> None:
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Whether all ranks still have the same model."""
+"""Check that all ranks have the same model."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from lightning_gnn.comm.group import World
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Up to which relative difference ranks have rounded differently, as machines of different kinds do; 1e-2 for shorter numbers."""
+"""Relative difference by dtype up to which ranks differ by rounding, as between kinds of machines; 1e-2 for shorter dtypes."""
 
 
 class ReplicaError(RuntimeError):
-    """The ranks' models have parted: names the first tensor that differs, and what may have changed it on one rank alone."""
+    """Error for models that differ between ranks; names the first differing tensor and possible causes on one rank."""
 
 
 class Replicas:
-    """Compares the parameters and buffers of all ranks, which must stay equal; runs on every rank.
+    """Comparison of the parameters and buffers of all ranks, which must stay equal; runs on every rank.
 
     Args:
-        tensors: returns what must be equal, by name, in the same order on all ranks.
+        tensors: function that returns the named tensors that must be equal, in the same order on all ranks.
     """
 
     def __init__(self, world: World, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
@@ -37,13 +37,13 @@ class Replicas:
         return torch.stack([total >> 32, total & 0xFFFFFFFF]).to(torch.float64)
 
     def check(self, digests: Tensor, when: str) -> None:
-        """Raises :class:`ReplicaError` if the model is not the same on all ranks.
+        """Raises :class:`ReplicaError` if the models of ranks differ.
 
-        Where ranks have only rounded differently, all get the values of rank 0.
+        If ranks differ by rounding only, all ranks get the values of rank 0.
 
         Args:
-            digests: of all ranks, ``[P, 2]``.
-            when: for the message.
+            digests: digests of all ranks, ``[P, 2]``.
+            when: time of the check, for the error.
         """
         if bool((digests == digests[0]).all()):
             return
@@ -66,7 +66,7 @@ class Replicas:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits, taken as integers, int64 ``[]``."""
+    """Returns the sum of a tensor's bits as integers, int64 ``[]``."""
     flat = tensor.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

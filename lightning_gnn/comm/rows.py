@@ -1,9 +1,11 @@
-"""Rows of any nodes, from their owners, where the rows that are wanted change from call to call and no plan lasts.
+"""Gather of rows of any nodes from their owners, for ids that change from call to call.
 
-Source: DistDGL (2020) section III-C: a distributed key-value store with pull and push, to the owner of a row. Owners are asked
-first, so a call costs a message more than a halo exchange, but each row travels to a rank once, however often the rank wants it.
+Source: DistDGL (2020) section III-C: a distributed key-value store with pull and push, to the owner of a row. A call first sends
+the
+ids to the owners, so it costs one more message than a halo exchange. Each row is sent to a rank once, also for repeated ids.
 
-N nodes of the whole graph, P ranks, n ids or rows of a rank, U distinct rows that a rank wants; ``...`` stands for any trailing
+N nodes of the whole graph, P ranks, n ids or rows of a rank, U distinct rows that a rank requests; ``...`` stands for any
+trailing
 dimensions.
 """
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class TransportChannel:
-    """Carries rows from every rank to every other, as many as each has for it, over the transport of the halo exchange.
+    """All-to-all exchange of a variable number of rows, over the transport of the halo exchange.
 
-    All ranks make its calls in the same order.
+    All ranks call its methods in the same order.
     """
 
     def __init__(self, world: World, meter: Meter) -> None:
@@ -42,12 +44,12 @@ class TransportChannel:
         layer: str = "",
         direction: Direction = "forward",
     ) -> list[Tensor]:
-        """Returns what every rank has for this one.
+        """Returns the tensors that all ranks have for this rank.
 
         Args:
-            parts: for each rank, this one included, ``[n, ...]``; dtype and trailing dimensions are equal everywhere.
-            counts: rows that each rank has for this one; None if they are not known yet, then rows are int64.
-            layer, direction: named in errors and counted under.
+            parts: rows for each rank, including this rank, ``[n, ...]``; dtype and trailing dimensions are equal on all ranks.
+            counts: number of rows from each rank; None if unknown, and rows are then int64.
+            layer, direction: names for errors and traffic.
 
         Raises:
             CommunicationError: a rank does not answer.
@@ -67,7 +69,7 @@ class TransportChannel:
 
     def _questions(self, parts: Sequence[Tensor], peers: Sequence[int], layer: str) -> list[Tensor]:
         began = Moment.now(self._world.device, "wait", layer, "question")
-        # Their number goes first, so that no message is empty.
+        # The number of ids goes first, so that no message is empty.
         sends = [(peer, torch.cat([parts[peer].new_tensor([len(parts[peer])]), parts[peer]])) for peer in peers]
         transport = self._world.transport
         traffic = transport.traffic(sends, num_rows=0)
@@ -81,11 +83,11 @@ class TransportChannel:
 
 @dataclass(frozen=True)
 class Request:
-    """What ranks want of each other in one call.
+    """Row requests between ranks in one call.
 
     Attributes:
-        counts: distinct rows that this rank wants of each rank; they lie in rank order.
-        rows: of this rank that each rank wants, itself included, local ids.
+        counts: number of distinct rows that this rank requests from each rank; the rows are in rank order.
+        rows: local indices of the rows that each rank, including this rank, requests from this rank.
     """
 
     counts: list[int]
@@ -93,64 +95,64 @@ class Request:
 
 
 class OwnedRows:
-    """Rows at the rank that owns them, where each rank owns a range of places. All ranks make its calls alike.
+    """Rows at their owners, where each rank owns a range of positions. All ranks call its methods in the same order.
 
     Args:
-        first: first place of each rank and the end, int64 ``[P + 1]``.
-        channel: how rows travel.
+        first: first position of each rank and the end, int64 ``[P + 1]``.
+        channel: channel that sends the rows.
     """
 
     def __init__(self, first: Tensor, channel: TransportChannel | GroupChannel) -> None:
         self._first, self._channel = first, channel
 
     def request(self, places: Tensor, layer: str = "") -> Request:
-        """Tells each rank which of its rows this one wants; `places`, int64 ``[U]``, ascend from rank to rank."""
+        """Send the positions of requested rows to their owners; `places`, int64 ``[U]``, are in rank order."""
         counts = torch.searchsorted(places, self._first).diff().tolist()
         parts = [part - first for part, first in zip(places.split(counts), self._first)]
         return Request(counts, self._channel.exchange(parts, None, layer))
 
     def pull(self, request: Request, read: Callable[[Tensor], Tensor], layer: str = "") -> Tensor:
-        """Returns the rows that this rank wants, ``[U, ...]``; `read` returns copies of rows of this rank."""
+        """Returns the rows that this rank requests, ``[U, ...]``; `read` returns copies of rows of this rank."""
         return torch.cat(self._channel.exchange([read(rows) for rows in request.rows], request.counts, layer))
 
     def push(self, request: Request, values: Tensor, layer: str = "") -> list[Tensor]:
-        """Returns what each rank has for ``request.rows``: the transpose of :meth:`pull`.
+        """Returns the values of each rank for ``request.rows``: the transpose of :meth:`pull`.
 
         Args:
-            request: which rows.
-            values: for those that this rank wants, ``[U, ...]``.
-            layer: named in errors and counted under.
+            request: requested rows.
+            values: values for the rows that this rank requests, ``[U, ...]``.
+            layer: name for errors and traffic.
         """
         counts = [len(rows) for rows in request.rows]
         return self._channel.exchange(values.split(request.counts), counts, layer, "backward")
 
 
 class AnyRows(OwnedRows):
-    """Rows by the ids that their nodes have in the original graph, for layers and losses.
+    """Gather of rows by original node ids, for layers and losses.
 
     Args:
         n_id: original ids of all ranks' nodes in rank order, int64 ``[N]``.
-        counts: nodes of each rank.
+        counts: number of nodes of each rank.
     """
 
     def __init__(self, n_id: Tensor, counts: Sequence[int], world: World, meter: Meter) -> None:
         super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), TransportChannel(world, meter))
         self.num_nodes, self._n_id = len(n_id), n_id
-        self._place: Tensor | None = None  # in rank order, of each original id
+        self._place: Tensor | None = None  # position in rank order of each original id
 
     def fetch(self, x: Tensor, ids: Tensor, layer: str) -> Tensor:
         """Returns the rows of nodes, differentiable.
 
         Args:
-            x: rows of this rank's nodes, ``[n, ...]``; what lies behind them, such as replicas, is not read.
-            ids: original ids, int64, of any shape, as many as this rank likes.
-            layer: named in errors and counted under.
+            x: rows of this rank's nodes, ``[n, ...]``; rows behind them, such as replicas, are not read.
+            ids: original ids, int64, of any shape and number.
+            layer: name for errors and traffic.
 
         Returns:
             ``[*ids.shape, ...]``.
 
         Raises:
-            ValueError: an id of no node.
+            ValueError: an id is out of range.
             CommunicationError: a rank does not answer.
         """
         flat = ids.reshape(-1)
@@ -165,7 +167,7 @@ class AnyRows(OwnedRows):
 
     def _places(self) -> Tensor:
         if self._place is None:
-            with torch.inference_mode(False):  # evaluation may come first, and training use it later
+            with torch.inference_mode(False):  # evaluation may come first, and training reuses it
                 n_id = self._n_id.to(self._first.device)
                 self._place = torch.empty_like(n_id)
                 self._place[n_id] = torch.arange(self.num_nodes, device=n_id.device)
@@ -173,7 +175,7 @@ class AnyRows(OwnedRows):
 
 
 class _Pull(torch.autograd.Function):
-    """:meth:`OwnedRows.pull`; backward is its transpose. It communicates on every rank, also on one that wants nothing."""
+    """:meth:`OwnedRows.pull`; its backward pass is the transpose. It communicates on every rank, also for empty requests."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: OwnedRows, request: Request, layer: str) -> Tensor:

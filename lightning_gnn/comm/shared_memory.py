@@ -1,11 +1,12 @@
 """Messages between ranks of one machine through shared memory.
 
-On a 2-core machine a message over loopback sockets between two busy ranks costs a millisecond or two, mostly for waking
-threads; through memory that both map, with a short spin, a hundredth of that. DGCL (section 6.1) likewise chooses its
-transport by the pair of devices.
+On a 2-core machine, a message over loopback sockets between two busy ranks costs one or two milliseconds, mostly for waking
+threads.
+Through mapped memory with a short spin, it costs a hundredth of this. DGCL (section 6.1) also selects its transport by the pair
+of devices.
 
-Memory is anonymous (memfd), and peers open it through the owner's process, so that nothing is left behind however a rank
-ends. The order of memory accesses that this relies on (data before the number that announces it) is x86-64's.
+Memory is anonymous (memfd), and peers open it through the owner's process, so nothing remains however a rank ends. The protocol
+relies on the memory order of x86-64: data is visible before the number that announces it.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from torch import Tensor
 from lightning_gnn.comm.processes import exit_status
 from lightning_gnn.comm.watchdog import PeerError, Watchdog
 
-_SPINS = 200  # about 20 us: as long as two ranks in step are apart
-_YIELD_S = 2e-3  # then give the core away at every look, and after this long sleep between looks
+_SPINS = 200  # about 20 us: the usual skew between synchronized ranks
+_YIELD_S = 2e-3  # then yield the core at every check, and after this time sleep between checks
 _SLEEP_S = 5e-5
-_LIVENESS_S = 0.2  # how often a waiting rank looks whether its peer still runs
+_LIVENESS_S = 0.2  # interval at which a waiting rank checks that its peer runs
 
 # Columns of a control table's row for one peer.
 _POSTED, _BUFFER, _GENERATION, _FD, _OFFSET, _BYTES, _MARK, _TAKEN, _CLOSED = range(9)
 
 
 Accept = Callable[[Tensor], Any]
-"""Takes the bytes of a message, uint8 ``[B]``, which hold until it returns."""
+"""Function that takes the bytes of a message, uint8 ``[B]``, which are valid until it returns."""
 
 
 def machine_key() -> str | None:
-    """Returns what is equal exactly for processes that can map each other's memory; None where that cannot be had."""
+    """Returns a key that is equal exactly for processes that can map each other's memory; None if unsupported."""
     if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return None
     try:
@@ -81,39 +82,42 @@ class Segment:
         return cls(opened, os.fstat(opened).st_size, owned=False)
 
     def close(self) -> None:
-        # The mapping goes when the last tensor over it does.
+        # The mapping ends with the last tensor over it.
         if self._owned:
             os.close(self.fd)
             self._owned = False
 
 
 class _Outbox:
-    """One of a rank's two buffers for outgoing data."""
+    """One of a rank's two send buffers."""
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
-        self.first = 0  # the address of the segment
+        self.first = 0  # address of the segment
         self.generation = 0
-        self.waits_for: dict[int, int] = {}  # peer -> number of its last message in here
+        self.waits_for: dict[int, int] = {}  # peer -> number of its last message in this buffer
 
 
 class SharedMemory:
-    """Mailboxes between this rank and those of the same machine.
+    """Mailboxes between this rank and the other ranks of the machine.
 
     Args:
         rank: this process's rank.
-        exchange_objects: all-gathers a picklable object over all ranks; used once, here.
-        watch: keeps the deadline, after which a wait is a :class:`PeerError`.
+        exchange_objects: function that all-gathers a picklable object over all ranks; used by the constructor only.
+        watch: watchdog with the deadline after which a wait raises :class:`PeerError`.
 
     Attributes:
-        peers: the other ranks that are reachable, ascending.
-        waited_s: seconds that this rank has waited for others until now.
-        leaving: messages to other machines that may still be read from here.
+        peers: reachable ranks in ascending order.
+        waited_s: seconds that this rank has waited for other ranks so far.
+        leaving: messages to other machines that may still read the send buffers.
 
-    Data is written into :meth:`scratch` memory or copied there, posted, and copied out by the receiver; scratch is used again
-    when its receivers have said so. A rank says what it expects of a peer before that arrives (:meth:`expect`), in the order in
-    which the peer posts, and may wait for it in any order. Whenever it waits for anything, it takes in all that has arrived and
-    is expected: so any number of messages may be under way, though a mailbox holds one.
+    Data is written to or copied to a send buffer (:meth:`scratch`), posted, and copied by the receiver. A send buffer is reused
+    after
+    its receivers have acknowledged it. A rank registers receives (:meth:`expect`) before messages arrive, in the order in which
+    the peer
+    posts, and may wait for them in any order. During any wait, it accepts all registered messages that have arrived. Any number
+    of
+    messages may therefore be in progress, although a mailbox holds one.
     """
 
     def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:
@@ -133,9 +137,9 @@ class SharedMemory:
             self._pids = {}
         try:
             segments = {peer: Segment.open(pid, everyone[peer][2]) for peer, pid in self._pids.items()}
-        except OSError:  # a hardened system: processes may not look into each other
+        except OSError:  # a hardened system: processes may not open each other's memory
             segments = {}
-        # All or none: two ranks must agree on how they talk.
+        # All or none: two ranks must use the same transport.
         agreed = all(exchange_objects(len(segments) == len(self._pids)))
         self.peers = sorted(segments) if agreed else []
         if self._control is not None and self.peers:
@@ -150,9 +154,9 @@ class SharedMemory:
         self._maps: dict[tuple[int, int], tuple[int, Segment]] = {}
 
     def scratch(self, num_bytes: int, operation: str = "") -> Tensor:
-        """Returns uint8 memory ``[num_bytes]`` to write messages into; it is the next one's until they are posted.
+        """Returns a send buffer, uint8 ``[num_bytes]``; posting its messages switches to the other buffer.
 
-        Waits until the receivers of what lay there before have taken it; as an `operation` of its own, if that has a name.
+        Waits until receivers have taken the buffer's earlier messages; as a separate `operation`, if a name is given.
         """
         box = self._outboxes[self._current]
         if not self._is_taken(box):
@@ -171,7 +175,7 @@ class SharedMemory:
         return box.segment.bytes[:num_bytes]
 
     def _is_taken(self, box: _Outbox) -> bool:
-        """Returns whether all receivers have taken what lies there."""
+        """Returns whether all receivers have taken the messages in a buffer."""
         for peer, number in box.waits_for.items():
             if self._tables[peer][self.rank, _TAKEN] < number:
                 return False
@@ -181,17 +185,18 @@ class SharedMemory:
         return Segment.create(size)
 
     def lends(self, rows: Tensor) -> bool:
-        """Returns whether rows, of some length, lie in the current scratch memory."""
+        """Returns whether non-empty rows are in the current send buffer."""
         box = self._outboxes[self._current]
         return box.segment is not None and 0 <= rows.data_ptr() - box.first < box.segment.size
 
     def post(self, messages: Sequence[tuple[int, Tensor]], mark: int) -> None:
-        """Announces contiguous rows to peers, and turns to the other buffer; all lie in the current scratch memory, or are copied
-        there, once each.
+        """Announce contiguous rows to peers, and switch to the other send buffer.
+
+        All rows are in the current send buffer, or all are copied to it, once each.
 
         Args:
-            messages: a peer and rows each, not none.
-            mark: of the operation that they belong to; the receiver expects the same.
+            messages: non-empty list of peers and rows.
+            mark: number of the operation; the receiver expects the same number.
         """
         if not self.lends(messages[0][1]):
             messages = self._copied(messages)
@@ -200,7 +205,7 @@ class SharedMemory:
         for peer, rows in messages:
             offset = rows.data_ptr() - box.first if rows.nbytes else 0
             assert 0 <= offset < box.segment.size, "rows of scratch memory and others in one call"
-            # The receiver of the one before has its fields still to read.
+            # The receiver of the previous message has yet to read its fields.
             if not self._has_taken(peer, self._sent[peer]):
                 self._wait(peer, self._sent[peer], self._has_taken)
             self._sent[peer] += 1
@@ -211,7 +216,7 @@ class SharedMemory:
         self._current = 1 - self._current
 
     def _copied(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        """Returns the messages with their rows in scratch memory."""
+        """Returns the messages with their rows in the send buffer."""
         given = list(map(itemgetter(1), messages))
         distinct = dict(zip(map(id, given), given))
         sizes = list(map(attrgetter("nbytes"), distinct.values()))
@@ -221,24 +226,24 @@ class SharedMemory:
         return [(peer, copies[id(rows)]) for peer, rows in messages]
 
     def expect(self, peer: int, mark: int, accept: Accept) -> tuple[int, int]:
-        """Says what to do with the next message of `peer` that is not expected yet.
+        """Register a receiver for the next unclaimed message of `peer`.
 
         Args:
-            peer: its rank.
-            mark: of the operation that it belongs to.
-            accept: takes its bytes, uint8, which hold until it returns.
+            peer: rank of the sender.
+            mark: number of the operation.
+            accept: function that takes the bytes, uint8, which are valid until it returns.
 
         Returns:
-            The peer and the message's number, for :meth:`receive_all`.
+            Peer and number of the message, for :meth:`receive_all`.
         """
         self._expected[peer].append((mark, accept))
         return peer, self._received[peer] + len(self._expected[peer])
 
     def receive_all(self, expected: Sequence[tuple[int, int]]) -> None:
-        """Returns when expected messages, of peers and with numbers, have been accepted.
+        """Wait until registered messages, given by peer and number, have been accepted.
 
         Raises:
-            PeerError: one has not come in time, or what has come belongs to another operation.
+            PeerError: a message has not arrived in time, or belongs to another operation.
         """
         for peer, number in expected:
             while self._received[peer] < number:
@@ -248,7 +253,7 @@ class SharedMemory:
                     raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
 
     def _accept(self, peer: int) -> bool:
-        """Accepts the message in a peer's mailbox; returns whether it is the expected one."""
+        """Accept the message in a peer's mailbox; returns whether it is the expected message."""
         mark, accept = self._expected[peer][0]
         buffer, generation, fd, offset, num_bytes, marked = self._tables[peer][self.rank][_BUFFER : _MARK + 1].tolist()
         if marked != mark:
@@ -257,7 +262,7 @@ class SharedMemory:
         if known is None or known[0] != generation:
             try:
                 known = (generation, Segment.open(self._pids[peer], fd))
-            except OSError as error:  # after it has announced the message
+            except OSError as error:  # after the peer has announced the message
                 raise PeerError(peer, f"rank {peer} has ended") from error
             self._maps[peer, buffer] = known
         accept(known[1].bytes[offset : offset + num_bytes])
@@ -267,21 +272,21 @@ class SharedMemory:
         return True
 
     def _has_posted(self, peer: int) -> bool:
-        """Returns whether its mailbox has a message that was not accepted."""
+        """Returns whether a peer's mailbox has a message that was not accepted."""
         return bool(self._tables[peer][self.rank, _POSTED] > self._received[peer])
 
     def _take_in(self) -> None:
-        """Accepts what has arrived and is expected, while this rank waits for anything."""
+        """Accept the registered messages that have arrived, during any wait."""
         for sender, expected in self._expected.items():
             if expected and self._has_posted(sender):
                 self._accept(sender)
 
     def _has_come(self, peer: int, number: int) -> bool:
-        """Returns whether a message of a peer was accepted, or the next one can be."""
+        """Returns whether a message of a peer was accepted, or the next message can be."""
         return self._received[peer] >= number or self._has_posted(peer)
 
     def _wait(self, peer: int, number: int, ready: Callable[[int, int], bool]) -> None:
-        """Waits until a message is `ready`; see :meth:`_take_in`."""
+        """Wait until a message is `ready`; see :meth:`_take_in`."""
         for _ in range(_SPINS):
             if ready(peer, number):
                 return
@@ -296,7 +301,7 @@ class SharedMemory:
                     time.sleep(_SLEEP_S)
                 if now - looked > _LIVENESS_S:
                     looked = now
-                    # Look for the message once more after the peer has gone: it may have been its last.
+                    # Check once more after the peer has ended: the message may be its last.
                     if self._is_gone(peer) and not ready(peer, number):
                         raise PeerError(peer, f"rank {peer} has ended")
                     if self._watch.alarm or now - began > self._watch.deadline_s:
@@ -304,14 +309,14 @@ class SharedMemory:
         self.waited_s += time.perf_counter() - began
 
     def _has_taken(self, peer: int, number: int) -> bool:
-        """Returns whether a peer has accepted this rank's message of that number."""
+        """Returns whether a peer has accepted this rank's message `number`."""
         return bool(self._tables[peer][self.rank, _TAKEN] >= number)
 
     def _is_gone(self, peer: int) -> bool:
         return bool(self._tables[peer][self.rank, _CLOSED]) or exit_status(self._pids[peer]) is not None
 
     def close(self) -> None:
-        """Says goodbye; waits shortly for messages that peers have not taken yet."""
+        """Announce the end to peers; waits briefly for messages that peers have not taken yet."""
         if self._control is None:
             return
         deadline = time.perf_counter() + min(5.0, self._watch.deadline_s)

@@ -1,4 +1,4 @@
-"""Bytes and seconds of graph traffic, counted once, where they are sent."""
+"""Bytes and seconds of graph traffic, counted once, by the sender."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_gnn.private_torch import profiler_is_on
 
 @dataclass
 class Traffic:
-    """What one rank sent, and how long it waited; sums with ``+``."""
+    """Traffic and waiting time of one rank; sums with ``+``."""
 
     bytes_sent: int = 0
-    """Payload bytes handed to the transport."""
+    """Payload bytes passed to the transport."""
     messages: int = 0
     """Messages sent to other ranks."""
     rows: int = 0
     """Node rows sent to other ranks."""
     seconds: float = 0.0
-    """Wall seconds spent in packing, sending and waiting (not those hidden behind computation)."""
+    """Wall seconds spent in packing, sending and waiting, without communication that computation hides."""
     to: Mapping[int, int] = field(default_factory=dict)
-    """Of the bytes, those for each rank; none for rows that are left in memory for all to read."""
+    """Bytes for each rank; without rows in memory that all ranks read."""
 
     def __add__(self, other: Traffic, sign: int = 1) -> Traffic:
         to = dict(self.to)
@@ -51,16 +51,16 @@ ByLayer: TypeAlias = Mapping[tuple[str, str], Traffic]
 
 
 def span(*words: str) -> AbstractContextManager[Any]:
-    """Returns what is open during a span of a profiler's trace, whose name has these words; where none is active, nothing."""
+    """Returns a context manager of a profiler span named by these words; without an active profiler, a no-op."""
     return record_function(" ".join(words)) if profiler_is_on() else nullcontext()
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment by the host's clock; for a device also when it has done what it was told to do until then.
+    """Time on the host clock and, on a device, an event at the end of its queue.
 
     Attributes:
-        span: of a profiler's trace, which began at this moment; None where no profiler is active.
+        span: profiler span that began at this time; None without an active profiler.
     """
 
     host: float
@@ -69,13 +69,14 @@ class Moment:
 
     @classmethod
     def now(cls, device: torch.device, what: str = "", layer: str = "", direction: str = "") -> Moment:
-        """Returns this moment; does not wait for the device.
+        """Returns the current time; does not wait for the device.
 
         Args:
-            device: of the rank.
-            what: the first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting
-                for them and taking them in. None begins without it.
-            layer, direction: whose rows.
+            device: device of the rank.
+            what: first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for
+                messages
+                and unpacking them. Empty for no span.
+            layer, direction: layer and direction of the exchange.
         """
         opened = None
         if what and profiler_is_on():
@@ -85,7 +86,7 @@ class Moment:
 
 
 def _event(device: torch.device) -> Any:
-    """Returns what tells when a device has done what it was told to do until now."""
+    """Returns a recorded event at the end of a device's current stream."""
     functions = functions_of(device)
     event = functions.Event(enable_timing=True)
     event.record(functions.current_stream(device))
@@ -98,11 +99,11 @@ class Meter:
 
     counted: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     _on_device: list[tuple[tuple[str, str], Any, Any]] = field(default_factory=list)
-    """Stretches of a device's time that have not been read: whose they are, and their two events."""
+    """Device intervals that have not been read: layer and direction, start event, end event."""
 
     @property
     def by_layer(self) -> dict[tuple[str, str], Traffic]:
-        """What was counted; waits for a device whose time is in it."""
+        """Recorded traffic; waits for a device with unread intervals."""
         for key, began, ended in self._on_device:
             ended.synchronize()
             self.record(*key, Traffic(seconds=began.elapsed_time(ended) / 1e3))
@@ -110,14 +111,14 @@ class Meter:
         return self.counted
 
     def record(self, layer: str, direction: str, traffic: Traffic) -> None:
-        """Adds `traffic` to what this layer has sent in this direction."""
+        """Add `traffic` to the traffic of a layer and direction."""
         known = self.counted.get((layer, direction))
         self.counted[layer, direction] = traffic if known is None else known + traffic
 
     def since(self, began: Moment, device: torch.device, layer: str, direction: str) -> float:
-        """Returns the seconds since `began`, of the CPU; those of a device are counted when they are known, and are 0 here.
+        """Returns the seconds since `began` on the CPU, and 0 on a device, whose time is counted later.
 
-        Ends the span that began there.
+        Ends the span of `began`.
         """
         seconds = time.perf_counter() - began.host
         if began.device is not None:
@@ -132,6 +133,6 @@ class Meter:
         return sum(self.by_layer.values(), Traffic())
 
     def take(self) -> dict[tuple[str, str], Traffic]:
-        """Returns what was counted since the last call and starts again at zero."""
+        """Returns the traffic since the last call and resets it."""
         taken, self.counted = self.by_layer, {}
         return taken

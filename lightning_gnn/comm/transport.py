@@ -1,4 +1,4 @@
-"""Rows between ranks: shared memory for peers on this machine, the process group for the others."""
+"""Transport of rows between ranks: shared memory for peers on this machine, the process group for other peers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lightning_gnn.comm.traffic import Traffic
 from lightning_gnn.comm.watchdog import PeerError, Watchdog
 
 ALIGNED = 16
-"""Bytes at whose multiples numbers of any size may lie."""
+"""Alignment in bytes for all dtypes."""
 
 
 @dataclass(frozen=True)
 class UpTo:
-    """Takes a message whose sender decides how long it is.
+    """Receive of a variable-length message; the sender determines the length.
 
     Attributes:
-        most_bytes: it is not longer.
-        accept: takes its bytes, uint8, and may be given more behind them.
+        most_bytes: maximum length in bytes.
+        accept: function that takes the bytes, uint8, possibly with further bytes behind them.
     """
 
     most_bytes: int
@@ -41,23 +41,23 @@ class UpTo:
 
 
 class Buffers:
-    """Memory of an exchange that is used again: new memory costs more than what is written to it."""
+    """Pool of receive buffers: allocation costs more than filling a buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns memory that nobody else has until it is given back."""
+        """Returns a buffer from the pool; return it with :meth:`give_back`."""
         free = self._free[torch.Size(shape), dtype]
         if free:
             return free.pop()
-        # An inference tensor could not take part in autograd later, and evaluation may well come first.
+        # An inference tensor could not take part in autograd later, and evaluation may come first.
         with torch.inference_mode(False):
             return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Has memory used again that :meth:`take` has returned."""
+        """Return a buffer of :meth:`take` to the pool."""
         self._free[buffer.shape, buffer.dtype].append(buffer)
 
 
@@ -66,13 +66,13 @@ Receive = Tensor | UpTo
 
 @lru_cache(maxsize=4096)
 def _some(counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Returns the ranks that there are rows for or from, and how many for each."""
+    """Returns the ranks with nonzero counts, and their counts."""
     peers = [peer for peer, count in enumerate(counts) if count]
     return peers, [counts[peer] for peer in peers]
 
 
 def by_peer(rows: Tensor, counts: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """Returns the messages that rows in the order of ranks are, so many for or from each, ``[P]``: none without rows."""
+    """Returns the messages of rows in rank order, with `counts` rows per rank, ``[P]``; none for empty rows."""
     peers, sizes = _some(tuple(counts))
     return list(zip(peers, rows.split(sizes))) if rows.numel() else []
 
@@ -83,18 +83,19 @@ Messages = tuple[
     Traffic,
     Callable[[Callable[[], None]], Callable[[], None]] | None,
 ]
-"""What to send and to receive, see :meth:`Transport.start_each`; what is counted of it; what makes the function that is waited
-for of the one that :meth:`Transport.start_each` returns, if that is another."""
+"""Sends and receives, see :meth:`Transport.start_each`; their traffic; and optionally a function that wraps the wait function of
+:meth:`Transport.start_each`.
+"""
 
 
 class Transport(ABC):
-    """One message to and from every peer, whatever carries it.
+    """Interface of point-to-point messages: one message to and from every peer.
 
-    Ranks that exchange anything start to do so in the same order, and may wait for it in any order.
+    Ranks start their exchanges in the same order, and may wait for them in any order.
 
     Attributes:
-        approximate: whether rows may travel approximately now: in fewer bytes, or only where they have changed.
-        receives_early: whether receiving may start before what must be sent first: NCCL does one thing after the other.
+        approximate: whether rows may be sent approximately now: in fewer bytes, or only changed rows.
+        receives_early: whether a receive may start before an earlier send. NCCL runs operations in order.
     """
 
     approximate = False
@@ -102,57 +103,59 @@ class Transport(ABC):
 
     @abstractmethod
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns memory for rows that the next :meth:`start_each` sends; waits until those who were sent what lay there before
-        have taken it."""
+        """Returns a send buffer for the next :meth:`start_each`; waits until its earlier messages have been received."""
 
     def lends(self, rows: Tensor) -> bool:
-        """Returns whether rows lie in memory of :meth:`scratch` that the next :meth:`start_each` sends."""
+        """Returns whether rows are in the send buffer of :meth:`scratch` for the next :meth:`start_each`."""
         return False
 
     @abstractmethod
     def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
-        """Starts to send rows to peers and to receive rows from them; returns the function that waits.
+        """Starts to send rows to peers and to receive rows from peers; returns a function that waits.
 
         Args:
-            sends: a rank and contiguous rows for it, not none; the same rows may go to several. Of the last :meth:`scratch`, or
-                of none.
-            receives: a rank and contiguous memory for its rows, not none; or, on the CPU, what takes a message of bytes.
+            sends: ranks and contiguous, non-empty rows for them; several ranks may get the same rows. Either all rows or none are
+                in
+                the last :meth:`scratch` buffer.
+            receives: ranks and contiguous, non-empty receive buffers; or, on the CPU, an :class:`UpTo` for a message of bytes.
 
         Raises:
-            PeerError: from the returned function (and from here when a peer has not taken what it was sent before).
+            PeerError: from the returned function; also from this call if a peer has not received earlier messages.
         """
 
     def messages(
         self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Any
     ) -> Messages:
-        """Returns the messages that rows of an exchange are: one to and from every peer that has some.
+        """Returns the messages of an exchange: one to and from every peer with rows.
 
         Args:
-            out, into: what is sent and what is filled, contiguous, of one dtype, rows in rank order.
-            out_counts, into_counts: rows for and from each rank, ``[P]``.
-            call: which one of the step.
-            exchange: whose rows they are.
+            out: send buffer, contiguous, rows in rank order.
+            out_counts: rows for each rank, ``[P]``.
+            into: receive buffer, contiguous, of the dtype of `out`, rows in rank order.
+            into_counts: rows from each rank, ``[P]``.
+            call: identifier of the exchange.
+            exchange: exchange that sends the rows.
         """
         sends = by_peer(out, out_counts)
         return sends, by_peer(into, into_counts), self.traffic(sends), None
 
     @abstractmethod
     def start_varied(self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
-        """Starts to send bytes to peers and to receive, from each of `senders`, as many as it sends.
+        """Starts to exchange bytes with peers; returns a function that waits for the bytes of `senders`, of any length.
 
         Args:
-            sends: a rank and bytes for it, uint8.
-            senders: ranks that send something here.
+            sends: ranks and bytes for them, uint8.
+            senders: ranks that send to this rank.
 
         Returns:
-            Waits, and returns the bytes by sender.
+            Function that waits and returns the bytes by sender.
 
         Raises:
-            PeerError: as :meth:`start_each`.
+            PeerError: see :meth:`start_each`.
         """
 
     def traffic(self, sends: Sequence[tuple[int, Tensor]], num_rows: int | None = None) -> Traffic:
-        """Returns what :meth:`start_each` would send now; `num_rows` where that is not how many rows the tensors have."""
+        """Returns the traffic of a :meth:`start_each` now; `num_rows` overrides the row count of the tensors."""
         traffic = Traffic(0, len(sends), num_rows or 0, to=(to := dict[int, int]()))
         for peer, rows in sends:
             num_bytes = self.message_bytes(rows)
@@ -162,16 +165,16 @@ class Transport(ABC):
         return traffic
 
     def message_bytes(self, rows: Tensor) -> int:
-        """Returns how many bytes a message of these rows takes now, or several messages that they are split into by rows."""
+        """Returns the bytes of a message of these rows now, also if it is split into several messages by rows."""
         return rows.nbytes
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a row of `width` numbers in training, where it may travel approximately."""
+        """Returns the bytes of a row of `width` numbers in training, where rows may be sent approximately."""
         return width * dtype.itemsize
 
     @contextmanager
     def approximating(self, on: bool = True) -> Iterator[None]:
-        """Rows may travel approximately while this is open, or may not; on every rank alike."""
+        """Context manager that allows or forbids approximate rows; all ranks use the same value."""
         before, self.approximate = self.approximate, on
         try:
             yield
@@ -179,19 +182,19 @@ class Transport(ABC):
             self.approximate = before
 
     def take_sums(self) -> tuple[float, ...]:
-        """Returns numbers since the last call, whose sums over ranks :meth:`metrics` takes."""
+        """Returns counters since the last call; :meth:`metrics` takes their sums over ranks."""
         return ()
 
     def metrics(self, sums: Tensor) -> dict[str, Tensor]:
-        """Returns by name what is logged of such sums."""
+        """Returns the logged metrics of such sums by name."""
         return {}
 
 
 class TransportWrapper(Transport):
-    """A transport over another one, which has what this one does not.
+    """Transport over another transport; attributes that it lacks come from the other.
 
     Args:
-        transport: what carries the bytes.
+        transport: transport that sends the bytes.
     """
 
     def __init__(self, transport: Any) -> None:
@@ -202,9 +205,9 @@ class TransportWrapper(Transport):
 
     @staticmethod
     def warm_up(dtype: torch.dtype) -> None:
-        """Runs the loops of the wrapper once, on rows of this dtype, so that they are compiled."""
+        """Run the loops of the wrapper once, on rows of this dtype, so that they are compiled."""
 
-    # The other one's own, without a frame in between.
+    # Methods of the wrapped transport, without a frame in between.
 
     @property
     def scratch(self) -> Any:
@@ -224,15 +227,15 @@ class TransportWrapper(Transport):
 
 
 class ProcessTransport(Transport):
-    """Sends one message to, and receives one from, every peer that there is something for.
+    """Transport that sends at most one message to, and receives at most one from, every peer.
 
     Args:
         size: number of ranks.
-        group: process group for peers on other machines, and for tensors of devices.
+        group: process group for peers on other machines, and for tensors on devices.
         memory: mailboxes of this machine's ranks, or None.
-        watch: keeps the deadline of waits, and marks messages by the operation that they belong to.
-        device: of what is sent and received.
-        hosts: carries tensors of the CPU where `group` does not; None where it does.
+        watch: watchdog with the deadline of waits, and with the mark of each message's operation.
+        device: device of sent and received tensors.
+        hosts: transport for CPU tensors, if `group` does not support them; else None.
     """
 
     def __init__(
@@ -247,14 +250,14 @@ class ProcessTransport(Transport):
         self.device, self._hosts = device, hosts or self
         self._group, self._memory, self.watch = group, memory, watch
         self.waited_s = 0.0
-        """Seconds that this rank has waited for messages from other machines until now, and for what it sent there."""
+        """Seconds that this rank has waited so far for messages from and to other machines."""
         self._local = set(memory.peers) if memory is not None else set()
         self.all_local = len(self._local) == size - 1
         self._queued = dist.get_backend(group) != "gloo"
         self.receives_early = not self._queued
 
     def close(self) -> None:
-        """Gives up the process group."""
+        """Release the process group."""
         if self._hosts is not self:
             self._hosts.close()
         self._group = None
@@ -283,7 +286,7 @@ class ProcessTransport(Transport):
                 accept = rows.accept if isinstance(rows, UpTo) else as_bytes(rows).copy_
                 expected.append(memory.expect(peer, mark, accept))
                 continue
-            if isinstance(rows, UpTo):  # gloo fills as much of the memory as there is
+            if isinstance(rows, UpTo):  # gloo fills only a part of the buffer
                 varied.append((rows, torch.empty(rows.most_bytes, dtype=torch.uint8)))
                 rows = varied[-1][1]
             remote.append(dist.P2POp(dist.irecv, as_bytes(rows), peer, self._group, mark))
@@ -300,7 +303,7 @@ class ProcessTransport(Transport):
         if memory is not None and remote:
             leaving = [request for request, op in zip(requests, remote) if op.op is dist.isend]
             memory.leaving = [request for request in memory.leaving if not request.done] + leaving
-        # All is expected before anything is posted: the peer may do the same, and each must be able to take the other's.
+        # All receives are registered before a message is posted: the peer may do the same, and each must accept the other's.
         if memory is not None and local:
             memory.post(local, mark)
 
@@ -309,7 +312,7 @@ class ProcessTransport(Transport):
                 memory.receive_all(expected)
             if self._queued:
                 for work in works:
-                    work.wait()  # orders the streams; NCCL's own watchdog keeps the deadline
+                    work.wait()  # orders the streams; NCCL's own watchdog enforces the deadline
                 return
             for request in requests:
                 request.wait()
@@ -325,7 +328,7 @@ class ProcessTransport(Transport):
         for each in messages:
             try:
                 works += dist.batch_isend_irecv([each])
-            except RuntimeError as error:  # the peer has closed the connection before this rank came to it
+            except RuntimeError as error:  # the peer has closed the connection earlier
                 raise PeerError(each.peer, f"nothing to or from rank {each.peer} ({error})") from error
         return works
 
@@ -341,7 +344,7 @@ class ProcessTransport(Transport):
 
         memory, mark = self._memory, self.watch.mark()
         expected = [] if memory is None else [memory.expect(peer, mark, keep(peer)) for peer in memory.peers if peer in senders]
-        lengths = {peer: torch.tensor([data.numel()]) for peer, data in remote}  # of the CPU, which must know them
+        lengths = {peer: torch.tensor([data.numel()]) for peer, data in remote}  # on the CPU, which needs them
         into = {peer: torch.empty(1, dtype=torch.int64) for peer in from_afar}
         wait_lengths = self._hosts.start_each([*lengths.items()], [*into.items()])
         filled = [(peer, data) for peer, data in remote if data.numel()]
@@ -364,16 +367,16 @@ class ProcessTransport(Transport):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks can map each other's memory: what :meth:`show` needs."""
+        """Whether all ranks can map each other's memory, as :meth:`show` requires."""
         return self._memory is not None and self.all_local
 
     def show(self, block: Tensor | None, readers: Sequence[int], looks: Mapping[int, Accept]) -> Callable[[], None]:
-        """Lets each of `readers` look at all of `block`, and looks at the blocks that peers show; returns what waits for these.
+        """Starts to share a block with readers, without copies; returns a function that waits for the blocks of peers.
 
         Args:
-            block: the last :meth:`scratch`, which stays until all have looked; None if there are no readers.
-            readers: ranks that expect it.
-            looks: by peer, takes the bytes of its block.
+            block: last :meth:`scratch` buffer, not reused before all readers have read it; None without readers.
+            readers: ranks that expect the block.
+            looks: functions that take the bytes of a block, by peer.
         """
         memory, mark = self._memory, self.watch.mark()
         assert memory is not None
@@ -396,14 +399,14 @@ class ProcessTransport(Transport):
 
 
 class _Request:
-    """A message of gloo that is waited for once, whoever asks first."""
+    """Gloo message that is waited for once, by the first caller."""
 
     def __init__(self, work: Any, peer: int, transport: ProcessTransport) -> None:
         self._work, self._peer, self._transport = work, peer, transport
         self.done = False
 
     def wait(self) -> None:
-        """Waits for its end; raises :class:`PeerError` where there is none in time."""
+        """Wait for completion; raises :class:`PeerError` after the deadline."""
         if self.done:
             return
         self.done, began = True, time.perf_counter()

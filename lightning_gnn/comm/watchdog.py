@@ -1,12 +1,14 @@
-"""Watches what ranks wait for: each wait has a deadline, and ranks that have come to different operations are reported at once.
+"""Watchdog of waits for other ranks: enforces deadlines, and reports ranks that run different operations.
 
-Every process has a thread for it, which reads what its rank is doing and, where a rank waits long, tells the others through
-the ranks' store. Nothing else is sent but a look twice a second whether there is news.
+Every process has a watchdog thread. It reads the current operation of its rank and publishes long waits in the ranks' store.
+Otherwise it only polls a counter in the store twice a second.
 
-Deadlines need no cleverness. Before them, three things prove that ranks have taken different ways, however slow the network is
-(:func:`difference`): two ranks have done different things as the same operation of all ranks; a rank waits for rows that their
-sender has passed over; or one has made a call of torch.distributed, as Lightning and torchmetrics do, before an operation that
-another has begun without that call.
+Besides the deadline, three conditions prove that ranks have diverged, however slow the network is (:func:`difference`):
+
+- two ranks have run different operations as the same collective operation
+- a rank waits for rows that their sender has skipped
+- a rank has called torch.distributed, as Lightning and torchmetrics do, before an operation that another rank has started without
+  this call
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 EXIT_STATUS = 70
-"""Of a process that is ended because its code cannot be told otherwise: EX_SOFTWARE of sysexits.h."""
+"""Exit status of a process that the watchdog ends because its code does not respond: EX_SOFTWARE of sysexits.h."""
 
 GROUP_MARGIN_S = 3.0
-"""How much longer than the deadline process groups wait, so that it is known by then what all ranks do."""
+"""Seconds that process groups wait longer than the deadline, so that the state of all ranks is available by then."""
 
 _LOOK_S = 0.5
-_LONG_S = 1.0  # a wait that is published
-_AGAIN_S = 30.0  # how often at the least they are, as long as it lasts
-_ANSWERS_S = 4.0  # how long ranks may take to say what they do
-_GRACE_S = 6.0  # for errors that come by themselves, once the alarm is raised
-_KEPT = 100  # operations that are remembered
-_SHOWN = 3  # of them in a report
+_LONG_S = 1.0  # minimum length of a published wait
+_AGAIN_S = 30.0  # maximum interval between publications of a wait
+_ANSWERS_S = 4.0  # maximum time for ranks to publish their state
+_GRACE_S = 6.0  # time for errors of the code itself, after the alarm
+_KEPT = 100  # operations in the history
+_SHOWN = 3  # operations of the history in a report
 _FRAMES = 100
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
@@ -50,11 +52,11 @@ _LIBRARIES = (
 
 
 class PeerError(RuntimeError):
-    """A peer is gone, or does not do what this rank waits for.
+    """A peer has ended, or runs another operation than this rank expects.
 
     Attributes:
-        peer: its rank.
-        astray: it still runs, but is late, or has come to another operation.
+        peer: rank of the peer.
+        astray: whether the peer still runs, but is late or in another operation.
     """
 
     def __init__(self, peer: int, reason: str, astray: bool = False) -> None:
@@ -63,23 +65,23 @@ class PeerError(RuntimeError):
 
 
 class CommunicationError(RuntimeError):
-    """Ranks could not exchange something: names the operation and, where known, the layer and the peer.
+    """Failed communication between ranks: names the operation and, if available, the layer and the peer.
 
     Attributes:
-        explained: the watchdog has said on stderr where the code of each rank is.
+        explained: whether the watchdog has printed the code position of each rank to stderr.
     """
 
     explained = False
 
 
 class Passed(NamedTuple):
-    """An operation that a rank has begun.
+    """Operation that a rank has started.
 
     Attributes:
-        number: how many operations of all ranks it had begun then, this one included.
-        name: the operation, with stage and step.
-        joint: whether this is one of all ranks.
-        calls: calls of torch.distributed on the default group until then.
+        number: collective operations that the rank had started, including this operation.
+        name: operation, with stage and step.
+        joint: whether it is a collective operation.
+        calls: calls of torch.distributed on the default group before it.
     """
 
     number: int
@@ -90,17 +92,17 @@ class Passed(NamedTuple):
 
 @dataclass
 class State:
-    """What a rank is doing.
+    """State of a rank.
 
     Attributes:
-        operation: that it waits in, with stage and step; empty if it waits in none of ours.
-        waited_s: since when.
-        peer: the rank that it waits for; None for all, or none.
-        stage: of the operation, where it has several.
-        number: how many operations of all ranks it has begun.
-        calls: calls of torch.distributed on the default group until now.
-        passed: the last operations that it has begun.
-        code: where its code is: function, file and line.
+        operation: operation that the rank waits in, with stage and step; empty if it is in no operation of this package.
+        waited_s: seconds since the start of the operation.
+        peer: rank that it waits for; None for all ranks or no rank.
+        stage: stage of the operation, if it has several.
+        number: collective operations that the rank has started.
+        calls: calls of torch.distributed on the default group so far.
+        passed: last operations that the rank has started.
+        code: code position: function, file and line.
     """
 
     operation: str
@@ -122,30 +124,31 @@ class State:
         return f"waits for {peer}, for {self.waited_s:.1f} s now, in: {self.operation}{stage}{at}"
 
     def passed_over(self, operation: str, number: int) -> bool:
-        """Returns whether it has certainly not begun an exchange since the operation of all ranks with `number`."""
+        """Returns whether the rank has certainly not started `operation` since the collective operation `number`."""
         remembers = len(self.passed) < _KEPT or self.passed[0].number < number
         return remembers and not any(each.name == operation and each.number >= number for each in self.passed)
 
     def exchanges(self) -> bool:
-        """Returns whether it waits for rows."""
+        """Returns whether the rank waits in an exchange of rows."""
         return any(each.name == self.operation and not each.joint for each in self.passed)
 
 
 def difference(first: int, one: State, second: int, other: State) -> str:
-    """Returns how two ranks have come to do different things, or nothing if that is not certain.
+    """Returns a message about two diverged ranks, or an empty string if divergence is not certain.
 
-    What ranks say may be old: whatever follows from it must be true however far they have come since.
+    The states may be outdated: the conclusions must hold however far the ranks have come since.
 
     Args:
-        first, second: the ranks.
-        one, other: what they have said.
+        first, second: ranks.
+        one, other: published states of the ranks.
     """
     ours, theirs = ({each.number: each for each in state.passed if each.joint} for state in (one, other))
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number].name != theirs[number].name:
             return f"Rank {first} has come to: {ours[number].name}; where rank {second} has come to: {theirs[number].name}."
     for rank, state, peer, there in ((first, one, second, other), (second, other, first, one)):
-        # It waits for rows of a peer that waits for others, later, or for rows that this one has not sent either.
+        # The rank waits for rows of a peer that is in a later operation, or that waits for rows which this rank has not sent
+        # either.
         later = there.operation and (
             there.number > state.number
             or (there.exchanges() and there.peer == rank and state.passed_over(there.operation, there.number))
@@ -163,7 +166,7 @@ def difference(first: int, one: State, second: int, other: State) -> str:
 
 
 def cause(alarm: str, answers: Mapping[int, State], size: int) -> str:
-    """Returns why ranks wait in vain, in a line: who waits for nobody, or else the alarm."""
+    """Returns the cause of a deadlock in one line: ranks that are not waiting, or else the alarm."""
     found = []
     for rank in range(size):
         state = answers.get(rank)
@@ -175,12 +178,12 @@ def cause(alarm: str, answers: Mapping[int, State], size: int) -> str:
 
 
 def summary(alarm: str, answers: Mapping[int, State], size: int) -> str:
-    """Returns what all ranks do, and who is missing.
+    """Returns a report of the states of all ranks, and of missing ranks.
 
     Args:
-        alarm: why one wants to know.
-        answers: what each rank does that has said so.
-        size: how many there are.
+        alarm: reason of the report.
+        answers: published states by rank.
+        size: number of ranks.
     """
     silent = "says nothing: its process has ended, or stands still, or cannot be reached"
     lines = [f"  rank {rank}: {answers.get(rank, silent)}" for rank in range(size)]
@@ -189,18 +192,18 @@ def summary(alarm: str, answers: Mapping[int, State], size: int) -> str:
 
 
 class Watchdog:
-    """What this rank is doing with others, and the thread that looks at it once :meth:`start` is called.
+    """Current operation of this rank, and the watchdog thread after :meth:`start`.
 
     Args:
-        rank, size: this rank, and how many there are.
-        deadline_s: how long a wait may take.
+        rank, size: this rank and the number of ranks.
+        deadline_s: maximum duration of a wait in seconds.
 
     Attributes:
-        place: stage and step of the training, alike on all ranks that do the same: part of what operations are called.
-        stage: of the current operation, where it has several.
-        peer: the rank that is waited for; None for all.
-        alarm: why the ranks are to end; empty while all is well.
-        cause: of it, in a line, once all have said what they do.
+        place: stage and step of the training, equal on all ranks that do the same; part of operation names.
+        stage: stage of the current operation, if it has several.
+        peer: rank that this rank waits for; None for all ranks.
+        alarm: reason to end the ranks; empty without an error.
+        cause: cause of the alarm in one line, once all ranks have published their states.
     """
 
     def __init__(self, rank: int, size: int, deadline_s: float) -> None:
@@ -210,27 +213,28 @@ class Watchdog:
         self._number = 0
         self._calls: Callable[[], int] = lambda: 0
         self._passed: deque[Passed] = deque(maxlen=_KEPT)
-        self._running: dict[int, tuple[str, float]] = {}  # by thread: the operation, and when it began
+        self._running: dict[int, tuple[str, float]] = {}  # by thread: the operation and its start time
         self._owner = threading.get_ident()
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._summary = ""
         self._raise, self._known, self._end = (threading.Event() for _ in range(3))
 
-    # What operations say ######################################################
+    # Operations #################################################################
 
     @contextmanager
     def during(self, operation: str, errors: type[Exception] = PeerError, joint: bool | None = None) -> Iterator[None]:
-        """Says what this thread is doing while it is open, to other ranks and in errors.
+        """Context manager that labels the current operation of this thread, for other ranks and errors.
 
         Args:
-            operation: what it is called.
-            errors: those that say that a message did not come or go.
-            joint: all ranks take part, each as often as the others and in the same order; where it is False, others may leave it
-                out, as long as none waits for what they would send. None for what is not remembered as an operation.
+            operation: name of the operation.
+            errors: exception types of failed messages.
+            joint: True if all ranks run it equally often and in the same order. False if other ranks may skip it, as long as no
+                rank waits
+                for their messages. None for an operation that is not recorded.
 
         Raises:
-            CommunicationError: such an error.
+            CommunicationError: in place of an exception of type `errors`.
         """
         thread = threading.get_ident()
         before, name = self._running.get(thread), f"{operation}, {self.place}"
@@ -263,36 +267,36 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, peer: int | None = None) -> Iterator[None]:
-        """Says, while it is open, that this rank waits for a peer, or for several; of a wait that has failed it stays known."""
+        """Context manager that records the peer of a wait, or None for several; the record remains after a failed wait."""
         self.peer = peer
         yield
         self.peer = None
 
     def mark(self) -> int:
-        """Returns a number that messages of the current operation carry, 31 bits: of another one it is another."""
+        """Returns a 31-bit number for messages of the current operation; other operations have other numbers."""
         return crc32(self._running.get(threading.get_ident(), ("", 0.0))[0].encode()) >> 1
 
     @property
     def operation(self) -> str:
-        """The operation that :meth:`during` is open for in this thread; empty if there is none."""
+        """Current operation of :meth:`during` in this thread; empty without one."""
         return self._running.get(threading.get_ident(), ("", 0.0))[0].removesuffix(f", {self.place}")
 
-    # The alarm ################################################################
+    # Alarm ######################################################################
 
     def start(self, store: Any, calls: Callable[[], int]) -> None:
-        """Begins to watch.
+        """Start the watchdog thread.
 
         Args:
-            store: of all ranks, with keys for nobody else, and a connection for nobody else.
-            calls: returns how many calls of torch.distributed this rank has made on the default group.
+            store: store of all ranks, with its own key prefix and its own connection.
+            calls: function that returns the number of calls of torch.distributed on the default group.
         """
         self._store, self._calls = store, calls
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
-        atexit.register(self.stop)  # a thread that still talks to the store when Python ends could make it abort
+        atexit.register(self.stop)  # a thread that uses the store while Python ends could abort the process
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stop the watchdog thread."""
         atexit.unregister(self.stop)
         self._end.set()
         self._raise.set()
@@ -303,17 +307,17 @@ class Watchdog:
         self._thread = None
 
     def explained(self, reason: str) -> str:
-        """Raises the alarm, and returns what all ranks do, for an error of this one; nothing if nobody watches.
+        """Raise the alarm and return the report of all ranks, for an error of this rank; empty without a watchdog thread.
 
         Args:
-            reason: why, in a sentence.
+            reason: reason of the alarm, one sentence.
         """
         if self._thread is None:
             return ""
         self.alarm = self.alarm or reason
         self._raise.set()
         self._known.wait(2 * _ANSWERS_S)
-        self._end.set()  # an error is on its way: this process ends by it
+        self._end.set()  # this process ends by the error that follows
         return self._summary
 
     def _watch(self) -> None:
@@ -344,18 +348,18 @@ class Watchdog:
                 if self.alarm:
                     self._raise_alarm()
                     return
-        except RuntimeError:  # the store is gone, and with it rank 0: waits end by themselves
+        except RuntimeError:  # the store has ended, and with it rank 0: waits end without the watchdog
             return
         finally:
             self._known.set()
 
     def _longest_wait(self) -> tuple[str, float]:
-        """Returns the operation that lasts longest, and for how many seconds it has."""
+        """Returns the longest-running operation and its duration in seconds."""
         now = time.monotonic()
         return max(((name, now - began) for name, began in list(self._running.values())), key=itemgetter(1), default=("", 0.0))
 
     def _difference(self) -> str:
-        """Compares, on rank 0, what ranks have said: each with rank 0, and with the rank that it waits for."""
+        """Compare, on rank 0, the published states: each with rank 0, and with the rank that it waits for."""
         states = {**self._told("waits"), self.rank: self._state(_LONG_S)}
         for rank, state in states.items():
             for peer, other in states.items():
@@ -364,10 +368,10 @@ class Watchdog:
         return ""
 
     def _raise_alarm(self) -> None:
-        """Says what this rank does, hears what others do, and ends this process if no error does."""
+        """Publish the state of this rank, collect the states of all ranks, and end this process unless an error ends it."""
         self._store.compare_set("alarm", "", self.alarm)
         self._store.add("news", 1)
-        self.alarm = self._heard("alarm")  # the first one, on all ranks
+        self.alarm = self._heard("alarm")  # the first alarm, on all ranks
         self._tell("answers", self._state(0.0))
         stack = _stack(self._frame())
         before = "; ".join(each.name for each in list(self._passed)[-_SHOWN:]) or "none"
@@ -390,8 +394,8 @@ class Watchdog:
             os._exit(EXIT_STATUS)
 
     def _state(self, least_s: float) -> State:
-        """Returns what this rank does; an operation only if it lasts at least so long."""
-        calls = self._calls()  # first: they were made before any later operation
+        """Returns the state of this rank; without its operation if it is shorter than `least_s` seconds."""
+        calls = self._calls()  # first: these calls precede any later operation
         number, passed = self._number, list(self._passed)
         operation, waited_s = self._longest_wait()
         if waited_s < least_s:
@@ -400,7 +404,7 @@ class Watchdog:
         return State(operation, waited_s, peer, self.stage, number, calls, passed, _code(self._frame()))
 
     def _frame(self) -> FrameType | None:
-        """Returns where the thread is that made this."""
+        """Returns the current frame of the thread that made this object."""
         return sys._current_frames().get(self._owner)
 
     def _tell(self, what: str, state: State) -> None:
@@ -416,14 +420,14 @@ class Watchdog:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """Returns where code is, as in a traceback: what is no library's, and the innermost place."""
+    """Returns a traceback of the user's code and of the innermost frame."""
     found = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
     own = [each for each in found[:-1] if not each.filename.startswith(("<", *_LIBRARIES))]
     return "".join(traceback.format_list([*own, *found[-1:]]))
 
 
 def _code(frame: FrameType | None) -> str:
-    """Returns the innermost place in code that is no library's."""
+    """Returns the innermost position in the user's code."""
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(("<", *_LIBRARIES)):
