@@ -1,4 +1,4 @@
-"""Models, and what makes any PyG model run on a part of a graph."""
+"""Models, and the binding that runs any PyG model on a part of a graph."""
 
 from typing import Any
 

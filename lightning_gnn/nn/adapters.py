@@ -1,4 +1,4 @@
-"""Methods of the few convs that need help, because they look at the graph's structure themselves."""
+"""Adapters: replacement methods of convs that read the structure of the whole graph."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from lightning_gnn import private_pyg as pyg
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 
 Adapter = Callable[[MessagePassing, GraphContext, str], dict[str, Any]]
-"""Returns the methods to put on a conv while it is bound, by name; gets the conv, its rank's graph and its layer's name."""
+"""Returns replacement methods for a bound conv, by name. Arguments: conv, graph context of the rank, name of the layer."""
 
 
 def patch_globals(method: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Returns a bound method with some global names of its function replaced, for this instance only.
+    """Returns a bound method in which some global names of its function are replaced, for this instance only.
 
-    ``patch_globals(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` means ``mine``.
+    ``patch_globals(conv.forward, degree=mine)`` is ``conv.forward`` in which ``degree`` refers to ``mine``.
 
     Raises:
-        UnsupportedModelError: a method of a subclass, which uses none of the names and calls ``super()``, whose function is out
-            of reach.
+        UnsupportedModelError: the method belongs to a subclass, uses none of the names and calls ``super()``, whose function
+            cannot
+            be replaced.
     """
     function = method.__func__  # type: ignore[attr-defined]
     code, known = function.__code__, {**function.__globals__, **names}
@@ -41,7 +42,7 @@ def patch_globals(method: Callable[..., Any], **names: Any) -> Callable[..., Any
 
 @contextmanager
 def overridden(module: torch.nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """While open, one instance has another method."""
+    """Context manager that replaces a method of one instance."""
     object.__setattr__(module, name, method)
     try:
         yield
@@ -80,7 +81,7 @@ def cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
         dtype: torch.dtype = torch.float32,
         batch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The Laplacian scaled to eigenvalues from -1 to 1, as ChebConv makes it."""
+        """Returns the Laplacian scaled to eigenvalues from -1 to 1, like ChebConv."""
         context.check_rows(num_nodes, layer)
         if batch is not None:
             raise UnsupportedModelError(f"'{layer}' was given a batch vector; a graph over ranks is one graph.")
@@ -126,7 +127,7 @@ def label_propagation(conv: MessagePassing, context: GraphContext, layer: str) -
         return torch.nn.functional.one_hot(y, classes).to(torch.get_default_dtype())
 
     def gcn_norm(edge_index: Tensor, num_nodes: int, add_self_loops: bool) -> tuple[Tensor, Tensor]:
-        # Whatever the rows', as in PyG: scales would be rounded otherwise than weights.
+        # The default dtype, as in PyG: scales would round differently from weights.
         dtype = torch.get_default_dtype()
         return context.gcn_norm(layer, edge_index, None, num_nodes, False, add_self_loops, dtype, as_scales=False)
 
@@ -139,7 +140,7 @@ def rgcn(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
     run = conv.forward.__func__
 
     def forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
-        with context.read_once():  # else the same rows would travel once per relation
+        with context.read_once():  # otherwise the same rows would be sent once per relation
             return run(self, *args, **kwargs)
 
     return {"forward": types.MethodType(forward, conv)}

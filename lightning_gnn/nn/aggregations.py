@@ -1,7 +1,7 @@
-"""Several aggregates of the same rows in one pass over the edges, and PNA on top of them.
+"""Several aggregations of the same rows in one pass over the edges, and PNA based on them.
 
-Source of PNA: Corso et al., "Principal Neighbourhood Aggregation for Graph Nets" (2020), as PyG's PNAConv.
-N owned rows, H halo rows, F columns, T towers.
+Source of PNA: Corso et al., "Principal Neighbourhood Aggregation for Graph Nets" (2020), as in PyG's PNAConv.
+N local nodes, H halo nodes, F features, T towers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lightning_gnn import private_pyg as pyg
 from lightning_gnn.kernels.run import has_loops_for
 from lightning_gnn.nn.context import GraphContext
 
-# What is taken in the one pass for those of `pyg.reductions` that are not taken themselves.
+# Statistics of the one pass from which other `pyg.reductions` are computed.
 _NEEDS = {"mean": ("sum",), "var": ("sum", "squares"), "std": ("sum", "squares")}
 
 
 def aggregations(
     context: GraphContext, x: Tensor, edge_index: Tensor, reductions: Sequence[str], layer: str
 ) -> list[Tensor] | None:
-    """Returns each of :func:`pyg.reductions` of S x over each owned row's edges, ``[N, F]``; None where edges do not last.
+    """Returns aggregations of S x over each local node's edges, ``[N, F]`` each; None for edges that change between steps.
 
     Args:
-        context: the rank's graph.
-        x: ``[N, F]``.
-        edge_index: ``[2, E]``.
-        reductions: their names.
-        layer: named in errors and counted under.
+        context: graph context of the rank.
+        x: local rows, ``[N, F]``.
+        edge_index: edges, ``[2, E]``.
+        reductions: names from :func:`pyg.reductions`.
+        layer: name for errors and traffic.
     """
     wanted = sorted({need for name in reductions for need in _NEEDS.get(name, (name,))})
     statistics = context.statistics(x, edge_index, wanted, layer)
@@ -44,7 +44,7 @@ def aggregations(
     def over_degree(name: str) -> Tensor:
         return found[name] * inverse_degree.to(found[name].dtype).unsqueeze(1)
 
-    def finished(name: str) -> Tensor:  # as PyG's aggregations compute it
+    def finished(name: str) -> Tensor:  # as in PyG's aggregations
         if name == "mean":
             return over_degree("sum")
         if name not in ("var", "std"):
@@ -62,14 +62,14 @@ def aggregations(
 
 
 def has_sums(conv: Any) -> bool:
-    """Returns whether a PNAConv has one layer before the aggregation, so that :func:`pna` computes it."""
+    """Returns whether a PNAConv has one layer before the aggregation, as :func:`pna` requires."""
     return pyg.reductions(conv.aggr_module.aggr) is not None and all(len(net) == 1 for net in conv.pre_nns)
 
 
 def pna(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
-    """The forward of a PNAConv whose messages are A x_i + B x_j + b.
+    """Returns the output of a PNAConv whose messages are A x_i + B x_j + b.
 
-    What is taken over j shifts with the first and last term, and is taken of B x_j alone.
+    The aggregation runs over B x_j only; the other terms shift its result.
     """
     context.check_edges(edge_index, layer)
     edges = context.split_edges(edge_index)
@@ -114,5 +114,5 @@ def _scales(scaler: Any, degree: Tensor) -> list[Tensor | float]:
 
 
 def maps_of(conv: Any) -> list[Any]:
-    """Returns the layers before the aggregation, of which :func:`pna` takes the weights; none where they are wrapped."""
+    """Returns the layers before the aggregation whose weights :func:`pna` reads; none for layers with hooks."""
     return [part for net in conv.pre_nns if not pyg.is_watched(net) for part in net]

@@ -1,9 +1,10 @@
-"""GAT, GATv2 and the graph transformer without a row per edge: scores, softmax and weighted sums by kernels.
+"""GAT, GATv2 and the graph transformer without a row per edge: kernels for scores, softmax and weighted sums.
 
-The same as PyG's forward up to rounding, which holds several tensors of edges x heads x columns. With edge features in the
-messages (GATv2Conv and TransformerConv with ``edge_dim``) PyG's own forward is used, and off the CPU.
+Results equal PyG's forward up to rounding, which stores several tensors of edges x heads x channels. PyG's own forward runs off
+the
+CPU, and with edge features in the messages (GATv2Conv and TransformerConv with ``edge_dim``).
 
-N owned rows, H halo rows, E edges, K heads of C columns.
+N local nodes, H halo nodes, E edges, K heads of C channels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_gnn.nn.edges import mean_by
 
 
 def sums(conv: Any) -> bool:
-    """Returns whether a conv adds up its messages, as the forwards here do."""
+    """Returns whether a conv sums its messages, as the forwards here do."""
     return type(conv.aggr_module) is SumAggregation
 
 
@@ -144,7 +145,7 @@ def _finished(
     edge_index: Tensor,
     return_attention_weights: Any,
 ) -> Any:
-    """What both GATs do once they have scores."""
+    """Returns the output of a GAT or GATv2 from its scores."""
     shares = F.dropout(edges.softmax(scores), p=conv.dropout, training=conv.training)
     out = edges.reduce(weighted_sums(edges.csr, rows, shares))
     out = out.flatten(1) if conv.concat else out.mean(dim=1)

@@ -1,8 +1,10 @@
-"""Binding: makes the convs and norms of an unmodified model see all ranks through an exchange, and undoes it.
+"""Binding: connects the convs and norms of an unmodified model to all ranks through an exchange, and undoes it.
 
-Layer by layer, ``Z = A S H``: for every argument that `message` or `edge_update` reads at an edge's source
-(``x_j``), the bound conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. What travels is what the layer
-hands to `propagate`: rows after its linear map where it has one before.
+Each layer computes ``Z = A S H``. For every argument that `message` or `edge_update` reads at an edge's source (``x_j``), the
+bound
+conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. The exchange sends the arguments of `propagate`: rows after
+the
+linear map if the layer applies it first.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm
 from lightning_gnn.rows.graph import wrapped
 
-# Aggregations over the edges of one node, all of which its owner holds.
+# Aggregations over the edges of one node, all of which are at its owner.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
-# Modules that look at all nodes at once and have no form over ranks, unlike those in `norms.NORMS`.
+# Modules over all nodes without a distributed version, unlike the modules in `norms.NORMS`.
 _ACROSS_NODES = (
     AnyBatchNorm,
     AnyInstanceNorm,
@@ -48,25 +50,25 @@ _ACROSS_NODES = (
 
 @dataclass
 class _BoundConv:
-    """What the wrapped methods of one conv need; shared, not copied, when the model is copied."""
+    """State of the wrapped methods of one conv; shared, not copied, when the model is copied."""
 
     context: GraphContext
     layer: str
     rule: ConvRule
-    """What is known of its messages."""
+    """Properties of the conv's messages."""
     functions: dict[str, Any]
-    """The conv's own methods before wrapping, as functions of the conv: a copy of it calls them on itself."""
+    """Original methods as functions of the conv, which a copy of the conv calls on itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BoundConv:
         return self
 
 
 class Binding:
-    """Binds every conv and norm of `module` to a rank's graph; :meth:`release` undoes it, :meth:`bind` does it again.
+    """Binding of all convs and norms of `module` to a rank's graph; :meth:`release` undoes it, :meth:`bind` restores it.
 
     Args:
-        module: any module with PyG convs in it. Parameters, buffers and ``state_dict`` stay as they are.
-        context: the rank's graph.
+        module: any module that contains PyG convs. Parameters, buffers and ``state_dict`` do not change.
+        context: graph context of the rank.
 
     Raises:
         UnsupportedModelError: see :func:`check_module`; nothing is bound then.
@@ -79,7 +81,7 @@ class Binding:
         self.bind()
 
     def bind(self) -> None:
-        """Binds what is not bound; what the graph's context keeps has stayed."""
+        """Bind all unbound modules; caches of the graph context remain valid."""
         if self._patches:
             return
         module, context = self._module, self.context
@@ -116,7 +118,7 @@ class Binding:
         check_module(module)
 
     def recompute(self) -> None:
-        """From now on, convs keep their arguments only, and make the rest again in the backward: see ``nn/recompute.py``."""
+        """Switch to checkpointed convs, which store their arguments only and recompute the rest; see ``nn/recompute.py``."""
         self.release()
         self._recompute = True
         self.bind()
@@ -138,7 +140,7 @@ class Binding:
         self._patch(conv, methods, methods.pop(STATE))
 
     def _patch(self, module: torch.nn.Module, methods: dict[str, Any], state: Any = None) -> None:
-        """Gives a module other methods, and `state` for them. What a conv caches of the rank's graph is not its own either."""
+        """Replace methods of a module and attach their state. Caches of the rank's graph in a conv are set aside, too."""
         attributes: dict[str, Any] = {} if state is None else {STATE: state}
         if isinstance(module, MessagePassing):
             pyg.clear_caches(module)
@@ -147,12 +149,12 @@ class Binding:
         self._patches.put(module, attributes)
 
     def release(self) -> None:
-        """Gives every module, and every copy of it, its own methods back."""
+        """Restore the original methods of every module and of every copy of it."""
         self._patches.release()
 
 
 def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Shard], GraphContext]) -> GraphContext:
-    """Returns ``make(shard)``, with that of the reversed graph where the module reads it; runs on every rank."""
+    """Returns ``make(shard)``, with the context of the reversed graph if the module reads it; runs on every rank."""
     reads_out_edges = any(isinstance(part, DirGNNConv) for part in module.modules())
     if not reads_out_edges:
         return make(shard)
@@ -165,7 +167,7 @@ def context_of(module: torch.nn.Module, shard: Shard, world: World, make: Callab
 
 
 def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> dict[str, Any]:
-    """Returns the methods of a conv that is bound to a rank's graph, by name, and what they know of it as ``STATE``."""
+    """Returns the methods of a conv that is bound to a rank's graph, by name, and their state as ``STATE``."""
     wrapped: dict[str, Callable[..., Any]] = {"propagate": _propagate}
     if pyg.implements_edge_update(conv):
         wrapped["edge_updater"] = _edge_updater
@@ -179,8 +181,8 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
 
 
 def _left_eager(method: Any) -> Any:
-    """Returns the method such that torch.compile leaves it alone: it communicates and runs kernels of our own."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
+    """Returns the method excluded from torch.compile, because it communicates and runs custom kernels."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and the import takes seconds
         return method
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
 
@@ -193,11 +195,13 @@ def check_module(
     of_all_types: bool = False,
     check: Callable[[str, torch.nn.Module], None] = lambda where, child: None,
 ) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first module that is not exact on a part of a graph.
+    """Raises :class:`UnsupportedModelError` for the first module that is not exact on a part of a graph.
 
     Args:
-        of_all_types: take convs that are called on all node and edge types at once.
-        check: of each module inside, before others; raises this error.
+        module: module to check, with its submodules.
+        of_all_types: whether to accept convs that are called on all node and edge types at once.
+        check: function called with the description of each submodule and the submodule, before other checks; raises the same
+            error.
     """
     check_columns(module)
     for name, child in module.named_modules():
@@ -232,7 +236,7 @@ def check_module(
 
 
 def check_columns(module: torch.nn.Module) -> None:
-    """Raises :class:`UnsupportedModelError` naming the first layer whose weights have no shape yet."""
+    """Raises :class:`UnsupportedModelError` for the first layer with uninitialized weights."""
     for name, child in module.named_modules():
         if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in child.parameters(recurse=False)):
             raise UnsupportedModelError(
@@ -242,7 +246,7 @@ def check_columns(module: torch.nn.Module) -> None:
 
 
 def _is_per_node(aggregation: Any) -> bool:
-    """Returns whether an aggregation looks at the edges of one node at a time; None is a conv's own affair."""
+    """Returns whether an aggregation reads the edges of one node at a time; True for None, which the conv handles."""
     if isinstance(aggregation, aggr.MultiAggregation):
         return all(_is_per_node(child) for child in aggregation.aggrs)
     if isinstance(aggregation, aggr.DegreeScalerAggregation):
@@ -282,11 +286,11 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
             )
 
 
-# The wrapped methods ##########################################################
+# Wrapped methods ##############################################################
 
 
 def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-    """`propagate` of a bound conv; kernels where messages are rows and edges last, else PyG's own over (S x, x)."""
+    """`propagate` of a bound conv: kernels if messages are rows and edges are constant, else PyG's own over (S x, x)."""
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
     context.check_edges(edge_index, state.layer, kwargs.get("edge_weight"))
@@ -317,11 +321,11 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     update = self.update
 
     def of_owned(out: Any, **kwargs: Any) -> Any:
-        """`update` with what `propagate` was given, of this rank's nodes only."""
+        """`update` with the original arguments of `propagate`, for local nodes only."""
         return update(out, **{**kwargs, **given})
 
     with overridden(self, "update", of_owned) if given else nullcontext():
-        # PyG reads the ids many times, and each would be a call of LazyIds.
+        # PyG reads the ids many times, and each read would be a call of LazyIds.
         ids = edge_index.read() if isinstance(edge_index, LazyIds) else edge_index
         return state.functions["propagate"](self, ids, size=size, **lifted)
 
@@ -334,7 +338,7 @@ def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **
 
 
 def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the rows of sources that messages are, perhaps weighted; None for other messages, on all ranks alike."""
+    """Returns the source rows that are the messages, possibly weighted; None for other messages, equally on all ranks."""
     if not state.rule.sends_rows or not pyg.is_plain(conv):
         return None
     x = kwargs["x"]
@@ -352,7 +356,7 @@ def _with_halo(
 ) -> dict[str, Any]:
     """Returns `kwargs` with ``(S value, value)`` for each value that is read at edge sources."""
     lifted = dict(kwargs)
-    # Sorted: all ranks must exchange in one order.
+    # Sorted: all ranks must exchange in the same order.
     for name in sorted(sources | targets):
         value = kwargs.get(name)
         source, target = value if isinstance(value, (tuple, list)) else (value, value)

@@ -17,13 +17,14 @@ class CommNetConv(MessagePassing):
     .. math::
         h_i' = W h_i + U \frac{1}{|\{j \in N(i), j \ne i\}|} \sum_{j \in N(i), j \ne i} h_j
 
-    Source: Sukhbaatar et al., "Learning Multiagent Communication with Backpropagation" (2016), equations 1 and 2, with
-    the neighbours in a graph in place of all other agents, as DGCL (EuroSys'21, section 2) uses it. The activation
-    is applied by the model. A node without other neighbours hears 0.
+    Source: Sukhbaatar et al., "Learning Multiagent Communication with Backpropagation" (2016), equations 1 and 2. Neighbors in a
+    graph
+    replace all other agents, as in DGCL (EuroSys'21, section 2). The model applies the activation. The sum is 0 for a node
+    without other neighbors.
 
     Args:
-        in_channels, out_channels: columns of input and output.
-        bias: learn an additive bias.
+        in_channels, out_channels: number of input and output channels.
+        bias: whether to learn an additive bias.
 
     Shapes: ``x [N, in_channels]``, ``edge_index [2, E]`` -> ``[N, out_channels]``.
     """
@@ -49,14 +50,14 @@ class CommNetConv(MessagePassing):
 
 
 def without_self_loops(edge_index: Tensor) -> Tensor:
-    """Returns the edges between different nodes; the same tensor if all are."""
+    """Returns the edges between different nodes; the same tensor if there are no self-loops."""
     if bool((edge_index[0] != edge_index[1]).all()):
         return edge_index
     return remove_self_loops(edge_index)[0]
 
 
 class CommNet(BasicGNN):
-    """CommNet: a stack of :class:`CommNetConv` with an activation between them. Arguments as PyG's ``GCN``."""
+    """CommNet: a stack of :class:`CommNetConv` with an activation between the layers. Same arguments as PyG's ``GCN``."""
 
     supports_edge_weight = False
     supports_edge_attr = False

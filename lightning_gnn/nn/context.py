@@ -1,8 +1,10 @@
-"""A rank's graph as bound convs see it: its edges, the exchange, and what is made of them once; and what convs compute over the
-edges of all ranks: sums, extremes, attention, and what normalises them.
+"""Graph context of a rank for bound convs: its edges, the exchange, caches, and the computations over the edges of all ranks.
 
-N owned rows, H halo rows, E edges, F columns; ``...`` stands for any trailing dimensions. Edges end at T rows: the owned ones,
-unless nodes have types.
+These computations are sums, max/min aggregations, attention and normalization.
+
+N local nodes, H halo nodes, E edges, F features; ``...`` stands for any trailing dimensions. T rows are targets of edges: the
+local
+nodes, except in heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -48,20 +50,20 @@ T = TypeVar("T", bound=tuple[Tensor, ...])
 
 
 class UnsupportedModelError(ValueError):
-    """A model that cannot be trained, or not exactly on a part of the graph: says which module, why, and what to use."""
+    """Error for a model that is not supported or not exact on a part of the graph: names module, reason and alternative."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Edges for attention, and what brings rows to their ends and results to owners.
+    """Edges for attention, with rows at their ends and functions that reduce results.
 
     Attributes:
-        csr: rows are targets, columns sources; of this rank.
-        sources: what attention was given of sources, of the columns.
-        targets: what it was given of targets, of the rows.
-        missing: edges whose source does not come in this step, bool ``[E]`` in slot order; None for none.
-        reduce: from partial sums of the rows to sums of owned rows, differentiable.
-        across: completes maxima and sums of a row whose edges lie on several ranks; None where they do not.
+        csr: matrix of this rank; its rows are targets, its columns sources.
+        sources: values of sources, by column of `csr`.
+        targets: values of targets, by row of `csr`.
+        missing: mask of the edges whose source is absent in this step, bool ``[E]`` in slot order; None for none.
+        reduce: differentiable function from partial sums of the rows to sums of local nodes.
+        across: function that completes maxima and sums of rows whose edges are on several ranks; None if there are no such rows.
     """
 
     csr: CSR
@@ -83,26 +85,28 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class GraphContext:
-    """One rank's graph as bound convs see it: its edges, the exchange, and what is made of them once.
+    """Graph of one rank for bound convs: its edges, the exchange, and caches.
 
     Args:
-        exchange: S and S^T, and where sums over edges are products, how these are spread over ranks.
-        x: the batch's own features; what layers make of them alone is made once.
-        edge_index: the batch's own edges in local ids, int64 ``[2, E]``.
-        edge_weight: the batch's own edge weights, ``[E]``, or None.
-        kept_widths: what is kept of constant input takes at most as much memory as so many copies of it; 0 keeps nothing.
-        rows: rows of any nodes; None where nothing reads them.
-        node_ids: relabelled id of each owned and halo row, int64 ``[N + H]``; for products.
-        target_ids: relabelled id of each row that edges end at, int64 ``[T]``, where these are of another type; for products.
-        num_targets: T, where edges end at rows of another type.
+        exchange: S and S^T, with the matrices of edges that are distributed over ranks.
+        x: input features of the batch; values that depend on them alone are cached.
+        edge_index: edges of the batch in local ids, int64 ``[2, E]``.
+        edge_weight: edge weights of the batch, ``[E]``, or None.
+        kept_widths: maximum size of the cache of constant input, as a multiple of the size of `x`; 0 for no cache.
+        rows: gather of rows of any nodes; None if nothing reads them.
+        node_ids: relabeled id of each local and halo row, int64 ``[N + H]``; for matrices over ranks.
+        target_ids: relabeled id of each target row, int64 ``[T]``, if targets are of another type; for matrices over ranks.
+        num_targets: T, if targets are of another type.
 
     Attributes:
-        propagations: how often each layer has let rows travel along edges in this step, by its name.
-        on_loaded_edges: layers that compute the edges which the rank has loaded, by PyG's code or with what belongs to each edge,
-            although the exchange may spread others' over ranks.
-        columns_at_once: of constant input travel together: what travels stays small, like what later layers send.
-        reverse: of the same nodes in the graph whose edges go the other way; None where no layer reads out-edges.
-        share: makes S x for all layers that read the rows x; None where each layer makes its own.
+        propagations: number of propagations of each layer in this step, by layer name.
+        on_loaded_edges: layers that compute the rank's loaded edges, by PyG's code or with edge data, even if the exchange
+            distributes
+            the edges of other layers over ranks.
+        columns_at_once: number of columns of constant input in one message, so that messages stay about as small as in later
+            layers.
+        reverse: context of the same nodes in the graph with reversed edges; None if no layer reads out-edges.
+        share: function that returns S x for all layers that read the rows x; None if each layer gathers its own.
     """
 
     columns_at_once = 16
@@ -130,7 +134,7 @@ class GraphContext:
         self.turn_to(x, edge_index, edge_weight)
 
     def turn_to(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> None:
-        """Takes another batch, whose rows the exchange knows of; what was made of the last one is forgotten."""
+        """Switch to another batch, whose rows the exchange already uses; clears the caches."""
         self.x, self.edge_index, self.edge_weight = x, edge_index, edge_weight
         self.num_owned, self.num_halo = self.exchange.num_owned, self.exchange.num_halo
         self.num_targets = self.num_owned if self._given_targets is None else self._given_targets
@@ -138,7 +142,7 @@ class GraphContext:
         self.kept = Kept(x, own_edges, self._kept_widths)
 
     def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
-        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned node, that edges end at perhaps."""
+        """Raises :class:`UnsupportedModelError` unless `layer` has one row per local node, or per target with `of_targets`."""
         owned = self.num_targets if of_targets else self.num_owned
         if rows != owned:
             raise UnsupportedModelError(
@@ -147,7 +151,7 @@ class GraphContext:
             )
 
     def check_expanded_rows(self, rows: int, layer: str) -> None:
-        """Raises :class:`UnsupportedModelError` unless `layer` was given one row per owned and halo node."""
+        """Raises :class:`UnsupportedModelError` unless `layer` has one row per local and halo node."""
         if rows != self.num_owned + self.num_halo:
             raise UnsupportedModelError(
                 f"'{layer}' was given {rows} rows, but this rank has {self.num_owned} owned and {self.num_halo} halo nodes: "
@@ -155,7 +159,7 @@ class GraphContext:
             )
 
     def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
-        """Raises :class:`UnsupportedModelError` unless edges are given as ``[2, E]``, and weights of so many, if any."""
+        """Raises :class:`UnsupportedModelError` unless edges have the form ``[2, E]``, and weights, if any, have E entries."""
         if edge_index is not self.edge_index and not (isinstance(edge_index, Tensor) and edge_index.layout == torch.strided):
             raise UnsupportedModelError(
                 f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
@@ -167,7 +171,7 @@ class GraphContext:
             )
 
     def begin_step(self, step: Step | None = None) -> None:
-        """Starts a step; None for another of the same phase and epoch. Its propagations and calls are counted anew."""
+        """Start a step and reset its propagation and exchange counters; None for another step of the same phase and epoch."""
         world = self.exchange.world
         step = step or Step(world.step.phase, world.step.epoch, world.step.number + 1)
         world.begin_step(step)
@@ -181,23 +185,23 @@ class GraphContext:
 
     @property
     def all_on_loaded_edges(self) -> set[str]:
-        """:attr:`on_loaded_edges`, those that read out-edges among them."""
+        """:attr:`on_loaded_edges`, including layers that read out-edges."""
         return self.on_loaded_edges | (self.reverse.on_loaded_edges if self.reverse else set())
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """All by which rows of layers travel."""
+        """All exchanges of layers."""
         matrices = [made for made in self.kept.made_of_edges() if isinstance(made, Matrix)]
         own = [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
         return own if self.reverse is None else [*own, *self.reverse.exchanges]
 
     def drain(self) -> None:
-        """Waits for all rows that are under way."""
+        """Wait for all exchanges in progress."""
         for exchange in self.exchanges:
             exchange.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of this rank's exchanges; nothing if they keep nothing."""
+        """Returns the state of this rank's exchanges for a checkpoint; empty if they have none."""
         self.drain()
         states = {"in": self.exchange.state_dict()}
         if self.reverse is not None:
@@ -205,13 +209,13 @@ class GraphContext:
         return states if any(states.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave on this rank."""
+        """Restore the result of :meth:`state_dict` of this rank."""
         self.exchange.load_state_dict(state.get("in", {}))
         if self.reverse is not None:
             self.reverse.exchange.load_state_dict(state.get("out", {}))
 
     def propagated(self, layer: str) -> None:
-        """Counts that rows travel along edges once more; raises :class:`UnsupportedModelError` if that is too often."""
+        """Count a propagation along edges; raises :class:`UnsupportedModelError` if there are too many."""
         self.propagations[layer] += 1
         count, most = self.propagations.total(), self.exchange.most_propagations
         if most is not None and count > most:
@@ -222,9 +226,9 @@ class GraphContext:
             )
 
     def _to_keep(self, make: Callable[[], T]) -> T:
-        """Returns ``make()``, made once, in a training step or in evaluation, for all that come: without autograd, and exactly.
+        """Returns ``make()`` for a cache used in training and evaluation: without autograd, and exact.
 
-        It counts as no call of the step: other steps do not make it.
+        Its exchanges are not counted in the step, because other steps do not repeat them.
         """
         world = self.exchange.world
         calls = world.calls.copy()
@@ -236,7 +240,7 @@ class GraphContext:
     # S ########################################################################
 
     def expand(self, x: Tensor, layer: str, dim: int = 0, alone: bool = False) -> Tensor:
-        """Returns owned and halo rows, ``[N + H, ...]``, differentiable; `alone`: for this layer, shared with no other."""
+        """Returns local and halo rows, ``[N + H, ...]``, differentiable; `alone`: without sharing between layers."""
         if not alone and self.share is not None and not dim % x.dim():
             shared = self.share(x, layer)
             if shared is not None:
@@ -248,7 +252,7 @@ class GraphContext:
 
     @contextmanager
     def read_once(self) -> Iterator[None]:
-        """While open, S x of the same rows x is made once: code that calls for it again and again does not change them."""
+        """Context manager that caches S x of the same rows x, for code that reads x repeatedly without changing it."""
         before, known = self.share, list[tuple[Tensor, Tensor]]()
 
         def share(x: Tensor, layer: str) -> Tensor:
@@ -262,29 +266,29 @@ class GraphContext:
         finally:
             self.share = before
 
-    # What is made once ########################################################
+    # Caches ###################################################################
 
     def once(self, name: tuple[Any, ...], edge_index: Tensor, edge_weight: Tensor | None, compute: Callable[[], T]) -> T:
-        """Returns ``compute()``, a tuple of tensors made of edges and weights alone; kept if both are the batch's own.
+        """Returns ``compute()``, tensors derived from edges and weights alone; cached for edges and weights of the batch.
 
         Args:
-            name: what is computed, with its options.
-            edge_index, edge_weight: what it is computed from.
-            compute: may communicate, since all ranks decide alike.
+            name: cache key: name and options of the computation.
+            edge_index, edge_weight: inputs of the computation.
+            compute: function without arguments. It may communicate, because all ranks use the cache equally.
         """
 
         made = self.kept.once(name, [edge_index, edge_weight], lambda: self._to_keep(compute))
         return compute() if made is None else made
 
     def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
-        """Returns ``choose()``, a choice of the batch's own edges and of what belongs to them, made once.
+        """Returns ``choose()``, a cached selection of the batch's edges and edge data.
 
-        What is made of it is kept as what is made of all edges.
+        Values derived from the selection are cached like values derived from all edges.
 
         Args:
-            name: of the choice.
+            name: name of the selection.
             edge_index: all edges.
-            choose: returns tensors, the edges first; all ranks choose alike.
+            choose: function that returns tensors, the edges first; all ranks select consistently.
         """
         found = self.once(("chosen", name), edge_index, None, choose)
         if self.kept.is_own(edge_index):
@@ -292,18 +296,18 @@ class GraphContext:
         return found
 
     def split_edges(self, edge_index: Tensor, in_list: bool = False) -> SplitEdges | None:
-        """Returns the CSR form of edges that stay the same between steps; None for others: they would not repay it.
+        """Returns the CSR form of constant edges; None for other edges, which would not repay the conversion.
 
         Args:
-            edge_index: ``[2, E]``.
-            in_list: with the places of edges in the list, for their weights.
+            edge_index: edges, ``[2, E]``.
+            in_list: whether to store the positions of edges in the edge list, for weights.
         """
         sizes = self.num_owned, self.num_halo, self.num_targets
         make = partial(SplitEdges.from_edges, edge_index, *sizes, in_list)
         return self.kept.of_edges(("split", in_list), [edge_index], make)
 
     def matrix(self, edge_index: Tensor) -> CSR:
-        """Returns the edges as one matrix over owned and halo rows, ``[T, N + H]``; kept where edges last."""
+        """Returns the edges as one matrix over local and halo rows, ``[T, N + H]``; cached for constant edges."""
 
         def make() -> CSR:
             source, target = stored_ids(edge_index)
@@ -312,19 +316,20 @@ class GraphContext:
         return self.kept.of_edges("matrix", [edge_index], make) or make()
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
-        """Returns weights that stay the same between steps in slot order; None for others."""
+        """Returns weights that are constant between steps in slot order; None for other weights."""
         edges = self.split_edges(edge_index, in_list=True)
         if edges is None or weight.dim() != 1:
             return None
         return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
 
     def _over_ranks(self, edge_index: Tensor, step_bytes: Callable[[], tuple[int, int]]) -> SparseMatrix | None:
-        """Returns edges that last as they are spread over ranks; None where a rank holds all edges of its nodes.
+        """Returns constant edges distributed over ranks; None if a rank has all edges of its local nodes.
 
         Args:
-            edge_index: ``[2, E]``.
-            step_bytes: returns the bytes that a training step sends, forward and backward, for a copy of a source's row, and for
-                the partial result of a target.
+            edge_index: edges, ``[2, E]``.
+            step_bytes: function that returns the bytes that a training step sends, forward and backward, for a copy of a source's
+                row
+                and for the partial result of a target.
         """
         node_ids, target_ids = self._node_ids, self._target_ids
         products = self.exchange.products
@@ -338,17 +343,17 @@ class GraphContext:
 
         return self.kept.of_edges(("spread", make), [edge_index], spread)
 
-    # What convs compute ######################################################
+    # Computations of convs ###################################################
 
     def attended(self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor) -> Attended:
-        """Returns the edges as attention takes them, and brings rows to their ends.
+        """Returns the edges for attention, with gathered rows at their ends.
 
         Args:
-            edge_index: ``[2, E]``.
-            layer: named in errors and counted under.
-            in_list: keep the slots of the matrix in step with the list, for what belongs to its edges.
-            sources: of owned rows, what sources are read for, ``[N, K, C]`` each for K heads, the last what is summed.
-            targets: of owned rows, what targets are read for, ``[N, K]`` or ``[N, K, C]``.
+            edge_index: edges, ``[2, E]``.
+            layer: name for errors and traffic.
+            in_list: whether matrix slots must match the edge list, for edge data.
+            sources: values of local rows as sources, ``[N, K, C]`` each for K heads; the last are the summed values.
+            targets: values of local rows as targets, ``[N, K]`` or ``[N, K, C]``.
         """
         self.propagated(layer)
         matrix = None if in_list else self._over_ranks(edge_index, partial(self._attention_bytes, sources, targets))
@@ -362,7 +367,7 @@ class GraphContext:
             return Attended(csr, rows, targets, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
-            # Exactly: a row's ranks must subtract and divide by the same, and minus infinity stands for no edges.
+            # Exact: the ranks of a row must subtract and divide by equal values, and minus infinity stands for no edges.
             with self.exchange.world.transport.approximating(False):
                 reduce = matrix.rows.reduce_max if operation == "max" else matrix.rows.reduce
                 return matrix.rows.expand(reduce(partial, layer), layer)
@@ -379,8 +384,8 @@ class GraphContext:
         """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
         row_bytes, dtype = self.exchange.world.transport.row_bytes, targets.dtype
         widths = [rows.shape[1:].numel() for rows in sources]
-        # Forward, and gradients backward. The maxima and sums of a softmax go to the owner and back, and so do the sums of its
-        # backward, exactly.
+        # Forward rows and backward gradients. The maxima and sums of a softmax go to the owner and back, exactly. The same holds
+        # for the sums of its backward pass.
         there = row_bytes(targets.shape[1:].numel(), dtype) + row_bytes(widths[-1], dtype)
         exact = 6 * targets.size(1) * torch.promote_types(dtype, torch.float32).itemsize
         return 2 * row_bytes(sum(widths), dtype), 2 * there + exact
@@ -396,10 +401,11 @@ class GraphContext:
         dtype: torch.dtype,
         as_scales: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Returns edges with self-loops and symmetric normalisation by the degrees of the whole graph.
+        """Returns edges with self-loops and symmetric normalization by the degrees of the whole graph.
 
-        All in-edges of an owned node are here, so its degree is local; that of a halo row is its owner's.
-        What it makes of the batch's own edges and weights is computed once. Sums may scale rows instead, if `as_scales`.
+        All in-edges of a local node are on its rank, so its degree is local; the degree of a halo node comes from its owner. The
+        result for
+        the edges and weights of the batch is cached. With `as_scales`, sums may scale rows instead.
         """
         self.check_rows(num_nodes, layer)
 
@@ -433,9 +439,11 @@ class GraphContext:
         add_self_loops: bool,
         dtype: torch.dtype,
     ) -> Sum | None:
-        """Returns the sum that :meth:`gcn_norm` weighs edges for, as scales of rows; None where its weights do not factor.
-        They do for the batch's own edges without weights. No weight is read per edge then, nor are edges listed once more.
-        Numbers shorter than float32 would be rounded once more by a scale, and are weighted instead.
+        """Returns the sum of :meth:`gcn_norm` as scales of rows; None if its weights do not factor.
+
+        Weights factor for the edges of the batch without weights. The sum then reads no weight per edge and needs no second edge
+        list.
+        Scales would round dtypes shorter than float32 once more, so these use weights.
         """
         plain = edge_weight is None and not (improved and add_self_loops)
         if not plain or dtype not in (torch.float32, torch.float64):
@@ -450,11 +458,11 @@ class GraphContext:
         return self.kept.of_edges(("normalised", add_self_loops, dtype), [edge_index], make, own=True)
 
     def scale_of_rows(self, scale: Tensor, layer: str) -> Tensor:
-        """Returns what degrees of all rows in a layer's graph make of them, ``[N]``, given what the in-edges that are here do."""
+        """Returns the scales of local rows in a layer's whole graph, ``[N]``, from the scales by the in-edges here."""
         return scale
 
     def with_self_loops(self, edge_index: Tensor) -> Tensor:
-        """Returns the edges without self-loops, then one self-loop for each owned node, as PyG orders them."""
+        """Returns the edges without self-loops, then one self-loop for each local node, in PyG's order."""
 
         def compute() -> tuple[Tensor]:
             looped = add_self_loops(remove_self_loops(plain_ids(edge_index))[0], num_nodes=self.num_targets)[0]
@@ -463,9 +471,9 @@ class GraphContext:
         return self.once(("self-loops",), edge_index, None, compute)[0]
 
     def without_self_loops(self, edge_index: Tensor) -> Tensor:
-        """Returns the edges between different nodes; the same tensor if there are no others on any rank.
+        """Returns the edges between different nodes; the same tensor if no rank has self-loops.
 
-        What is kept or distributed is known by its edges, so ranks must agree on whether these are the batch's own.
+        Caches and distributed edges are identified by the edge tensor, so ranks must agree on whether it is the batch's own.
         """
 
         def compute() -> tuple[Tensor]:
@@ -480,12 +488,12 @@ class GraphContext:
         return self.once(("no self-loops",), edge_index, None, compute)[0]
 
     def out_degree(self, source: Tensor, weight: Tensor, layer: str) -> Tensor:
-        """Returns the sum of the weights of each owned node's out-edges, of which other ranks hold some: S^T.
+        """Returns the sum of the weights of each local node's out-edges, some of which are on other ranks: S^T.
 
         Args:
-            source: of each edge, ``edge_index[0]``, ``[E]``.
-            weight: of each edge, ``[E]``.
-            layer: named in errors and counted under.
+            source: sources of edges, ``edge_index[0]``, ``[E]``.
+            weight: weights of edges, ``[E]``.
+            layer: name for errors and traffic.
 
         Returns:
             ``[N]``, differentiable in `weight`.
@@ -496,7 +504,7 @@ class GraphContext:
     def laplacian(
         self, layer: str, edge_index: Tensor, edge_weight: Tensor | None, normalization: str | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rank's edges of the whole graph's Laplacian, as PyG's ``get_laplacian``."""
+        """Returns the rank's edges of the whole graph's Laplacian, like PyG's ``get_laplacian``."""
         edge_index, edge_weight = remove_self_loops(edge_index, edge_weight)
         if edge_weight is None:
             edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
@@ -511,12 +519,12 @@ class GraphContext:
         return loops, torch.cat([-weight, weight.new_ones(self.num_owned)])
 
     def sum_of(self, edge_index: Tensor, weight: Tensor | None, mean: bool) -> Sum | None:
-        """Returns the sum over edges that :meth:`total` takes; None where edges or weights do not last.
+        """Returns the sum over edges for :meth:`total`; None if edges or weights change between steps.
 
         Args:
-            edge_index: ``[2, E]``.
-            weight: ``[E]`` or None for ones.
-            mean: divide by the number of in-edges.
+            edge_index: edges, ``[2, E]``.
+            weight: weights, ``[E]``, or None for ones.
+            mean: whether to divide by the number of in-edges.
         """
 
         def make() -> Sum | None:
@@ -529,12 +537,12 @@ class GraphContext:
         return self.kept.of_edges(("sum", mean), [edge_index, weight], make)
 
     def total(self, x: Tensor, what: Sum, layer: str) -> Tensor:
-        """Returns a sum over edges of S x, ``[N, F]``, by SpMM with the exchange behind it; kept while x is constant.
+        """Returns a sum over edges of S x, ``[N, F]``, by SpMM and the exchange; cached while x is constant.
 
         Args:
-            x: ``[N, F]``.
-            what: which sum.
-            layer: named in errors and counted under.
+            x: local rows, ``[N, F]``.
+            what: sum over edges.
+            layer: name for errors and traffic.
         """
         self.propagated(layer)
         world, exchange = self.exchange.world, self.exchange
@@ -559,14 +567,15 @@ class GraphContext:
         return kind.apply(x, over, what, world.call(layer)) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
-        """Returns several statistics of S x over each owned row's edges, ``[N, F]`` each; None where edges do not last, or
-        the device has no loops.
+        """Returns statistics of S x over each local node's edges, ``[N, F]`` each.
+
+        Returns None if edges change between steps, or if the device has no loops for them.
 
         Args:
-            x: ``[N, F]``.
-            edge_index: ``[2, E]``.
-            wanted: of :data:`~lightning_gnn.kernels.sums.STATISTICS`; 0 for rows without edges.
-            layer: named in errors and counted under.
+            x: local rows, ``[N, F]``.
+            edge_index: edges, ``[2, E]``.
+            wanted: names from :data:`~lightning_gnn.kernels.sums.STATISTICS`; nodes without edges have 0.
+            layer: name for errors and traffic.
         """
         edges = self.split_edges(edge_index)
         if edges is None or not has_loops_for(x, edge_index.size(1)):
@@ -589,7 +598,8 @@ class GraphContext:
         """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
         row_bytes, width = self.exchange.world.transport.row_bytes, x.size(1)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # Sums go to the owner; an extreme does and comes back, then how many edges have it, exactly; all gradients come back.
+        # Sums go to the owner. Maxima and minima go to the owner and back, then the number of edges that have them, exactly. All
+        # gradients come back.
         sums = sum(name in ("sum", "squares") for name in wanted)
         exact = 3 * (len(wanted) - sums) * width * dtype.itemsize
         result = sums * row_bytes(width, dtype) + exact + row_bytes(len(wanted) * width, dtype)
@@ -598,7 +608,7 @@ class GraphContext:
     def _sampled_statistics(
         self, x: Tensor, edges: SplitEdges, present: Tensor, wanted: Sequence[str], layer: str
     ) -> tuple[Tensor, ...]:
-        """As :meth:`statistics`, of the halo rows that are present: extremes of these alone, sums that are right on average."""
+        """See :meth:`statistics`; over the present halo rows: their max/min aggregation, and unbiased sums."""
         world, exchange = self.exchange.world, self.exchange
         of_all = Sum(edges)
         found = {
