@@ -1,4 +1,4 @@
-"""What is known of each class of convs, in one table, which :func:`register_adapter` adds to; and what follows from it."""
+"""Table of the properties of conv classes, which :func:`register_adapter` extends, and functions that read it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ from lightning_gnn.nn.context import GraphContext
 
 @dataclass(frozen=True)
 class ConvRule:
-    """What is known of a class of convs; a conv of which nothing is known is exact if it hands its edges to `propagate`.
+    """Properties of a class of convs; a class without a rule is exact if it passes its edges to `propagate`.
 
     Attributes:
-        adapter: returns the methods that a bound conv needs, see :func:`register_adapter`.
-        sends_rows: whether messages are rows of sources, or these times `weight`. SpMM computes their sums and means.
-        weight: the argument of `propagate` that messages are multiplied by; None for ones.
-        forward: the function that the conv's forward computes, at less cost. It is given the rank's graph and the layer's name
-            before the conv and its arguments.
-        fits: whether the settings of a conv allow `forward`.
-        maps: the linear maps whose weights `forward` reads, none if it is not known which; None where it calls all maps.
-        kernels: the groups of :func:`lightning_gnn.kernels.warm_up.warm_up` that it runs.
-        halo_columns: how many columns travel, None for those of x. Only of convs that take ``(x_source, x_target)`` and do
-            nothing with sources but map each row, so that they may be given S x. Others may draw random numbers for rows, or take
-            statistics of them, and copies of a row would count.
-        several_hops: whether rows travel along edges several times in a call; None if that is not known.
-        of_all_types: whether it is called on all types of nodes and edges at once; `refused` is then for graphs of one type.
-        refused: why it is not exact on a part of a graph, and what to use; empty where it is exact.
+        adapter: function that returns replacement methods of a bound conv, see :func:`register_adapter`.
+        sends_rows: whether messages are source rows, possibly times `weight`. SpMM computes their sums and means.
+        weight: argument of `propagate` that multiplies messages; None for ones.
+        forward: faster function equal to the conv's forward. It takes the rank's graph context and the layer's name before the
+            conv
+            and its arguments.
+        fits: function that returns whether the settings of a conv allow `forward`.
+        maps: function that returns the linear maps whose weights `forward` reads; empty if they are unknown, None if `forward`
+            calls
+            all maps.
+        kernels: groups of :func:`lightning_gnn.kernels.warm_up.warm_up` that it runs.
+        halo_columns: function that returns the number of exchanged columns, or None for the columns of x. Set only for convs that
+            take
+            ``(x_source, x_target)`` and map each source row separately, so that S x may be their input. Other convs may draw
+            random
+            numbers or compute statistics over rows, where copies of a row would count.
+        several_hops: whether a call propagates along edges several times; None if unknown.
+        of_all_types: whether it is called on all node and edge types at once; `refused` then applies to homogeneous graphs.
+        refused: reason why it is not exact on a part of a graph, and an alternative; empty if it is exact.
     """
 
     adapter: Adapter | None = None
@@ -52,15 +57,15 @@ class ConvRule:
     refused: str = ""
 
 
-# Each of the first three normalises by degrees through `gcn_norm`, which would need those of halo rows.
+# The first three rules normalize by degrees through `gcn_norm`, which would need the degrees of halo nodes.
 _NORMALISED = ConvRule(adapters.gcn)
 _WEIGHTED = ConvRule(adapters.gcn, sends_rows=True, weight="edge_weight")
 _HOPS = replace(_WEIGHTED, several_hops=True)
 _ROWS = ConvRule(sends_rows=True, halo_columns=lambda conv: conv.out_channels)
 _ATTENTION = ConvRule(fits=attention.sums, kernels=("attention",), halo_columns=lambda conv: conv.heads * conv.out_channels)
 
-# Exact as they are: their forward hands `edge_index` to `propagate` untouched, with self-loops added by
-# `add_self_loops(num_nodes=rows of x)`, which are those of the owned rows, or looks at in-degrees, which are all here.
+# Exact without changes. Their forward passes `edge_index` to `propagate` unchanged, or adds self-loops by
+# `add_self_loops(num_nodes=rows of x)`, which are the local rows, or reads in-degrees, which are all local.
 _AS_THEY_ARE = """AGNNConv CGConv ClusterGCNConv EdgeConv FeaStConv FiLMConv GENConv GINEConv GMMConv GeneralConv HEATConv
 LEConv MFConv NNConv PPFConv PointGNNConv PointNetConv PointTransformerConv RGATConv FastRGCNConv ResGatedGraphConv
 SignedConv WLConvContinuous"""
@@ -118,7 +123,7 @@ CONVS: dict[str | type, ConvRule] = {
         _ATTENTION, forward=attention.transformer, halo_columns=lambda conv: 2 * conv.heads * conv.out_channels
     ),
 }
-"""By class; PyG's by name, since its versions differ in which they have. Read it through :func:`rule_of`."""
+"""Rules by class; by name for PyG classes, since PyG versions differ in their classes. Read it through :func:`rule_of`."""
 
 
 def _key(kind: type) -> str | type:
@@ -126,41 +131,43 @@ def _key(kind: type) -> str | type:
 
 
 def known_kind(kind: type) -> Any:
-    """Returns the nearest class, of a class and its bases, in :data:`CONVS`; None if there is none. Convs have MessagePassing."""
+    """Returns the nearest class in :data:`CONVS` among a class and its bases, or None; convs have at least MessagePassing."""
     return next((each for each in kind.__mro__ if _key(each) in CONVS), None)
 
 
 def rule_of(kind: type, *methods: str) -> ConvRule:
-    """Returns the rule of :func:`known_kind`; the empty one if there is none, or the class has `methods` of its own."""
+    """Returns the rule of :func:`known_kind`; an empty rule if there is none, or if the class overrides `methods`."""
     known = known_kind(kind)
     same = known is not None and all(getattr(kind, name) is getattr(known, name) for name in methods)
     return CONVS[_key(known)] if same else ConvRule()
 
 
 def add_to_rule(kind: type, **facts: Any) -> None:
-    """Has the table know more of a class, which is told by the fields of :class:`ConvRule`."""
+    """Update fields of a class's :class:`ConvRule` in the table."""
     CONVS[_key(kind)] = replace(rule_of(kind), **facts)
 
 
 def exact_convs() -> list[str]:
-    """Returns the names of the convs in the table that are exact on a graph without types."""
+    """Returns the names of the convs in the table that are exact on homogeneous graphs."""
     rules = {kind if isinstance(kind, str) else kind.__name__: rule for kind, rule in CONVS.items()}
     return sorted(name for name, rule in rules.items() if not rule.refused and name != "MessagePassing")
 
 
-# What holds of the class's own forward, and not of one that an adapter has changed.
+# Fields that hold for the class's own forward, and not for a forward that an adapter replaces.
 _OF_OTHER_FORWARDS: dict[str, Any] = {"forward": None, "halo_columns": None, "refused": ""}
 
 
 def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]:
-    """Decorates the adapter of a conv class, for a conv whose own code looks at more than its node's edges.
+    """Decorator that registers the adapter of a conv class whose own code reads more than the edges of its nodes.
 
-    While a conv of that class, or a subclass without an adapter of its own, is bound, it has the methods that the adapter
-    returns. It takes precedence over what this package knows of the class. ``propagate`` and ``edge_updater`` are wrapped
-    in any case; a conv that only calls them needs no adapter. docs/models.md has an example.
+    A bound conv of this class, or of a subclass without an adapter of its own, has the methods that the adapter returns. They
+    take
+    precedence over the package's rule for the class. ``propagate`` and ``edge_updater`` are always wrapped; a conv that only
+    calls
+    them needs no adapter. docs/models.md has an example.
 
     Args:
-        kind: the conv class.
+        kind: conv class.
 
     The adapter is called with the conv, its rank's :class:`~lightning_gnn.nn.context.GraphContext`, and the layer's name.
 
@@ -179,7 +186,7 @@ def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]
 
 
 def kernel_groups(module: torch.nn.Module) -> set[str]:
-    """Returns which loops a model's convs may run, as groups of :func:`lightning_gnn.kernels.warm_up.warm_up`."""
+    """Returns the loops that a model's convs may run, as groups of :func:`lightning_gnn.kernels.warm_up.warm_up`."""
     groups = set[str]()
     for conv in module.modules():
         if isinstance(conv, MessagePassing):
@@ -190,14 +197,15 @@ def kernel_groups(module: torch.nn.Module) -> set[str]:
 
 
 def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the forward at less cost, as an adapter does; nothing for a conv of another form.
+    """Returns the faster forward as a replacement method, like an adapter; empty if the conv does not fit.
 
     Args:
-        conv: to be bound.
-        context: its rank's graph.
-        layer: its name.
-        own: its forward otherwise, a function of the conv. It is what runs in calls that hooks watch, or whose linear maps are
-            more than their weights: those may change at any time, as pruning does.
+        conv: conv to be bound.
+        context: graph context of its rank.
+        layer: name of the conv.
+        own: forward of the conv otherwise, as a function of the conv. It runs in calls with hooks, and if linear maps are more
+            than
+            their weights. Both may change at any time, for example by pruning.
     """
     rule = rule_of(type(conv), "forward", "message", "edge_update")
     if rule.forward is None or not rule.fits(conv):

@@ -1,7 +1,7 @@
-"""DirGNNConv, whose second conv reads the far ends of each node's out-edges, while a rank holds its nodes' in-edges.
+"""DirGNNConv: its second conv reads the targets of each node's out-edges, while a rank has the in-edges of its nodes.
 
-The out-edges are the in-edges of the graph whose edges all go the other way. So each rank is given its part of that one, too:
-nodes stay where they are, and every edge is told, once, to the owner of its source.
+Out-edges are the in-edges of the reversed graph. Each rank therefore also gets its shard of the reversed graph: nodes stay at
+their owners, and every edge is sent, once, to the owner of its source.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_gnn.partition.shard import owners_of
 
 
 def reversed_shard(shard: Shard, world: World) -> Shard:
-    """Returns this rank's shard of the reversed graph, with nothing but `x` for its nodes and edges; communicates.
+    """Returns this rank's shard of the reversed graph, with `x` as the only node or edge data; communicates.
 
     Raises:
-        UnsupportedModelError: ranks hold replicas of neighbourhoods, which are those of in-edges.
+        UnsupportedModelError: ranks hold replicated neighborhoods, which consist of in-edges.
     """
     if shard.rows != shard.counts:
         raise UnsupportedModelError(
@@ -41,7 +41,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
     of_owner = owners_of(offsets, source)
     told = torch.from_numpy(np.stack([source, target, holders], 1))
     parts = {peer: told[torch.from_numpy(of_owner == peer)] for peer in range(world.size)}
-    # Their number goes first, so that no message is empty.
+    # The number of edges goes first, so that no message is empty.
     sends = [
         (peer, torch.cat([edges.new_tensor([len(edges)]), edges.view(-1)]).view(torch.uint8).to(world.device))
         for peer, edges in parts.items()
@@ -51,7 +51,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
         arrived = world.transport.start_varied(sends, [peer for peer, _ in sends])()
     for peer, message in arrived.items():
         parts[peer] = message.cpu().view(torch.int64)[1:].view(-1, 3)
-    # In the order of their targets' rows, as a CSR has them.
+    # In the order of target rows, as in a CSR matrix.
     to, at, held_by = torch.cat(list(parts.values())).numpy().T
     order = np.lexsort((at, to))
     to, at = to[order] - offsets[rank], at[order]
@@ -70,7 +70,7 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
 
 
 def both_ways(conv: DirGNNConv, context: GraphContext, layer: str) -> dict[str, Any]:
-    """Returns the forward of a bound DirGNNConv, as an adapter does."""
+    """Returns the forward of a bound DirGNNConv, like an adapter."""
     reverse = context.reverse
     if reverse is None:
         raise UnsupportedModelError(

@@ -1,10 +1,11 @@
-"""A rank's edges as matrices, and sums and extremes over them that an exchange completes.
+"""Edges of a rank as matrices, and sums and max/min aggregations over edges that an exchange completes.
 
-Edges lie at the ranks that own their targets, or are spread over ranks, on a process grid or by a vertex cut. Source: CAGNET
-sections 4.1 and 4.2, Z = A^T H W; CDFGNN section 3. What sums or averages messages that are rows, weighted or not, is a product
-with the graph's matrix. For extremes, what a node's edges have in common is completed at its owner.
+Edges are at the owners of their targets, or distributed over ranks on a process grid or by a vertex cut. Source: CAGNET sections
+4.1
+and 4.2, Z = A^T H W; CDFGNN section 3. A sum or mean of messages that are rows, weighted or not, is a product with the graph's
+matrix. For max/min aggregation, the partial results of a node's edges are combined at its owner.
 
-N owned rows, H halo rows, E edges, F columns. Edges end at T rows: the owned ones, unless nodes have types.
+N local nodes, H halo nodes, E edges, F features. T rows are targets of edges: the local nodes, except in heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitEdges:
-    """``A = [A_owned | A_halo]``: the rank's edges by where their source lies, so that one part needs no waiting.
+    """``A = [A_owned | A_halo]``: edges of the rank by local or halo source, so that the local part needs no exchange.
 
     Attributes:
-        owned: CSR ``[T, N]``; halo: CSR ``[T, H]``; rows are targets. Both are of the whole list of edges, or of none.
+        owned: edges from local nodes, CSR ``[T, N]``; rows are targets.
+        halo: edges from halo nodes, CSR ``[T, H]``; rows are targets. Both have the positions of edges in the edge list, or
+            neither.
         in_degree: int64 ``[T]``.
     """
 
@@ -52,13 +55,13 @@ class SplitEdges:
         in_list: bool = True,
         self_loops: bool = False,
     ) -> SplitEdges:
-        """Returns the edges of a list.
+        """Returns the split of an edge list.
 
         Args:
-            edge_index: ``[2, E]``.
+            edge_index: edges, ``[2, E]``.
             num_owned, num_halo, num_targets: N, H and T, by default N.
-            in_list: with the places of edges in the list, for their weights.
-            self_loops: with one of each owned node instead of those in the list; not `in_list`.
+            in_list: whether to store the positions of edges in the list, for weights.
+            self_loops: whether to replace self-loops in the list by one for each local node; not with `in_list`.
         """
         source, target = stored_ids(edge_index)
         num_targets = num_owned if num_targets is None else num_targets
@@ -66,7 +69,7 @@ class SplitEdges:
         return cls(owned, halo, owned.indptr.diff() + halo.indptr.diff())
 
     def only(self, present: Tensor) -> SplitEdges:
-        """Returns the edges without those from halo rows that are not `present`, bool ``[H]``, and without places in the list."""
+        """Returns the edges without edges from absent halo rows, and without positions in the list; `present` is bool ``[H]``."""
         row, col = self.halo.row_of_slot(), self.halo.indices.long()
         kept = present[col]
         halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).of_slots()
@@ -80,11 +83,11 @@ class SplitEdges:
 
     @cached_property
     def without_edges(self) -> Tensor:
-        """The rows that no edge ends at, ids."""
+        """Indices of targets without edges."""
         return (self.in_degree == 0).nonzero().view(-1)
 
     def weights(self, weight: Tensor) -> SplitWeights:
-        """Returns one weight per edge, ``[E]`` in list order, in the slot order of both parts and their transposes."""
+        """Returns edge weights, ``[E]`` in list order, in the slot order of both parts and their transposes."""
         owned, halo = self.owned.permute(weight), self.halo.permute(weight)
         return SplitWeights(owned, halo, self.owned.transpose().permute(owned), self.halo.transpose().permute(halo))
 
@@ -101,13 +104,13 @@ class SplitWeights:
 
 @dataclass(frozen=True)
 class Sum:
-    """What a sum over edges is of: ``after * (A (weight *) (before * x))``.
+    """Definition of a sum over edges: ``after * (A (weight *) (before * x))``.
 
     Attributes:
-        edges: A.
-        weights: of edges; None for ones.
-        before: of owned rows, ``[N]``, applied where they are owned and so before they travel; None for ones.
-        after: of the rows of the result, ``[T]``; None for ones.
+        edges: matrix A.
+        weights: edge weights; None for ones.
+        before: scales of local rows, ``[N]``, applied by the owner before rows are sent; None for ones.
+        after: scales of the result, ``[T]``; None for ones.
     """
 
     edges: SplitEdges
@@ -116,8 +119,13 @@ class Sum:
     after: Tensor | None = None
 
     def entries(self, node_ids: Tensor, target_ids: Tensor, num_owned: int) -> Triples:
-        """Returns the entries of the matrix, in the numbers that `node_ids` ``[N + H]`` gives owned and halo rows, and
-        `target_ids` those that edges end at."""
+        """Returns the entries of the matrix with relabeled ids.
+
+        Args:
+            node_ids: relabeled ids of local and halo rows, ``[N + H]``.
+            target_ids: relabeled ids of targets, ``[T]``.
+            num_owned: N.
+        """
         edges, weights = self.edges, self.weights
         rows = [target_ids[csr.row_of_slot()] for csr in (edges.owned, edges.halo)]
         cols = [node_ids[edges.owned.indices.long()], node_ids[edges.halo.indices.long() + num_owned]]
@@ -126,7 +134,7 @@ class Sum:
 
 
 class SumOfRows(torch.autograd.Function):
-    """A :class:`Sum`, ``[T, F]``: the owned part is multiplied while the halo rows travel."""
+    """:class:`Sum`, ``[T, F]``: the product with local rows overlaps with the halo exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, what: Sum, call: Call) -> Tensor:
@@ -135,7 +143,7 @@ class SumOfRows(torch.autograd.Function):
         x = scaled(x, what.before).contiguous()
         halo = exchange.buffers.take((exchange.num_halo, x.size(1)), x.dtype)
         wait = exchange.start_expand(x, halo, call)
-        # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the rows travel as they are.
+        # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the exchange sends the original dtype.
         dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
         out = x.new_empty((edges.owned.num_rows, x.size(1)), dtype=torch.promote_types(dtype, torch.float32))
         last = None if halo.numel() else what.after
@@ -155,7 +163,7 @@ class SumOfRows(torch.autograd.Function):
         what, exchange = ctx.what, ctx.exchange
         edges, weights = what.edges, what.weights
         grad = scaled(grad.contiguous(), what.after)
-        # What others wait for goes first.
+        # Values that other ranks wait for go first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
         spmm(
             edges.halo.transpose(in_list=weights is not None),
@@ -179,7 +187,7 @@ class SumOfRows(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """A :class:`Sum`, ``[N, F]``, as a product on the grid; backward multiplies with the transpose."""
+    """:class:`Sum`, ``[N, F]``, as a product over ranks; the backward pass multiplies with the transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Matrix, what: Sum, call: Call) -> Tensor:
@@ -198,36 +206,37 @@ class Product(torch.autograd.Function):
 
 
 def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns rows times a scale of each, None for ones."""
+    """Returns rows times their scales; None for ones."""
     return rows if scale is None else rows * scale.to(rows.dtype).unsqueeze(1)
 
 
 def scale_(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns `rows`, scaled in place: memory that is there is faster than new."""
+    """Scale `rows` in place, which is faster than a new tensor; None for ones."""
     return rows if scale is None else rows.mul_(scale.to(rows.dtype).unsqueeze(1))
 
 
 def sum_by(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Returns the sum of the values that have each index, ``[size, ...]``, differentiable; its bits repeat on every device.
+    """Returns the sums of values by index, ``[size, ...]``, differentiable and bitwise reproducible on every device.
 
     Args:
         index: int64 ``[E]``.
         values: ``[E, ...]``.
+        size: number of sums.
     """
     if values.device.type == "cpu":
         return scatter(values, index, 0, dim_size=size, reduce="sum")
-    # On CUDA scatter adds atomically, in any order; this sorts.
+    # On CUDA, scatter adds atomically in any order; this sorts.
     return values.new_zeros((size, *values.shape[1:])).index_put((index,), values, accumulate=True)
 
 
 def mean_by(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Returns what :func:`sum_by` does, divided by how many there are."""
+    """Returns the sums of :func:`sum_by` divided by their counts."""
     count = sum_by(index, values.new_ones(len(index)), size).clamp_(min=1)
     return sum_by(index, values, size) / count.view(-1, *[1] * (values.dim() - 1))
 
 
 def last_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns where self-loops are, and where the last one of the same node is, int64 ``[L]`` each."""
+    """Returns the positions of self-loops, and the position of the last self-loop of the same node, int64 ``[L]`` each."""
     source, target = stored_ids(edge_index)
     at = (source == target).nonzero().view(-1)
     node = source[at].long()
@@ -235,9 +244,9 @@ def last_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 class LastLoops(torch.autograd.Function):
-    """Gives each self-loop the weight of its node's last one, which PyG keeps on the CPU; on CUDA it would keep any of them.
+    """Weight of a node's last self-loop for all its self-loops. PyG keeps the last on the CPU, but any of them on CUDA.
 
-    The gradient of each is that of the one which is kept, as in PyG. For `at` and `last` see :func:`last_loops`.
+    The gradient of each self-loop is the gradient of the last, as in PyG. For `at` and `last` see :func:`last_loops`.
     """
 
     @staticmethod
@@ -253,7 +262,7 @@ class StatisticsOfRows(torch.autograd.Function):
     """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over the edges of each row, in one pass.
 
     Returns:
-        Those in `wanted`, in its order, ``[N, F]`` each; 0 for rows without edges.
+        Statistics in the order of `wanted`, ``[N, F]`` each; 0 for rows without edges.
     """
 
     @staticmethod
@@ -292,13 +301,14 @@ class StatisticsOfRows(torch.autograd.Function):
 
 
 class StatisticsOverRanks(torch.autograd.Function):
-    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that lie on several ranks.
+    """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that are distributed over ranks.
 
-    Each rank takes those of its own edges; sums are added up at the owner, and extremes compared there. All ranks then get the
-    extremes, count who has them, and share gradients among all edges that do, as on one device.
+    Each rank aggregates its edges; owners add sums and compare maxima and minima. All ranks then receive the maxima and minima,
+    count
+    the edges that attain them, and divide gradients among these edges, as on one device.
 
     Returns:
-        Those in `wanted`, in its order, ``[N, F]`` each; 0 for the rows `without` edges.
+        Statistics in the order of `wanted`, ``[N, F]`` each; 0 for the rows in `without`.
     """
 
     @staticmethod
@@ -314,7 +324,7 @@ class StatisticsOverRanks(torch.autograd.Function):
         for name, sign in (("max", 1), ("min", -1)):
             if name in wanted:
                 partial = getattr(found, name)
-                # Exactly: an edge either has the extreme, on all ranks, or not.
+                # Exact: all ranks must agree on whether an edge attains the maximum or minimum.
                 with matrix.rows.world.transport.approximating(False):
                     whole = sign * matrix.rows.reduce_max(sign * partial, layer)
                     whole.index_fill_(0, without, 0)
@@ -342,17 +352,17 @@ class StatisticsOverRanks(torch.autograd.Function):
 
 
 def shared(grads: Mapping[str, Tensor], found: RowStatistics) -> dict[str, Tensor]:
-    """Returns the gradients of statistics in the dtype of `found`, those of extremes divided among the ties that it counts."""
+    """Returns the gradients of statistics in the dtype of `found`; gradients of max and min are divided among ties."""
     of_edges = {name: grad.to(found.sum.dtype) for name, grad in grads.items()}
     extremes = {name: of_edges[name] / found.ties(name) for name in ("max", "min") if name in of_edges}
     return {name: grad.contiguous() for name, grad in (of_edges | extremes).items()}
 
 
 def upstream_of(grads: Mapping[str, Tensor], none: Tensor) -> RowStatistics:
-    """Returns gradients of statistics as the kernel takes them, with `none` for those that are not wanted."""
+    """Returns gradients of statistics in the form of the kernel, with `none` for statistics without gradients."""
     return RowStatistics(**{name: grads.get(name, none) for name in STATISTICS}, num_max=none, num_min=none)
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns rows as statistics take them: contiguous, float32 or float64."""
+    """Returns rows for statistics: contiguous, float32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()

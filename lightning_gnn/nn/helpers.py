@@ -1,7 +1,7 @@
-"""For code that looks across nodes outside message passing: rows of other ranks, with fewer messages than row semantics take.
+"""Helpers for code that reads other nodes outside message passing, with fewer messages than row semantics.
 
-Each function is the identity where no strategy of this package is at work, so that a model that uses them runs on one
-device as before. They communicate: all ranks must call them alike. N owned rows, H halo rows.
+Without a strategy of this package, each function is a no-op, so that models also run on a single device. The functions are
+collective: all ranks must call them in the same order. N local nodes, H halo nodes.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
 class _Here(threading.local):
-    """What is in use in this thread alone."""
+    """Graph contexts in use in this thread alone."""
 
     def __init__(self) -> None:
         self.graphs: list[list[GraphContext | None]] = []
 
 
 _here = _Here()
-_everywhere: list[list[GraphContext | None]] = []  # in threads that have none of their own, such as autograd's
+_everywhere: list[list[GraphContext | None]] = []  # for threads without their own, such as autograd's
 
 
 @contextmanager
 def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> Iterator[None]:
-    """Makes `graph` the one that the helpers work on while open; None for none."""
+    """Context manager that sets the graph context of the helpers; None for none."""
     graphs, own = _here.graphs if this_thread_only else _everywhere, [graph]
     graphs.append(own)
     try:
         yield
     finally:
-        # A run that has failed is closed when Python collects it, perhaps while another one has its graph in use.
+        # A failed run is closed by Python's garbage collection, perhaps while another run uses its graph.
         graphs[:] = [each for each in graphs if each is not own]
 
 
 def _graph() -> GraphContext | None:
-    """Returns the graph that is in use; None on one device."""
+    """Returns the graph context in use; None on one device."""
     graphs = _here.graphs or _everywhere
     return graphs[-1][0] if graphs else None
 
 
 def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
-    """Sets the placement of what a helper returns; without rows, it is the same on all ranks."""
+    """Set the placement of a helper's result; without rows, the result is equal on all ranks."""
     found: Tensor = place(x, FROM_ROWS if rows is None else rows.at(dim))
     return found
 
 
 def gather_halo(x: Tensor) -> Tensor:
-    """Returns the rows that ``batch.edge_index`` indexes: the owned ones, and behind them copies of the halo rows.
+    """Returns the rows that ``batch.edge_index`` indexes: local rows, then copies of the halo rows.
 
-    ``gather_halo(x)[batch.edge_index[0]]`` has the source row of every edge, and so has ``x[batch.edge_index[0]]`` in a step;
-    expanded rows may be indexed several times. Differentiable: gradients of copies are summed at the owner.
+    ``gather_halo(x)[batch.edge_index[0]]`` has the source row of every edge. ``x[batch.edge_index[0]]`` in a step has the same
+    result,
+    but the result of this function may be indexed several times. Differentiable: gradients of copies are summed at the owner.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -75,7 +76,7 @@ def gather_halo(x: Tensor) -> Tensor:
     mode = active_mode()
     if mode is not None:
         if rows_of(x) is None:
-            return x  # whole already
+            return x  # gathered already
         with mode.pause():
             return placed(gather_halo(x), mode.halo_rows)
     graph.check_rows(x.size(0), "gather_halo")
@@ -84,13 +85,13 @@ def gather_halo(x: Tensor) -> Tensor:
 
 
 def reduce_halo(x: Tensor) -> Tensor:
-    """Returns the sum at each node of what all ranks hold for it: the transpose of :func:`expand`, differentiable.
+    """Returns the sum over all ranks of the values for each node: the transpose of :func:`gather_halo`, differentiable.
 
     ``reduce_halo(scatter(values, batch.edge_index[0], 0, dim_size=num_rows))``, with ``num_rows = gather_halo(x).size(0)``, sums
-    values per edge at the source of each edge, whose out-edges lie on several ranks.
+    values per edge at the source of each edge, whose out-edges are on several ranks.
 
     Args:
-        x: a partial sum per row of :func:`expand`'s result, ``[N + H, ...]``.
+        x: one partial sum per row of :func:`gather_halo`'s result, ``[N + H, ...]``.
 
     Returns:
         ``[N, ...]``; `x` itself on one device.
@@ -105,7 +106,7 @@ def reduce_halo(x: Tensor) -> Tensor:
     if mode is not None:
         of = rows_of(x)
         if of is None or of.rows is not mode.halo_rows:
-            return x  # a sum of all ranks already
+            return x  # already a sum over all ranks
         with mode.pause():
             return placed(reduce_halo(x), mode.nodes)
     graph.check_expanded_rows(x.size(0), "reduce_halo")
@@ -113,11 +114,13 @@ def reduce_halo(x: Tensor) -> Tensor:
 
 
 def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
-    """Returns the rows of any nodes of the whole graph, such as the far ends of negative edges. Differentiable: gradients of
-    all ranks are summed at the owner.
+    """Returns the rows of any nodes of the whole graph, for example of the ends of negative edges.
 
-    All ranks call it, each for the nodes that it likes, which may be none and may differ from step to step; a row travels once,
-    however often it is asked for; ``x[ids]`` gathers all rows. Sources of ``batch.edge_index`` come cheaper by :func:`expand`.
+    Differentiable: gradients of all ranks are summed at the owner. All ranks call it, each with any ids, possibly none; ids may
+    change
+    between steps. Each row is sent once, also for repeated ids, while ``x[ids]`` gathers all rows. For sources of
+    ``batch.edge_index``,
+    :func:`gather_halo` is cheaper.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -128,7 +131,7 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
 
     Raises:
         UnsupportedModelError: `x` has another number of rows.
-        ValueError: an id of no node.
+        ValueError: an id is out of range.
     """
     graph = _graph()
     if graph is None:
@@ -137,7 +140,7 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
     if mode is not None:
         of, of_x = rows_of(ids), rows_of(x)
         if of_x is None:
-            return x[ids]  # whole already
+            return x[ids]  # gathered already
         with mode.pause():
             found = gather_nodes(mode.own(x, of_x), ids)
             return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
@@ -153,14 +156,14 @@ def global_num_nodes(x: Tensor) -> int:
 
 
 def select_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
-    """Returns the edges in a mask that stays the same, ``[2, E']``, and what the batch holds for them under each of `names`.
+    """Returns the edges in a constant mask, ``[2, E']``, and the batch's tensors `names` for these edges.
 
-    They are chosen once, so that layers take them as they take all of the batch's edges: with what they have made of them before.
+    The selection is cached, so that layers treat it like all edges of the batch and reuse their caches.
 
     Args:
-        batch: of the step.
-        mask: name of a mask of edges, bool ``[E]``, such as ``"edge_train_mask"``.
-        names: of tensors with one row per edge, such as ``"edge_weight"``.
+        batch: batch of the step.
+        mask: name of an edge mask, bool ``[E]``, such as ``"edge_train_mask"``.
+        names: names of tensors with one row per edge, such as ``"edge_weight"``.
     """
 
     def choose() -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What is made once of a batch's own features and edges, which stay the same between steps."""
+"""Cache of values derived from a batch's features and edges that are constant between steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Keeps what is made of tensors that stay, until one of them is changed in place.
+    """Cache of values derived from constant tensors; an in-place change of such a tensor invalidates it.
 
-    They are recognised by identity, on which all ranks agree, and not by storage: two empty tensors share theirs.
+    Tensors are compared by identity, on which all ranks agree, and not by storage: two empty tensors share their storage.
 
     Args:
-        x: the batch's own features, ``[N, F]``.
-        edges: its own edges and weights.
-        widths: what is kept of features takes at most as much memory as so many copies of them; 0 keeps nothing.
+        x: input features of the batch, ``[N, F]``.
+        edges: edges and edge weights of the batch.
+        widths: maximum size of cached values of features, as a multiple of the size of `x`; 0 for no cache.
     """
 
     def __init__(self, x: Tensor, edges: Sequence[Tensor], widths: int) -> None:
@@ -35,8 +35,8 @@ class Kept:
         self._look()
 
     def _look(self) -> None:
-        """Forgets what was made of what has been changed in place, on every rank alike."""
-        # This is asked several times in each layer: by the stored ids, and without a call for each.
+        """Drop values derived from tensors that were changed in place, equally on every rank."""
+        # Several calls per layer: this reads stored ids, without a function call for each tensor.
         seen = [version_counter(self.x)]
         for tensor in self._edges:
             seen.append(version_counter(tensor.ids if isinstance(tensor, LazyIds) else tensor))
@@ -44,7 +44,7 @@ class Kept:
             return
         if seen[1:] != self._seen[1:]:
             self._of_edges.clear()
-            # Held here, so that an id is not used again: the batch's own, what was chosen of them, and what was made of them.
+            # References keep ids from being reused: tensors of the batch, selections of them, and values derived from them.
             self._own = {id(tensor): tensor for tensor in self._edges}
             self._lasting = dict(self._own)
         self._of_x.clear()
@@ -52,17 +52,19 @@ class Kept:
         self._columns, self._seen = 0, seen
 
     def is_own(self, *tensors: Tensor | None) -> bool:
-        """Returns whether these are the batch's own edges or weights, or were chosen of them; None is."""
+        """Returns whether all tensors are edges or weights of the batch, selections of them, or None."""
         self._look()
         return all(tensor is None or id(tensor) in self._own for tensor in tensors)
 
     def choose(self, tensors: Sequence[Tensor]) -> None:
-        """Has tensors, which last, count as the batch's own."""
+        """Register constant tensors as tensors of the batch."""
         self._own.update({id(tensor): tensor for tensor in tensors})
 
     def of_edges(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T], own: bool = False) -> T | None:
-        """Returns ``make()``, kept by its name and what it is made of; None where that does not stay the same between steps, as
-        what an optimizer may change, or, if `own`, is not :meth:`is_own`."""
+        """Returns ``make()``, cached by its name and its tensors; None if a tensor changes between steps.
+
+        Trainable tensors may change. With `own`, all tensors must satisfy :meth:`is_own`.
+        """
         self._look()
         known = self._own if own else self._lasting
         key: Hashable = (name, *map(id, tensors))
@@ -76,18 +78,18 @@ class Kept:
         return self._of_edges[key]
 
     def made_of_edges(self) -> Iterable[Any]:
-        """Returns all that is kept by :meth:`of_edges`."""
+        """Returns all cached values of :meth:`of_edges`."""
         return self._of_edges.values()
 
     def once(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
-        """Returns ``make()``, a tuple of tensors that last as well; None unless all that it is made of are the batch's own."""
+        """Returns ``make()``, a tuple of tensors that count as constant; None unless all inputs satisfy :meth:`is_own`."""
         made: Any = self.of_edges(name, tensors, make, own=True)
         if made is not None:
             self._lasting.update({id(tensor): tensor for tensor in made})
         return made
 
     def is_constant(self, x: Tensor) -> bool:
-        """Returns whether `x` is the batch's own features, or something kept that was made of them alone."""
+        """Returns whether `x` is the batch's input features, or a cached value derived from them alone."""
         if x.requires_grad:
             return False
         self._look()
@@ -95,17 +97,17 @@ class Kept:
         return x is self.x if version is None else version_counter(x) == version
 
     def of_x(self, name: Hashable, x: Tensor, count: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-        """Returns ``make()``, `count` tensors as wide as x that are made of x and edges; None unless x is constant.
+        """Returns ``make()``, `count` tensors with the width of x, derived from x and edges; None unless x is constant.
 
-        They are kept where there is room.
+        They are cached while the cache has room.
         """
         if not self.widths or not self.is_constant(x):
             return None
         key = (name, id(x))
         kept = self._of_x.get(key)
-        if kept is None or not all(map(self.is_constant, kept)):  # changed in place by who got it
+        if kept is None or not all(map(self.is_constant, kept)):  # changed in place by a caller
             kept = make()
-            # Counted in columns, so that all ranks decide alike.
+            # Counted in columns, so that all ranks decide equally.
             columns = 0 if key in self._of_x else count * x.size(1)
             if self._columns + columns <= self.widths * self.x.size(1):
                 self._columns += columns

@@ -1,4 +1,4 @@
-"""Modules that learn rows of nodes, each row on the rank that owns its node."""
+"""Modules with learned rows of nodes, each row on the owner of its node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _trying_out = False
 
 @contextmanager
 def untrained_rows() -> Iterator[None]:
-    """While open, learned rows are the initial ones and learn nothing: for steps that only try a model out."""
+    """Context manager that resets learned rows to their initial values and does not train them, for trial steps."""
     global _trying_out
     before, _trying_out = _trying_out, True
     try:
@@ -28,58 +28,58 @@ def untrained_rows() -> Iterator[None]:
 
 
 def are_untrained() -> bool:
-    """Returns whether :func:`untrained_rows` is open."""
+    """Returns whether :func:`untrained_rows` is active."""
     return _trying_out
 
 
 class LearnedRows(torch.nn.Module, ABC):
-    """Learned rows of nodes, which are no parameters: copies of the module on several ranks hold different rows.
+    """Interface of modules with learned rows of nodes. Rows are not parameters: each rank has other rows.
 
-    A strategy calls :meth:`distribute`, :meth:`begin_step`, :meth:`collect` and :meth:`release` on all ranks, where there are
-    several. ``state_dict`` has all rows.
+    With several ranks, a strategy calls :meth:`distribute`, :meth:`begin_step`, :meth:`collect` and :meth:`release` on all ranks.
+    ``state_dict`` has all rows.
     """
 
     @property
     @abstractmethod
     def row_bytes(self) -> int:
-        """What a node's row takes, with the state of its optimizer."""
+        """Bytes of a node's row, with its optimizer state."""
 
     @abstractmethod
     def check_fits(self, name: str, of: Shard | Cut) -> None:
-        """Raises ValueError if a graph does not have the nodes; `name` is that of this module."""
+        """Raises ValueError if the graph's nodes do not match; `name` is the name of this module."""
 
     @abstractmethod
     def check_training(self, num_optimizers: int, precision: Precision | None) -> None:
-        """Raises ValueError if rows cannot learn beside so many optimizers, or under this precision."""
+        """Raises ValueError if rows cannot be trained with this number of optimizers, or with this precision."""
 
     @abstractmethod
     def distribute(self, world: World, shard: Shard, before: Sequence[Self]) -> None:
-        """Leaves to each rank the rows of its nodes, before steps.
+        """Keep only the rows of local nodes on each rank, before steps.
 
         Args:
-            world: the ranks.
-            shard: of this rank.
-            before: those of the model that are distributed already, to share groups with.
+            world: ranks.
+            shard: shard of this rank.
+            before: modules of the model that are already distributed, to share process groups with.
         """
 
     @abstractmethod
     def begin_step(self, idle: bool) -> None:
-        """Takes note of a step; of an `idle` rank, the batch only stands in for one that other ranks have."""
+        """Hook called at the start of a step; on an `idle` rank, the batch is a placeholder."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Gives rank 0 the rows of all nodes, after training."""
+        """Gather the rows of all nodes on rank 0, after training."""
 
     @abstractmethod
     def release(self) -> None:
-        """Forgets ranks, when the run is over, also by an error."""
+        """Drop references to ranks at the end of a run, also after an error."""
 
 
 def learned_rows(module: torch.nn.Module, of: Shard | Cut) -> list[LearnedRows]:
-    """Returns the learned rows in a module, for a graph.
+    """Returns the modules with learned rows in a module, for a graph.
 
     Raises:
-        ValueError: some are of other nodes than the graph has.
+        ValueError: the rows of a module are for other nodes than the graph's.
     """
     found = {name: each for name, each in module.named_modules() if isinstance(each, LearnedRows)}
     for name, each in found.items():

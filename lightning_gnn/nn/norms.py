@@ -1,14 +1,15 @@
-"""Modules over all nodes, or edges, of all ranks: norms, readouts and attention, with the numbers that one device would get.
+"""Norms, readouts and attention over the nodes or edges of all ranks, equal to one device up to rounding.
 
-Every row counts on one rank, so sums over ranks of sums over rows are exact. The backward of a sum over ranks is a sum over
-ranks: each rank's output depends on every rank's rows. N rows of this rank, F columns.
+Every row counts on one rank, so sums over ranks of sums over rows are exact. The backward pass of a sum over ranks is a sum over
+ranks, because each rank's output depends on the rows of all ranks. N local nodes, F features.
 
-Aggregation modules outside convs read out the whole graph. Sum, mean, maximum and minimum of rows that lie on several ranks are
-exact; others look at all rows at once and are refused when they are called so. An aggregation over the edges of each node (an
-``index`` with several groups) is local as ever.
+Aggregation modules outside convs read out the whole graph. Sum, mean, max and min over rows of several ranks are exact. Other
+readouts need all rows at once and raise an error when called. An aggregation over the edges of each node (an ``index`` with
+several
+groups) is local.
 
-Linear attention is a sum over all nodes of small matrices, so ranks send these; dense attention needs the rows of all nodes.
-n nodes of this rank; B graphs, one; H heads, D columns of each.
+Linear attention is a sum over all nodes of small matrices, which ranks send; dense attention needs the rows of all nodes.
+n local nodes; B graphs, one; H heads with D channels each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Forward = Callable[..., Tensor]
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of equal-shaped tensors of all ranks; its backward is the same sum of gradients."""
+    """Sum of equal-shaped tensors of all ranks; its backward pass is the same sum of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, layer: str) -> Tensor:
@@ -46,11 +47,11 @@ class SumOverRanks(torch.autograd.Function):
 
 
 STATE = "_lightning_gnn"
-"""The attribute that holds what a bound module knows of its rank."""
+"""Name of the attribute with the state of a bound module."""
 
 
 class Statistics:
-    """Sums over the rows of all ranks, differentiable; shared, not copied, when the model is copied."""
+    """Differentiable sums over the rows of all ranks; shared, not copied, when the model is copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
         return self
@@ -60,11 +61,11 @@ class Statistics:
 
     @property
     def num_rows(self) -> int:
-        """Of this rank's nodes, with those that count on another rank."""
+        """Number of rows of this rank, including rows that count on another rank."""
         return self._exchange.num_owned
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Returns `x` without the rows that count on another rank; nodes, or edges, lie along `dim`."""
+        """Returns `x` without rows that count on another rank; `dim` is the dimension of nodes or edges."""
         return x.narrow(dim, 0, self._exchange.own_lengths.get(x.size(dim), x.size(dim)))
 
     def total(self, x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Statistics:
         return self._exchange.max_over_ranks(x, f"Largest values of layer '{self.layer}'")
 
     def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Returns the mean of `x` over `dims` of all ranks, dims kept, and how many values each mean is of. One message."""
+        """Returns the mean of `x` over `dims` and all ranks, with kept dims, and the count of each mean, in one all-reduce."""
         x = self.own(x)
         own = x.sum(dims, keepdim=True)
         count = x.new_full((1,), x.numel() // max(own.numel(), 1) if x.numel() else 0)
@@ -86,7 +87,7 @@ class Statistics:
 
 
 def _statistics(norm: Any, batch: Any) -> Statistics:
-    """Returns what takes the statistics of a bound norm; raises where it was given several graphs."""
+    """Returns the statistics of a bound norm; raises an error for several graphs."""
     take: Statistics = norm.__dict__[STATE]
     if batch is not None and bool(batch.any()):
         raise UnsupportedModelError(
@@ -104,7 +105,7 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = tuple(dim for dim in range(x.dim()) if dim != 1)
     mean, count = take.mean(wide, dims)
-    # Who has more than one need not look, which would wait for a device; one in all is one at most on each rank.
+    # Ranks with several values need no check, which would wait for a device. A total of one value is at most one on each rank.
     if norm.training and x.numel() <= x.size(1) and count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)} on all ranks")
     centred = wide - mean
@@ -183,7 +184,7 @@ NORMS: dict[type[torch.nn.Module], Forward] = {
     pyg_nn.norm.MeanSubtractionNorm: _mean_subtraction,
     pyg_nn.norm.PairNorm: _pair_norm,
 }
-"""By class, the forward of a bound norm. PyG's BatchNorm and DiffGroupNorm hold a BatchNorm1d and need nothing."""
+"""Forward of a bound norm, by class. PyG's BatchNorm and DiffGroupNorm contain a BatchNorm1d and need no entry."""
 
 
 # Readouts #####################################################################
@@ -199,7 +200,7 @@ def _mean(take: Statistics, x: Tensor) -> Tensor:
 
 
 def _max(take: Statistics, x: Tensor) -> Tensor:
-    """The maximum, whose gradient ties share evenly, as on one device."""
+    """Returns the maximum; ties share its gradient evenly, as on one device."""
     with torch.no_grad():
         lowest = x.new_full((*x.shape[:-2], 1, x.size(-1)), float("-inf"))
         largest = take.largest(torch.cat([x, lowest], -2).amax(-2, keepdim=True))
@@ -214,7 +215,7 @@ READOUTS: dict[type[aggr.Aggregation], Callable[[Statistics, Tensor], Tensor]] =
     aggr.MaxAggregation: _max,
     aggr.MinAggregation: lambda take, x: -_max(take, -x),
 }
-"""By class, the readout over ranks."""
+"""Readout over ranks, by class."""
 
 
 def readout(
@@ -226,11 +227,11 @@ def readout(
     dim: int = -2,
     **options: Any,
 ) -> Tensor:
-    """The forward of a bound aggregation module."""
+    """Returns the output of a bound aggregation module."""
     over_all = ptr is None and (index is None or (dim_size in (None, 1) and not bool(index.any())))
     if not over_all:
         return type(self).forward(self, x, index=index, ptr=ptr, dim_size=dim_size, dim=dim, **options)
-    if isinstance(self, aggr.MultiAggregation):  # whose own forward fuses what it can, and would not ask its parts
+    if isinstance(self, aggr.MultiAggregation):  # its own forward fuses aggregations and would not call its parts
         return self.combine([part(x, index, ptr, dim_size, dim) for part in self.aggrs])
     take: Statistics = self.__dict__[STATE]
     compute = next((READOUTS[kind] for kind in type(self).__mro__ if kind in READOUTS), None)
@@ -246,13 +247,13 @@ def readout(
 
 
 def _own(self: Any, x: Tensor, dim: int) -> Statistics | None:
-    """Returns what sums over ranks where `x` has this rank's nodes along `dim`, of one graph; None for rows of something else."""
+    """Returns the sums over ranks if `x` has this rank's nodes along `dim`, of one graph; None for other rows."""
     take: Statistics = self.__dict__[STATE]
     return take if x.size(0) == 1 and x.size(dim) == take.num_rows else None
 
 
 def _sums(take: Statistics, *parts: Tensor) -> list[Tensor]:
-    """Returns the sums of several tensors over ranks, in one message."""
+    """Returns the sums of several tensors over ranks, in one all-reduce."""
     summed = take.total(torch.cat([part.reshape(-1) for part in parts]))
     return [each.view(part.shape) for each, part in zip(summed.split([part.numel() for part in parts]), parts)]
 
@@ -333,16 +334,20 @@ OVER_ALL: dict[type[torch.nn.Module], dict[str, Forward]] = {
     PerformerProjection: {"forward": _performer},
     CorrectAndSmooth: {"correct": _correct},
 }
-"""By class, the methods of a bound module in which every node looks at all others."""
+"""Methods of bound modules in which every node attends to all other nodes, by class."""
 
 _METHODS = OVER_ALL | {kind: {"forward": forward} for kind, forward in NORMS.items()}
 
 
 def global_methods(module: torch.nn.Module, reads_out: bool = False) -> Mapping[str, Forward]:
-    """Returns the methods of a bound module that looks at the nodes of all ranks, by name; none for one that looks at one row at
-    a time, and for one with such methods of its own, which row semantics follow.
+    """Returns replacement methods of a bound module that reads the nodes of all ranks, by name.
+
+    The result is empty for modules that read one row at a time. It is also empty for classes that override these methods, to
+    which row
+    semantics apply.
 
     Args:
+        module: module to be bound.
         reads_out: whether an aggregation module is outside of convs.
     """
     if reads_out and isinstance(module, aggr.Aggregation):

@@ -1,7 +1,8 @@
-"""Attributes that a run puts on modules in place of their own; a pickle holds the module as it was before.
+"""Temporary attributes of modules for a run; a pickle contains the original module.
 
-Users pickle modules at any time: hyperparameters in a checkpoint, ``torch.save(self.model)`` in a hook. The attributes refer to
-process groups and to the rank's part of the graph, which no other process has.
+Users pickle modules at any time: hyperparameters in a checkpoint, or ``torch.save(self.model)`` in a hook. The attributes refer
+to
+process groups and to the rank's shard, which no other process has.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _REDUCE = "__reduce_ex__"  # pickle and copy look it up on the object itself
 
 
 class Patches:
-    """Attributes of modules, or of other objects, until :meth:`release`.
+    """Temporary attributes of modules or other objects, until :meth:`release`.
 
     A copy by ``copy.deepcopy`` has the attributes, too. They refer to the copy, and :meth:`release` removes them from it.
     """
 
     def __init__(self) -> None:
-        # A module keeps alive what is in these.
+        # Modules keep the entries of these sets alive.
         self._patched, self._copies = WeakSet[_Patched](), WeakSet[_Patched]()
 
     def __bool__(self) -> bool:
@@ -30,24 +31,24 @@ class Patches:
 
     @property
     def modules(self) -> list[Any]:
-        """Those that have attributes of this object."""
+        """Modules with attributes of this object."""
         return [patched.module for patched in self._patched]
 
     def put(self, module: Any, attributes: Mapping[str, Any]) -> None:
-        """Gives `module` attributes of its own; a later call replaces those of an earlier one."""
+        """Set attributes of `module`; a later call replaces earlier values."""
         patched = module.__dict__.get(_REDUCE) or _Patched(module)
         patched.put(attributes, self)
         self._patched.add(patched)
 
     def release(self) -> None:
-        """Gives every module and every copy back what it had before."""
+        """Restore the original attributes of every module and every copy."""
         for patched in (*self._patched, *self._copies):
             patched.release(self)
         self._patched.clear()
 
 
 class _Patched:
-    """What a module had before, by attribute: who has put the new one there, and a tuple of the old one, empty for none.
+    """Original attributes of a module, by name: owner of the new value, and a tuple of the old value, empty for none.
 
     The module has it as its ``__reduce_ex__``.
     """
@@ -72,7 +73,7 @@ class _Patched:
             own.pop(_REDUCE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patched:
-        """Returns that of the module's copy, which is being made."""
+        """Returns the record of the module's copy, which is in progress."""
         twin = _Patched(copy.deepcopy(self.module, memo))
         for name, (owner, before) in self._before.items():
             twin._before[name] = owner, copy.deepcopy(before, memo)
@@ -87,16 +88,16 @@ class _Patched:
         return reduced
 
     def own(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yields what a state would be without patches."""
+        """Yields the attributes of a state without patches."""
         for name, value in state.items():
             _, before = self._before.get(name, (None, (value,)))
             yield from ((name, kept) for kept in before)
 
 
 class _State(dict[str, Any]):
-    """The attributes of which ``copy`` makes a copy; a pickle of them holds what the module had before.
+    """Attributes that ``copy`` copies; a pickle contains the original attributes.
 
-    Only ``copy.deepcopy`` takes the ``__reduce_ex__`` along: on a shallow copy it would reduce the original.
+    Only ``copy.deepcopy`` copies the ``__reduce_ex__``: on a shallow copy it would reduce the original.
     """
 
     def __init__(self, state: Mapping[str, Any], patched: _Patched) -> None:
@@ -107,5 +108,5 @@ class _State(dict[str, Any]):
         return copy.deepcopy({**self, _REDUCE: self._patched}, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # An OrderedDict, which torch.load takes with weights_only=True, too.
+        # An OrderedDict, which torch.load also accepts with weights_only=True.
         return OrderedDict, (), None, None, self._patched.own(self)

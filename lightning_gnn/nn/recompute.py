@@ -1,7 +1,7 @@
-"""Layers that keep their arguments only: what they make of them, halo rows included, is made and fetched again in the backward.
+"""Checkpointed convs: store their arguments only, and recompute activations and gather halo rows in the backward pass.
 
 Source: SAR, Mostafa, "Sequential Aggregation and Rematerialization: Distributed Full-batch Training of Graph Neural Networks on
-Large Graphs" (MLSys'22), whose backward fetches the rows of other ranks once more where gradients depend on them.
+Large Graphs" (MLSys'22), whose backward pass fetches the rows of other ranks again if gradients depend on them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from lightning_gnn.rows.mode import local_rows
 
 
 def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[..., Any]:
-    """Returns the forward of a conv that keeps nothing but its arguments for the backward; the same numbers, bit for bit.
+    """Returns a forward that saves only its arguments for the backward pass; results are bit-identical.
 
-    In the backward, all ranks come to a layer in one order, so they exchange again as they did before. Random numbers are those
-    of the first time.
+    In the backward pass, all ranks reach the layers in the same order, so they can repeat the exchanges. Random numbers are
+    repeated.
 
     Args:
-        forward: a function of the bound conv and its arguments.
-        context: the rank's graph.
+        forward: function of the bound conv and its arguments.
+        context: graph context of the rank.
     """
 
     def run(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        # The backward finds other objects in their place, one for each. What needs no gradient, such as edges, stays as it is:
-        # what is kept of it is known by identity.
+        # The backward pass gets other tensor objects, one for each. Arguments without gradient, such as edges, stay the same
+        # objects, because caches compare them by identity.
         learnt = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         places = [list(learnt).index(id(leaf)) if id(leaf) in learnt else None for leaf in leaves]
         others = [leaf if place is None else None for leaf, place in zip(leaves, places)]
 
-        # Checkpoints keep the random state of the devices that arguments are on: of rows that need no gradient none are given.
+        # Checkpoints save the random state of the devices of their arguments, and rows without gradient are not among them.
         anchor = torch.empty(0, device=context.exchange.world.device)
 
         def make(_: Tensor, *given: Tensor) -> Any:
@@ -57,7 +57,7 @@ def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[.
 
 
 class _Again:
-    """Where a layer is made once more: it has been counted, and its running statistics have been updated."""
+    """Context of a recomputation: restores counters and running statistics, which the first forward has updated."""
 
     def __init__(self, conv: MessagePassing, context: GraphContext) -> None:
         self._conv, self._context, self._world = conv, context, context.exchange.world
@@ -72,4 +72,4 @@ class _Again:
         self._context.propagations = self._propagations
         self._world.calls = self._calls
         for buffer, before in self._buffers:
-            buffer.data.copy_(before)  # leaves its version, too: it may be kept for the backward
+            buffer.data.copy_(before)  # without a new version: it may be saved for the backward pass

@@ -1,7 +1,7 @@
-"""(A x) W or A (x W): convs that are linear in their source rows aggregate on the side that has fewer columns.
+"""(A x) W or A (x W): linear convs aggregate on the side with fewer columns.
 
-What S and A make of constant input is computed once (:meth:`GraphContext.aggregate`), so there the map comes after, and a first
-layer costs neither communication nor SpMM after its first call. Both sides are the same up to rounding.
+The aggregation of constant input is cached (:meth:`GraphContext.total`), so there the map comes last. A first layer then costs
+neither communication nor SpMM after its first call. Both sides are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
 
 
 def _sides(context: GraphContext, x: Tensor, lin: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the rows to aggregate and what maps their aggregate, for ``lin(aggregate(x))``."""
+    """Returns the rows to aggregate and the map of their aggregate, for ``lin(aggregate(x))``."""
     if not _map_first(context, x, lin):
         return x, lin
     return F.linear(x, lin.weight), partial(_plus, lin.bias)
@@ -45,7 +45,7 @@ def gcn(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Ten
 
 
 def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> Aggregate:
-    """Returns one propagation of rows over normalised edges, as the conv is set."""
+    """Returns a function for one propagation of rows over edges, normalized by the settings of the conv."""
     context.check_edges(edge_index, layer, edge_weight)
     if getattr(conv, "normalize", True):
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
@@ -115,12 +115,12 @@ def gin(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor
     rows = F.linear(source, lin.weight)
     own = rows if target is source else F.linear(target, lin.weight)
     out = self.propagate(edge_index, x=(rows, own), size=size) + (1 + self.eps) * own
-    with overridden(lin, "forward", partial(_plus, lin.bias)):  # mapped already
+    with overridden(lin, "forward", partial(_plus, lin.bias)):  # already mapped
         return self.nn(out)
 
 
 def first_of_nn(conv: Any) -> list[Any]:
-    """Returns the linear map that a GINConv's network begins with; nothing where that is not known, or it is used again."""
+    """Returns the first linear map of a GINConv's network; empty if it is unknown or used several times."""
     first = conv.nn
     while type(first) is torch.nn.Sequential and len(first) and not pyg.is_watched(first):
         first = first[0]
