@@ -1,6 +1,6 @@
-"""Loops over edges, in one place: sparse times dense, statistics, attention.
+"""Loops over edges: sparse times dense products, statistics and attention.
 
-On CPU compiled by numba at first use and kept on disk; on other devices torch's own kernels.
+On the CPU, numba compiles them at first use and caches them on disk; other devices use a backend's kernels or torch's own.
 """
 
 from lightning_gnn.kernels.csr import CSR

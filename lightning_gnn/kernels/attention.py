@@ -1,12 +1,12 @@
-"""Attention over edges without a row per edge: numbers of each edge and head, softmax, weighted sums. Differentiable.
+"""Attention over edges without a row per edge: scores per edge and head, softmax, weighted sums. Differentiable.
 
-For devices that :func:`~lightning_gnn.kernels.run.has_loops` knows. Short floats are summed in float32, on the CPU from copies;
-results have the dtype of the first argument.
+For devices with loops, see :func:`~lightning_gnn.kernels.run.has_loops`. 16-bit floats are summed in float32, on the CPU from
+copies; results have the dtype of the first argument.
 
-Numbers on edges are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
-Nothing of the size of edges times columns is made: PyG's gather and scatter hold several of those.
+Edge values are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
+No tensor has edges times channels elements, while PyG's gather and scatter store several such tensors.
 
-R rows, K columns of the matrix, E slots, H heads, C columns of a head.
+R rows, K columns of the matrix, E slots, H heads, C channels of a head.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import over_rows
 
 Across = Callable[[Tensor, str], Tensor]
-"""Completes partial ``"max"`` or ``"sum"`` of each row, ``[R, H]``, where other ranks hold some of a row's edges (R)."""
+"""Completes the partial ``"max"`` or ``"sum"`` of each row, ``[R, H]``, if a row's edges are on several ranks."""
 
 
 def pair_sums(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
     """Returns ``source[col] + target[row]`` of each edge, ``[E, H]``: GAT's score before its activation.
 
     Args:
-        csr: ``[R, K]``.
+        csr: matrix ``[R, K]``.
         source: ``[K, H]``.
         target: ``[R, H]``.
     """
@@ -41,7 +41,7 @@ def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
     """Returns ``<source[col, h], target[row, h]>`` of each edge and head, ``[E, H]`` (SDDMM).
 
     Args:
-        csr: ``[R, K]``.
+        csr: matrix ``[R, K]``.
         source: ``[K, H, C]``.
         target: ``[R, H, C]``.
     """
@@ -52,22 +52,22 @@ def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor,
     """Returns ``<attention[h], leaky_relu(source[col, h] + target[row, h])>`` of each edge, ``[E, H]``: GATv2's score.
 
     Args:
-        csr: ``[R, K]``.
+        csr: matrix ``[R, K]``.
         source: ``[K, H, C]``.
         target: ``[R, H, C]``.
         attention: ``[H, C]``.
-        slope: of the leaky ReLU where its argument is negative.
+        slope: negative slope of the leaky ReLU.
     """
     return _AdditiveScores.apply(csr.of_slots(), *_taken(source, target, attention), slope).to(source.dtype)
 
 
 def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tensor:
-    """Returns the softmax of each row's scores, ``[E, H]``, with PyG's 1e-16 under the fraction.
+    """Returns the softmax of each row's scores, ``[E, H]``, with PyG's 1e-16 added to the denominator.
 
     Args:
-        csr: ``[R, K]``.
+        csr: matrix ``[R, K]``.
         scores: ``[E, H]``.
-        across: see :data:`Across`; None where this rank holds all edges of its rows. Of short floats, it gets float32.
+        across: see :data:`Across`; None if this rank has all edges of its rows. For 16-bit floats, it gets float32.
     """
     return _EdgeSoftmax.apply(csr.of_slots(), scores, across or (lambda partial, operation: partial))
 
@@ -76,7 +76,7 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
     """Returns the sum of ``weight * x`` over each row's edges and by head, ``[R, H, C]``.
 
     Args:
-        csr: ``[R, K]``.
+        csr: matrix ``[R, K]``.
         x: ``[K, H, C]``.
         weight: ``[E, H]``.
     """
@@ -84,7 +84,7 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _taken(*tensors: Tensor) -> Sequence[Tensor]:
-    """Returns numbers that loops take: numba has no floats of 16 bits."""
+    """Returns tensors in dtypes that the loops support: numba has no 16-bit floats."""
     return tensors if tensors[0].device.type != "cpu" else [_wide(each) for each in tensors]
 
 
@@ -92,7 +92,7 @@ def _taken(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _slots(csr: CSR) -> tuple[Tensor, bool]:
-    """Returns where a transposed matrix finds the numbers of its slots, and whether they lie elsewhere than in its order."""
+    """Returns the positions of a transposed matrix's slots in its edge list, and whether they differ from slot order."""
     return (csr.indptr.new_empty(0, dtype=torch.int32), False) if csr.edge is None else (csr.edge, True)
 
 
@@ -103,7 +103,7 @@ def _scores(loop: Any, csr: CSR, source: Tensor, *others: Any) -> Tensor:
 
 
 def _slot_sums(csr: CSR, values: Tensor) -> Tensor:
-    """Sums over rows; `values` in the order of the list that `csr.edge` refers to."""
+    """Returns sums over rows; `values` are in the order of the list that `csr.edge` refers to."""
     place, placed = _slots(csr)
     out = values.new_empty((csr.num_rows, values.size(1)))
     over_rows(loops.slot_sums, csr, place, values, out, placed, work=values.numel())
@@ -185,7 +185,7 @@ class _AdditiveScores(torch.autograd.Function):
             over_rows(loops.additive_scores_grad, csr, *arguments, work=csr.num_edges * near[:1].numel())
             return out
 
-        # leaky_relu(z) is z times its slope, so attention's gradient is made of the same sums as those of both sides.
+        # leaky_relu(z) is z times its slope, so the gradient of attention uses the same sums as the gradients of both sides.
         at_source, at_target = slopes(ctx.csr.transpose(), source, target), slopes(ctx.csr, target, source)
         for_attention = torch.einsum("khc,khc->hc", source, at_source) + torch.einsum("rhc,rhc->hc", target, at_target)
         return None, at_source.mul_(attention), at_target.mul_(attention), for_attention, None
@@ -194,7 +194,7 @@ class _AdditiveScores(torch.autograd.Function):
 class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across) -> Tensor:
-        # In float16 a hub's sum of powers would overflow, and 1e-16 be nothing.
+        # In float16, a hub's sum of exponentials would overflow, and 1e-16 would round to 0.
         dtype, scores = scores.dtype, _wide(scores.contiguous())
         largest = scores.new_empty((csr.num_rows, scores.size(1)))
         over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())

@@ -1,4 +1,4 @@
-"""A list of edges as a sparse matrix whose rows are targets.
+"""List of edges as a sparse matrix whose rows are targets.
 
 R rows, C columns of the matrix, E edges; ``...`` stands for any trailing dimensions.
 """
@@ -20,13 +20,14 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class CSR:
-    """A sparse matrix without values: the columns of each row's edges, duplicates kept. A *slot* is an edge's place in it.
+    """Sparse matrix without values: the columns of each row's edges, with duplicates. A *slot* is the position of an edge in it.
 
     Attributes:
         indptr: first slot of each row and the end, int64 ``[R + 1]``.
         indices: column of each slot, int32 ``[E]``.
-        edge: position of each slot's edge in the list that the matrix was made from, int32 (int64 where that is too
-            short) ``[E]``; None where the list has the order of the slots.
+        edge: position of each slot's edge in the original edge list, int32 (or int64 for longer lists) ``[E]``; None if the list
+            is in
+            slot order.
         num_cols: C.
     """
 
@@ -37,14 +38,14 @@ class CSR:
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> CSR:
-        """Returns the matrix of a list of edges; within a row, slots keep the order of the list.
+        """Returns the matrix of an edge list; within a row, slots keep the order of the list.
 
         Args:
             row, col: int32 or int64 ``[E]``.
             num_rows, num_cols: R and C.
 
         Raises:
-            ValueError: ids outside the matrix, or more columns than int32 counts.
+            ValueError: an id is outside of the matrix, or there are more columns than int32 allows.
         """
         _check_columns(num_cols)
         _check(row, num_rows, "rows")
@@ -68,19 +69,21 @@ class CSR:
         in_list: bool = True,
         self_loops: bool = False,
     ) -> tuple[CSR, CSR]:
-        """Returns the matrices of a list of edges, ``[R, num_first + num_last]``, cut into its first and its last columns.
+        """Returns two matrices of an edge list, ``[R, num_first + num_last]``: its first and its last columns.
 
-        On the CPU it takes no memory beside the result.
+        On the CPU, it needs no memory besides the result.
 
         Args:
             row, col: int32 or int64 ``[E]``.
-            num_rows, num_first, num_last: R, and how many columns.
-            in_list: with the places of edges in the list.
-            self_loops: leave out edges from a node to itself, and give each of the first columns one, as its row's last; of a
-                matrix with as many rows as first columns, not `in_list`.
+            num_rows: R.
+            num_first, num_last: number of columns of each half.
+            in_list: whether to store the positions of edges in the list.
+            self_loops: whether to omit self-loops in the list and append one to the row of each of the first columns. Requires as
+                many rows
+                as first columns; not with `in_list`.
 
         Raises:
-            ValueError: ids outside the matrix, or more columns of a half than int32 counts.
+            ValueError: an id is outside of the matrix, or a half has more columns than int32 allows.
         """
         if row.device.type != "cpu":
             return cls._halves_by_torch(row, col, num_rows, num_first, num_last, in_list, self_loops)
@@ -109,7 +112,7 @@ class CSR:
             kept, own = (row != col).nonzero().view(-1), torch.arange(num_first, dtype=row.dtype, device=row.device)
             row, col = torch.cat([row[kept], own]), torch.cat([col[kept], own])
 
-        if not num_last:  # nothing is chosen, so nothing is copied
+        if not num_last:  # nothing is selected, so nothing is copied
             first, none = cls.from_coo(row, col, num_rows, num_first), col[:0]
             last = cls.from_coo(none, none, num_rows, 0)
             return (first, last.in_list(none)) if in_list else (first.of_slots(), last)
@@ -138,15 +141,15 @@ class CSR:
         return torch.arange(self.num_edges, device=self.device) if self.edge is None else self.edge.long()
 
     def permute(self, values: Tensor) -> Tensor:
-        """Returns one value per edge, ``[E, ...]`` in list order, in slot order."""
+        """Returns edge values, ``[E, ...]`` in list order, in slot order."""
         return values if self.edge is None else values[self.edge]
 
     def unpermute(self, values: Tensor) -> Tensor:
-        """Returns one value per edge, ``[E, ...]`` in slot order, in list order."""
+        """Returns edge values, ``[E, ...]`` in slot order, in list order."""
         return values if self.edge is None else values[self._slot_of_edge]
 
     def in_list(self, edge_ids: Tensor) -> CSR:
-        """Returns the same matrix as one of a longer list, in which its k-th edge is at ``edge_ids[k]``, int64 ``[E]``."""
+        """Returns the same matrix for a longer edge list, in which its k-th edge is at ``edge_ids[k]``, int64 ``[E]``."""
         return CSR(self.indptr, self.indices, _short(self.permute(edge_ids)), self.num_cols)
 
     def row_of_slot(self) -> Tensor:
@@ -155,37 +158,38 @@ class CSR:
         return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)
 
     def transpose(self, in_list: bool = True) -> CSR:
-        """Returns the transpose, made once; the list that its ``edge`` refers to is that of this matrix's slots.
+        """Returns the cached transpose; its ``edge`` refers to the slots of this matrix.
 
         Args:
-            in_list: unless it has an ``edge`` already, it need not get one, 4 bytes each: sums without weights read none.
+            in_list: whether it must have an ``edge``, 4 bytes per edge; unweighted sums do not need it. A cached ``edge``
+                remains.
         """
         return self._transposed if in_list or "_transposed" in vars(self) else self._transposed_alone
 
     def of_slots(self) -> CSR:
-        """Returns the matrix as one of a list that has the order of its slots."""
+        """Returns the matrix with its slots as the edge list."""
         return self if self.edge is None else self._of_slots
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
-        """Returns at most `count` ranges of rows of about as many edges and rows each."""
+        """Returns at most `count` ranges of rows with about equal numbers of edges and rows."""
         if count not in self._chunks:
             self._chunks[count] = even_ranges(self.indptr, count)
         return self._chunks[count]
 
     def segments(self, length: int) -> Segments | None:
-        """Returns the segments of rows with more than `length` edges, or None without such rows; made once (a host sync)."""
+        """Returns the segments of rows with more than `length` edges, or None without such rows; cached, with one host sync."""
         if length not in self._segments:
             self._segments[length] = Segments.of(self.indptr, length)
         return self._segments[length]
 
     @cached_property
     def kept_rows(self) -> Tensor:
-        """:meth:`row_of_slot`, made once."""
+        """Cached :meth:`row_of_slot`."""
         return self.row_of_slot()
 
     @cached_property
     def torch_parts(self) -> tuple[Tensor, Tensor]:
-        """What torch's sparse matrices need beside `indptr`: columns int64 and ones float32, ``[E]``, made once."""
+        """Cached arguments of torch's sparse matrices besides `indptr`: columns int64 and ones float32, ``[E]``."""
         return self.indices.long(), torch.ones(self.num_edges, device=self.device)
 
     @cached_property
@@ -212,7 +216,7 @@ class CSR:
         if self.device.type != "cpu":
             made = CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
             return made if in_list else made.of_slots()
-        # Torch allocates, so that what counts its tensors knows of these.
+        # Allocated by torch, so that tools that count its tensors include them.
         indptr = _indptr(self.indices, self.num_cols)
         rows = torch.empty(self.num_edges, dtype=torch.int32)
         slots = torch.empty(self.num_edges if in_list else 0, dtype=_id_dtype(self.num_edges))
@@ -230,11 +234,11 @@ class CSR:
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows with many edges (hubs) cut into segments of equal length, the last of a row shorter; U hubs, S segments.
+    """Rows with many edges (hubs), split into segments of equal length, the last of a row shorter; U hubs, S segments.
 
     Attributes:
-        hubs: the rows, int64 ``[U]``.
-        first: first segment of each and the end, int64 ``[U + 1]``.
+        hubs: rows, int64 ``[U]``.
+        first: first segment of each hub and the end, int64 ``[U + 1]``.
         row, start: row and first slot of each segment, int64 ``[S]``.
     """
 
@@ -245,7 +249,7 @@ class Segments:
 
     @classmethod
     def of(cls, indptr: Tensor, length: int) -> Segments | None:
-        """Returns the segments of rows with more than `length` edges; None if there are none."""
+        """Returns the segments of rows with more than `length` edges; None without such rows."""
         degrees = indptr.diff()
         hubs = (degrees > length).nonzero().squeeze(1)
         if not len(hubs):
@@ -258,15 +262,15 @@ class Segments:
 
 
 def even_ranges(indptr: Tensor, count: int) -> list[tuple[int, int]]:
-    """Returns at most `count` ranges of rows of about as many edges and rows each; indptr int64 ``[R + 1]``."""
-    # A row without edges is written, too.
+    """Returns at most `count` ranges of rows with about equal numbers of edges and rows; indptr int64 ``[R + 1]``."""
+    # Rows without edges are written, too.
     cost = indptr.numpy() + np.arange(len(indptr))
     bounds = np.searchsorted(cost, np.linspace(0, cost[-1], count + 1))
     return [(int(low), int(high)) for low, high in pairwise(bounds) if high > low]
 
 
 def _indptr(rows: Tensor, num_rows: int) -> Tensor:
-    """Returns where the edges of each row begin, and the end, int64 ``[R + 1]``."""
+    """Returns the first slot of each row and the end, int64 ``[R + 1]``."""
     counts = torch.bincount(rows, minlength=num_rows)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -282,7 +286,7 @@ def _check(ids: Tensor, size: int, name: str) -> None:
 
 
 def _id_dtype(count: int) -> torch.dtype:
-    """Returns what numbers so many edges."""
+    """Returns the dtype of ids for `count` edges."""
     return torch.int32 if count <= _INT32_MAX else torch.int64
 
 

@@ -1,9 +1,10 @@
-"""The loops over edges and rows, compiled by numba at first use and kept on disk; :mod:`lightning_gnn.kernels.run` calls them.
+"""Loops over edges and rows, compiled by numba at first use and cached on disk; :mod:`lightning_gnn.kernels.run` calls them.
 
-Each runs over rows `low` to `high`, mostly of a CSR matrix, and writes those rows of its result only, so that threads share
-nothing.
+Each loop processes rows `low` to `high`, usually of a CSR matrix, and writes only these rows of its result. Threads therefore
+share
+no output.
 
-R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C columns each.
+R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C channels each.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg"
@@ -24,15 +25,15 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
 
 AHEAD = 64
-"""How many slots ahead a row is asked for: the fastest of 8, 16, 32 and 64 at 16 and 128 columns."""
+"""Prefetch distance in slots: the fastest of 8, 16, 32 and 64 at 16 and 128 columns."""
 
 LOOPS: list[Any] = []
-"""All of them, compiled or not."""
+"""All loops, compiled or not."""
 
 
 @cache
 def _helpers(module: str) -> bytes:
-    """Returns a digest of the files whose compiled functions a module has imported, and of those that these have."""
+    """Returns a digest of the files of a module's compiled helper functions, and of their helpers."""
     numbas = (value for value in vars(sys.modules[module]).values() if type(value).__module__.startswith("numba."))
     homes = {getattr(value, "__module__", "") for value in numbas} - {module}
     own = sorted(home for home in homes if home.partition(".")[0] == __name__.partition(".")[0])
@@ -41,22 +42,22 @@ def _helpers(module: str) -> bytes:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """Returns a loop that is compiled when it is first called, and kept on disk until its file, or that of a helper, changes."""
+    """Returns a function that numba compiles at the first call and caches on disk until its file or a helper's file changes."""
     made = numba.njit(cache=True, nogil=True, **options)(function)
-    if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT; private, as numba 0.59 to 0.68 have it
+    if hasattr(made, "_cache"):  # not with NUMBA_DISABLE_JIT; private API of numba 0.59 to 0.68
         kept = made._cache._cache_file
-        kept._source_stamp = kept._source_stamp, _helpers(function.__module__)  # numba's own is of the loop's file only
+        kept._source_stamp = kept._source_stamp, _helpers(function.__module__)  # numba's own stamp covers the loop's file only
     return made
 
 
 def loop(function: Callable[..., Any]) -> Any:
-    # Sums may be reassociated, so that they vectorise; how is fixed when a loop is compiled, so results do not vary.
+    # Sums may be reassociated for vectorization. The order is fixed at compile time, so results do not vary.
     LOOPS.append(compiled(function, fastmath={"contract", "nsz", "reassoc"}))
     return LOOPS[-1]
 
 
 def exact_loop(function: Callable[..., Any]) -> Any:
-    # Each operation rounded as written, so that other devices get the same bits.
+    # Each operation is rounded as written, so that other devices compute the same bits.
     LOOPS.append(compiled(function, error_model="numpy"))
     return LOOPS[-1]
 
@@ -66,7 +67,7 @@ def exact_loop(function: Callable[..., Any]) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, row: Any) -> Any:
-    """Asks for the cache lines of ``array[row]``, which is contiguous."""
+    """Prefetch the cache lines of ``array[row]``, which is contiguous."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, row_type = signature.args
@@ -82,7 +83,7 @@ def prefetch(typing_context: Any, array: Any, row: Any) -> Any:
         length = builder.extract_value(made.strides, 0)
         line = context.get_constant(types.intp, 64)
         with cgutils.for_range_slice(builder, zero, length, line) as (offset, _):
-            # To read, into the nearest cache, as data.
+            # Options: read access, nearest cache, data cache.
             options = [ir.Constant(number, value) for value in (0, 3, 1)]
             builder.call(ask, [builder.gep(start, [offset]), *options])
         return context.get_dummy_value()
@@ -107,7 +108,7 @@ def _as_bits(typing_context: Any, value: Any) -> Any:
 
 
 def _wide(value):
-    """A bfloat16, held as uint16, as float32; other numbers as they are."""
+    """Returns a bfloat16, stored as uint16, as float32; other numbers unchanged."""
 
 
 @overload(_wide, inline="always")
@@ -132,7 +133,7 @@ def spmm(indptr, indices, weight, x, scale, out, weighted, scaled, accumulate, l
             for f in range(columns):
                 out[row, f] = 0
         slot, end = indptr[row], indptr[row + 1]
-        # Four neighbours a pass: the output row is read and written a quarter as often.
+        # Four neighbors per pass: the output row is read and written a quarter as often.
         while slot + 4 <= end:
             for ahead in range(slot + AHEAD, slot + AHEAD + 4):
                 prefetch(x, indices[min(ahead, last)])
@@ -198,10 +199,10 @@ def spmm_heads(indptr, indices, place, weight, x, out, placed, low, high):
 
 @loop
 def statistics(indptr, indices, x, total, square, top, tops, bottom, bottoms, accumulate, low, high):
-    """Sums, sums of squares, maxima and minima over each row's edges, and how many edges have the extreme value.
+    """Compute sums, sums of squares, maxima and minima over each row's edges, and the number of edges that attain each extremum.
 
-    x ``[K, F]``; the others ``[R, F]``, or ``[0, F]`` for what is not wanted; tops and bottoms int32. Rows without
-    edges get infinite extremes. A NaN among them makes an extreme NaN.
+    x ``[K, F]``; the others ``[R, F]``, or ``[0, F]`` for statistics that are not requested; tops and bottoms int32. Rows without
+    edges get infinite extrema. A NaN among the values makes an extremum NaN.
     """
     columns, last, one = x.shape[1], len(indices) - 1, np.int32(1)
     summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top) > 0, len(bottom) > 0
@@ -240,13 +241,14 @@ def statistics(indptr, indices, x, total, square, top, tops, bottom, bottoms, ac
 
 @loop
 def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bottom_grad, out, low, high):
-    """The gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
+    """Compute the gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
 
-    x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: the extremes; top_grad,
-    bottom_grad: their gradients, divided by the number of edges that have them, or ``[0, F]``.
+    x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: extrema; top_grad,
+    bottom_grad:
+    gradients of extrema, divided by the number of edges that attain them, or ``[0, F]``.
     """
     columns, last = x.shape[1], len(indices) - 1
-    # A bare 0 or 2 would be an integer, and with float32 make float64.
+    # A literal 0 or 2 would be an integer, and with float32 give float64.
     zero, two = x.dtype.type(0), x.dtype.type(2)
     summed, squared, maximal, minimal = len(total) > 0, len(square) > 0, len(top_grad) > 0, len(bottom_grad) > 0
     for row in range(low, high):
@@ -327,7 +329,7 @@ def additive_scores(indptr, indices, source, target, attention, slope, out, low,
 
 @loop
 def additive_scores_grad(indptr, indices, place, grad, near, far, slope, out, placed, low, high):
-    """``out[r, h] = sum of grad[s, h] * leaky_relu'(far[col, h] + near[r, h])``: what both sides' gradients are made of.
+    """``out[r, h] = sum of grad[s, h] * leaky_relu'(far[col, h] + near[r, h])``: common part of both sides' gradients.
 
     place ``[E]`` or empty, as in `spmm_heads`; grad ``[E, H]``; near, out ``[R, H, C]``; far ``[K, H, C]``.
     """
@@ -365,7 +367,7 @@ def slot_sums(indptr, place, values, out, placed, low, high):
 
 @loop
 def slot_maxima(indptr, values, out, low, high):
-    """``out[r, h]``: the largest of ``values[s, h]`` over the slots of a row; minus infinity for rows without."""
+    """``out[r, h]``: maximum of ``values[s, h]`` over the slots of a row; minus infinity for empty rows."""
     for row in range(low, high):
         start, end = indptr[row], indptr[row + 1]
         for h in range(values.shape[1]):
@@ -394,12 +396,12 @@ def times_rows(indptr, values, rows, out, low, high):
                 out[slot, h] = values[slot, h] * rows[row, h]
 
 
-# Rows as short numbers ########################################################
+# Quantized rows ###############################################################
 
 
 @numba.njit(fastmath={"nnan", "nsz", "reassoc"})
 def _extremes(x, row):
-    """The least and the largest entry of a row without NaN."""
+    """Returns the smallest and the largest entry of a row without NaN."""
     low = high = x[row, 0]
     for f in range(1, x.shape[1]):
         value = x[row, f]
@@ -410,7 +412,7 @@ def _extremes(x, row):
 
 @numba.njit(fastmath={"contract", "nsz", "reassoc"})
 def _squares(x, row, codes, low, step):
-    """The sums of squares of what a row's codes are off by, and of the row."""
+    """Returns the sums of squares of the quantization errors of a row, and of the row."""
     wrong = total = 0.0
     for f in range(x.shape[1]):
         value = np.float64(x[row, f])
@@ -422,7 +424,7 @@ def _squares(x, row, codes, low, step):
 
 @numba.njit
 def _lift(low, high):
-    """A power of two by which a row's range neither overflows nor loses digits."""
+    """Returns a power of two that scales a row's range without overflow or loss of digits."""
     extent = high - low
     if extent > 1e300:
         return 2.0**-2
@@ -431,7 +433,7 @@ def _lift(low, high):
 
 @numba.njit
 def _uniform(key, place):
-    """A number in [0, 1) that depends on its arguments, uint64, alone: splitmix64."""
+    """Returns a number in [0, 1) that depends only on its arguments, uint64: splitmix64."""
     z = key + place * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -440,12 +442,13 @@ def _uniform(key, place):
 
 @exact_loop
 def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, high):
-    """Each row's ends, and its entries as numbers of steps from the lower one, packed.
+    """Compute each row's minimum and maximum, and its entries as packed numbers of steps above the minimum.
 
-    Entry f is in byte ``f % B``, at bit ``bits * (f // B)``: what is packed together lies B apart, so that packing vectorises.
+    Entry f is in byte ``f % B``, at bit ``bits * (f // B)``. Entries of one byte are B apart, so that packing vectorizes.
 
-    x ``[R, F]``; ends ``[R, 2]``, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R, 2]``: of errors and of
-    entries; rounding: what coding an entry that was decoded before may be off by, as a part of it; key uint64.
+    x ``[R, F]``; ends ``[R, 2]``: minimum and maximum, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R,
+    2]``:
+    sums of squares of errors and of entries; rounding: relative error bound for entries that were quantized before; key uint64.
     """
     columns, num_bytes, per_byte = x.shape[1], packed.shape[1], 8 // bits
     levels = 2**bits - 1
@@ -471,7 +474,7 @@ def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, hig
                 value = np.float64(x[row, f])
                 place = (value * lift - first) * scale
                 code = np.floor(place + 0.5)
-                # What was coded before stays as it is.
+                # Entries that were quantized before keep their code.
                 if abs(least + step * code - value) > rounding * abs(value):
                     code = min(np.floor(place + _uniform(key, np.uint64(row * columns + f))), np.float64(levels))
                 codes[f] = np.int32(code)
@@ -488,7 +491,7 @@ def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, hig
 
 @exact_loop
 def dequantise(packed, ends, out, bits, low, high):
-    """What `quantise` has made of rows; out ``[R, F]``."""
+    """Decode rows of `quantise`; out ``[R, F]``."""
     columns, num_bytes, per_byte = out.shape[1], packed.shape[1], 8 // bits
     levels = 2**bits - 1
     codes = np.empty(num_bytes * per_byte, np.uint8)
@@ -507,7 +510,7 @@ def dequantise(packed, ends, out, bits, low, high):
 
 @loop
 def shorten(x, short, squares, key, stochastic, low, high):
-    """float32 as bfloat16, rounded to the nearest, to even if there are two, or at random.
+    """Convert float32 to bfloat16, rounded to nearest even or stochastically.
 
     x float32, short uint16, ``[R, F]``; squares, key: as in `quantise`.
     """
@@ -520,7 +523,7 @@ def shorten(x, short, squares, key, stochastic, low, high):
             else:
                 draw = half + ((bits >> cut) & np.uint32(1))
             strange = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-            # A NaN whose digits are all cut off would be infinite.
+            # Truncation could turn a NaN into infinity.
             kept = np.uint32((bits & np.uint32(0x7FFFFF)) != 0) << np.uint32(6)
             short[row, f] = ((bits >> cut) | kept) if strange else np.uint32(bits + draw) >> cut
         wrong = total = 0.0
@@ -532,7 +535,7 @@ def shorten(x, short, squares, key, stochastic, low, high):
         squares[row, 0], squares[row, 1] = wrong, total
 
 
-# Rows that are zero ###########################################################
+# Zero rows ####################################################################
 
 
 @numba.njit
@@ -545,7 +548,7 @@ def _bits(bytes_):
 
 @numba.njit
 def _is_zero(row):
-    return not (_bits(row[:16]) or _bits(row[16:]))  # of most others, the first bytes tell
+    return not (_bits(row[:16]) or _bits(row[16:]))  # the first bytes suffice for most nonzero rows
 
 
 @numba.njit
@@ -556,7 +559,7 @@ def _copy(source, target):
 
 @loop
 def count_nonzero(rows, counts, kept):
-    """Writes how many rows of each part have a byte that is not 0: of uint8 ``[R, B]``, in parts of so many each."""
+    """Count the rows of each part that have a nonzero byte; rows uint8 ``[R, B]``, counts: rows of each part."""
     first = 0
     for part in range(len(counts)):
         kept[part] = 0
@@ -568,9 +571,10 @@ def count_nonzero(rows, counts, kept):
 
 @loop
 def pack_nonzero(rows, counts, packed, places, out, kept):
-    """As :func:`count_nonzero`, and writes the parts to their places in uint8 `out`.
+    """See :func:`count_nonzero`; also write the parts to their places in uint8 `out`.
 
-    Of a part to be `packed`, a bit for each row, 1 where a byte is not 0, and behind them those rows; of others all rows.
+    A part with `packed` consists of one bit per row, 1 for a row with a nonzero byte, and then these rows; other parts have all
+    rows.
     """
     first, width = 0, rows.shape[1]
     for part in range(len(counts)):
@@ -594,7 +598,7 @@ def pack_nonzero(rows, counts, packed, places, out, kept):
 
 @loop
 def unpack_nonzero(data, out):
-    """Writes the rows that :func:`pack_nonzero` was given; returns how many of them were not zero."""
+    """Write the rows of a part from :func:`pack_nonzero`; returns the number of nonzero rows."""
     width, place, kept = out.shape[1], (len(out) + 7) // 8, 0
     for row in range(len(out)):
         if data[row >> 3] >> (row & 7) & 1:
@@ -611,7 +615,7 @@ def unpack_nonzero(data, out):
 
 @loop
 def counting_sort(keys, num_rows):
-    """Returns indptr int64 ``[num_rows + 1]`` and the stable order of `keys`, int32 or int64 ``[E]`` as they are."""
+    """Returns indptr int64 ``[num_rows + 1]`` and the stable order of `keys`, ``[E]``; `keys` are int32 or int64."""
     indptr = np.zeros(num_rows + 1, np.int64)
     for key in keys:
         indptr[key + 1] += 1
@@ -628,7 +632,7 @@ def counting_sort(keys, num_rows):
 
 @loop
 def count_halves(source, target, num_owned, loops, owned, halo):
-    """Counts each row's edges from owned and from halo nodes, ``[R + 1]`` from 1 on; for `loops` see :func:`fill_halves`."""
+    """Count each row's edges from local and from halo nodes, ``[R + 1]`` from 1 on; for `loops` see :func:`fill_halves`."""
     for edge in range(len(source)):
         if source[edge] >= num_owned:
             halo[target[edge] + 1] += 1
@@ -641,9 +645,9 @@ def count_halves(source, target, num_owned, loops, owned, halo):
 
 @loop
 def fill_halves(source, target, num_owned, loops, listed, owned, owned_col, owned_edge, halo, halo_col, halo_edge):
-    """Puts edges, in the order of the list, into the rows of two matrices; `owned` and `halo` are where rows have room, ``[R]``.
+    """Write edges, in list order, into the rows of two matrices; `owned` and `halo` are the next free slots of rows, ``[R]``.
 
-    loops: the edges of a node to itself are left out, and each row gets one, behind its edges. listed: with places in the list.
+    loops: whether to omit self-loops and append one to each row. listed: whether to store positions in the list.
     """
     for edge in range(len(source)):
         row, col = target[edge], source[edge]
@@ -666,8 +670,10 @@ def fill_halves(source, target, num_owned, loops, listed, owned, owned_col, owne
 
 @loop
 def transpose(indptr, indices, listed, free, rows, slots):
-    """Writes a matrix's transpose, in the order of its slots: `rows` of these, and if `listed` the `slots`; `free` is where each
-    column has room."""
+    """Write a matrix's transpose, in the order of its slots: their `rows` and, if `listed`, their `slots`.
+
+    `free` has the next free slot of each column.
+    """
     last = len(indices) - 1
     for row in range(len(indptr) - 1):
         for slot in range(indptr[row], indptr[row + 1]):

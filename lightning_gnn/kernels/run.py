@@ -1,6 +1,6 @@
-"""Runs compiled loops over the rows of a matrix: numba's on the CPU, in as many threads as torch would use, else a backend's.
+"""Execution of loops over the rows of a matrix: numba on the CPU, with torch's number of threads, else a device backend.
 
-Says when numba's are compiled.
+It also announces compilation by numba.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from lightning_gnn.kernels.loops import LOOPS
 from lightning_gnn.registry import triton_loops
 
 _SMALL = 1 << 17
-"""Below so many multiplications another thread costs more than it saves."""
+"""Number of multiplications below which another thread does not pay off."""
 
 _PACKAGE = __name__.partition(".")[0]
 
 Backend = Callable[[str, tuple[Any, ...]], None]
-"""Runs the loop of this name over all rows, with what it takes but `low` and `high`; a matrix is there for its `indptr`."""
+"""Function that runs the named loop over all rows, with its arguments except `low` and `high`; the matrix replaces `indptr`."""
 
 
 def _on_gpu(name: str, arguments: tuple[Any, ...]) -> None:
-    # Imported at first use: it takes a while, and is of no use on the CPU.
+    # Imported at first use: the import is slow, and useless on the CPU.
     loops = triton_loops()
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may differ from the device of the tensors.
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         getattr(loops, name)(*(value.detach() if isinstance(value, torch.Tensor) else value for value in arguments))
 
 
 BACKENDS: dict[str, Backend] = {"cuda": _on_gpu} if find_spec("triton") else {}
-"""By type of device, what runs loops there; the CPU needs none."""
+"""Backend of loops by device type; the CPU needs none."""
 
 
 _in_place_of: list[torch.device] = []
-"""The device whose ways tensors of the CPU go now, see :func:`in_place_of`."""
+"""Devices whose code paths CPU tensors take now, see :func:`in_place_of`."""
 
 
 def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether :func:`over_rows` runs there on, and writes, floats of this dtype."""
+    """Returns whether :func:`over_rows` supports this device and floats of this dtype."""
     if device.type in BACKENDS:
         return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     there = _in_place_of[-1].type if _in_place_of else "cpu"
@@ -68,7 +68,7 @@ def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def in_place_of(device: torch.device) -> Iterator[None]:
-    """While open, tensors of the CPU take the ways that a device's would, so that a step on few nodes tells what one keeps."""
+    """Context manager that makes CPU tensors take the code paths of a device, so that a small step shows its memory use."""
     _in_place_of.append(device)
     try:
         yield
@@ -77,9 +77,9 @@ def in_place_of(device: torch.device) -> Iterator[None]:
 
 
 def has_loops_for(x: torch.Tensor, num_edges: int, columns: int | None = None) -> bool:
-    """Returns whether loops over edges take rows like `x` ``[n, F]``, on the CPU as float32 where need be.
+    """Returns whether loops over edges support rows like `x` ``[n, F]``, on the CPU as float32 if necessary.
 
-    Warns once on a device without loops: PyG's path, which is taken then, makes `columns` numbers, by default F, for each edge.
+    Warns once on a device without loops: PyG's path then creates `columns` numbers, by default F, for each edge.
     """
     wide = x.dtype if x.device.type != "cpu" else torch.promote_types(x.dtype, torch.float32)
     if has_loops(x.device, wide):
@@ -90,7 +90,7 @@ def has_loops_for(x: torch.Tensor, num_edges: int, columns: int | None = None) -
 
 
 _warned: set[str] = set()
-"""Types of devices that :func:`has_loops_for` has warned of."""
+"""Device types for which :func:`has_loops_for` has warned."""
 
 
 def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
@@ -108,28 +108,28 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
-    """Runs ``loop(csr.indptr, *arguments, low, high)`` over all rows, or what a backend has in its place.
+    """Run ``loop(csr.indptr, *arguments, low, high)`` over all rows, or the corresponding loop of a backend.
 
-    On the CPU a row is computed by one thread, so results do not depend on their number.
+    On the CPU, one thread computes a row, so results do not depend on the number of threads.
 
     Args:
-        loop: one of :mod:`lightning_gnn.kernels.loops`.
-        csr: the matrix whose rows are run over, on a device with loops, see :func:`has_loops`.
-        arguments: tensors, handed over as arrays to numba, and numbers.
-        work: multiplications in all.
+        loop: loop from :mod:`lightning_gnn.kernels.loops`.
+        csr: matrix whose rows are processed, on a device with loops, see :func:`has_loops`.
+        arguments: tensors, passed as arrays to numba, and numbers.
+        work: total number of multiplications.
     """
     backend = BACKENDS.get(csr.device.type)
     if backend is not None:
         backend(loop.py_func.__name__, (csr, *arguments))
         return
-    if work < _SMALL:  # most of what a small graph's step takes is calls
+    if work < _SMALL:  # calls dominate the step of a small graph
         loop(*_arrays(csr.indptr, *arguments), 0, csr.num_rows)
         return
     over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
 
 
 def _arrays(*arguments: Any) -> list[Any]:
-    """Returns tensors as arrays, and numbers. Of bfloat16 there are no arrays: it is refused here, not read as something else."""
+    """Returns tensors as arrays, and numbers unchanged; raises an error for bfloat16, which has no array dtype."""
     found = []
     for value in arguments:
         found.append(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
@@ -137,23 +137,23 @@ def _arrays(*arguments: Any) -> list[Any]:
 
 
 def over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
-    """Runs ``loop(*arguments, low, high)`` over all of 0 to `size`, in `ranges` of about so many where threads pay."""
+    """Run ``loop(*arguments, low, high)`` over 0 to `size`; large work is split over threads by ``ranges(count)``."""
     arrays = _arrays(*arguments)
     threads = min(torch.get_num_threads(), size)
     if threads <= 1 or work < _SMALL:
         loop(*arrays, 0, size)
         return
     pool = _pool(threads)
-    # Several chunks a thread even out what their numbers of edges do not tell.
+    # Several chunks per thread balance differences that edge counts do not show.
     chunks = [pool.submit(partial(loop, *arrays, low, high)) for low, high in ranges(4 * threads)]
     for chunk in chunks:
         chunk.result()
 
 
 def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
-    """Runs ``loop(*arguments, low, high)`` over all of `num_rows` rows that take equally long; see :func:`over_rows`.
+    """Run ``loop(*arguments, low, high)`` over all of `num_rows` rows of equal cost; see :func:`over_rows`.
 
-    The first of the arguments is a tensor on the device whose backend has the loop.
+    The first argument is a tensor on the device whose backend has the loop.
     """
     backend = BACKENDS.get(arguments[0].device.type)
     if backend is not None:
@@ -174,7 +174,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def timed_compilation(use: Callable[[], Any]) -> float:
-    """Calls `use`, which runs loops; returns the seconds it took if some were compiled for it, 0 if they were kept on disk."""
+    """Call `use`, which runs loops; returns its seconds if loops were compiled, 0 if all were cached on disk."""
     before, began = _compiled(), time.perf_counter()
     with _announcer.in_set_up():
         use()
@@ -186,14 +186,14 @@ def _compiled() -> int:
 
 
 def cache_folder() -> Path:
-    """Returns where compiled loops are kept; there once one was compiled."""
+    """Returns the cache folder of compiled loops, which exists after the first compilation."""
     return Path(str(LOOPS[0].stats.cache_path))
 
 
 class _Announcer(event.Listener):
-    """Says on rank 0 that a module's loops are compiled before the first one is: a first run stands still meanwhile.
+    """Listener that logs the compilation of a module's loops on rank 0 before the first loop: a first run stalls meanwhile.
 
-    It hears of each loop that numba compiles; of those that it finds on disk, it does not.
+    Numba reports each loop that it compiles, not loops from the disk cache.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class _Announcer(event.Listener):
 
     @contextmanager
     def in_set_up(self) -> Iterator[None]:
-        """While it is open, nothing of Lightning's is on the terminal, and compiling shows a bar even if it is the only one."""
+        """Context manager of set-up, when the terminal shows no bars of Lightning: compilation then always shows a bar."""
         self._in_set_up = True
         try:
             yield
@@ -216,7 +216,7 @@ class _Announcer(event.Listener):
         module = loop.py_func.__module__
         if module.partition(".")[0] == _PACKAGE and (is_live() or (self._in_set_up and shows_bars())):
             bar = ExitStack()
-            if not self._bars:  # else a loop that the one which is shown calls
+            if not self._bars:  # else a loop that the displayed loop calls
                 bar.enter_context(progress_bar(f"Compiling {module.rpartition('.')[2]}.{loop.py_func.__name__}, once"))
             self._bars.append(bar)
         if module in self._told or module.partition(".")[0] != _PACKAGE:

@@ -1,8 +1,9 @@
-"""Sums, means and extremes of rows over edges. No autograd.
+"""Sums, means, maxima and minima of rows over edges, without autograd.
 
-By compiled loops where :func:`~lightning_gnn.kernels.run.has_loops` says that there are any: on the CPU, and on GPUs with
-Triton. They add a row's edges in an order that does not depend on timing or on the number of threads. On other devices
-:func:`spmm` is by torch's own kernels, and there are no :class:`RowStatistics`.
+Devices with loops (:func:`~lightning_gnn.kernels.run.has_loops`) use compiled loops: the CPU, and GPUs with Triton. Loops add a
+row's edges in an order that does not depend on timing or on the number of threads. On other devices, :func:`spmm` uses torch's
+own
+kernels, and :class:`RowStatistics` is not supported.
 
 R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`` stands for any trailing dimensions.
 """
@@ -33,13 +34,13 @@ def spmm(
     """Returns the sum of ``weight * x`` over each row's edges, times ``scale``, ``[R, ...]``.
 
     Args:
-        csr: ``[R, C]``.
-        x: ``[C, ...]``, floating.
-        weight: of each slot, ``[E]``, see :meth:`CSR.permute`; None for ones.
-        out: where the result goes, ``[R, ...]``, contiguous; a new tensor of x's dtype by default. bfloat16 and float16 are
-            summed in float32.
-        accumulate: add to what `out` holds instead of overwriting it; `scale` holds for both then.
-        scale: of each row, ``[R]``; None for ones.
+        csr: matrix ``[R, C]``.
+        x: ``[C, ...]``, floating point.
+        weight: weight of each slot, ``[E]``, see :meth:`CSR.permute`; None for ones.
+        out: result tensor, ``[R, ...]``, contiguous; by default a new tensor of x's dtype. bfloat16 and float16 are summed in
+            float32.
+        accumulate: whether to add to `out` instead of overwriting it; `scale` then applies to the total.
+        scale: scale of each row, ``[R]``; None for ones.
     """
     if x.size(0) != csr.num_cols:
         raise ValueError(f"x has {x.size(0)} rows, but the matrix has {csr.num_cols} columns.")
@@ -58,7 +59,7 @@ def spmm(
     weight = None if weight is None else weight.detach().to(wide).contiguous()
     scale = None if scale is None else scale.detach().to(wide).contiguous()
     if has_loops(x.device, target.dtype):
-        # Short numbers are read as they are: half the bytes of what limits a sum. numba's loop reads bfloat16.
+        # 16-bit floats are read directly: half the bytes, which limit a sum. numba's loop reads bfloat16.
         short = dense.dtype == torch.bfloat16 or (dense.dtype == torch.float16 and has_loops(x.device, dense.dtype))
         dense = dense if short and wide == torch.float32 else dense.to(wide)
         none = dense.new_empty(0, dtype=wide)
@@ -79,35 +80,35 @@ def _torch_spmm(csr: CSR, x: Tensor, weight: Tensor | None) -> Tensor:
     col, ones = csr.torch_parts
     values = (ones if weight is None else weight).to(x.dtype)
     matrix = torch.sparse_csr_tensor(csr.indptr, col, values, (csr.num_rows, csr.num_cols))
-    # Autocast would multiply in 16 bits, in which sums of hubs overflow. It is not known on every device.
+    # Autocast would multiply in 16 bits, in which sums of hubs overflow. Not all devices support autocast.
     kind = x.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         return matrix @ x
 
 
 def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Writes ``x[rows]`` into `out`, ``[K, ...]``."""
+    """Write ``x[rows]`` into `out`, ``[K, ...]``."""
     with torch.no_grad():
         return torch.index_select(x.detach(), 0, rows, out=out)
 
 
 def add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Adds `values` ``[K, ...]`` to rows of `out` in place; `rows` are distinct, so that no two additions meet."""
+    """Add `values` ``[K, ...]`` to rows of `out` in place; `rows` are distinct, so no two additions conflict."""
     return out.index_add_(0, rows, values)
 
 
 STATISTICS = ("sum", "squares", "max", "min")
-"""What :class:`RowStatistics` can hold."""
+"""Names of the statistics in :class:`RowStatistics`."""
 
 
 @dataclass
 class RowStatistics:
-    """Several aggregates of the same rows, taken in one pass over the edges; those not wanted have no rows.
+    """Several statistics of the same rows, computed in one pass over the edges; statistics that are not requested have no rows.
 
     Attributes:
         sum, squares: sums of x and of x * x, ``[R, F]``.
         max, min: ``[R, F]``; infinite for rows without edges.
-        num_max, num_min: how many of a row's edges have the extreme value, int32 ``[R, F]``.
+        num_max, num_min: number of a row's edges that attain the extremum, int32 ``[R, F]``.
     """
 
     sum: Tensor
@@ -119,7 +120,7 @@ class RowStatistics:
 
     @classmethod
     def empty(cls, csr: CSR, x: Tensor, wanted: Collection[str]) -> RowStatistics:
-        """Returns memory for the `wanted` ones of :data:`STATISTICS`."""
+        """Returns uninitialized statistics for the names `wanted` from :data:`STATISTICS`."""
 
         def make(name: str, dtype: torch.dtype) -> Tensor:
             return x.new_empty((csr.num_rows if name in wanted else 0, x.size(1)), dtype=dtype)
@@ -128,18 +129,19 @@ class RowStatistics:
         return cls(**floats, num_max=make("max", torch.int32), num_min=make("min", torch.int32))
 
     def add(self, csr: CSR, x: Tensor, accumulate: bool) -> None:
-        """Takes the edges of `csr` in: instead of, or with `accumulate` after, those of other matrices with these rows.
+        """Compute the statistics of the edges of `csr`; with `accumulate`, add them to earlier matrices with these rows.
 
         Args:
-            csr: ``[R, C]``.
+            csr: matrix ``[R, C]``.
             x: ``[C, F]``, contiguous, of a dtype for which its device has loops.
+            accumulate: whether to add to the statistics instead of overwriting them.
         """
         parts = (self.sum, self.squares, self.max, self.num_max, self.min, self.num_min)
         work = csr.num_edges * x.size(1) * 2
         over_rows(loops.statistics, csr, csr.indices, x.detach(), *parts, accumulate, work=work)
 
     def ties(self, name: str) -> Tensor:
-        """Returns among how many a gradient of ``"max"`` or ``"min"`` is shared, at least 1, ``[R, F]``, as torch counts."""
+        """Returns the number of ties that share a gradient of ``"max"`` or ``"min"``, at least 1, ``[R, F]``, as torch counts."""
         extreme, count = (self.max, self.num_max) if name == "max" else (self.min, self.num_min)
         count = count.to(extreme.dtype)
         return (count + (extreme == 0) if _zero_is_a_tie() else count).clamp_(min=1)
@@ -147,8 +149,8 @@ class RowStatistics:
 
 @cache
 def _zero_is_a_tie() -> bool:
-    """torch's scatter counts the zero that it starts from among the ties for an extreme of zero, asked for or not."""
-    # Found out once in each process, which need not be when other ranks do: no mode may send messages for it.
+    """Returns whether torch's scatter counts its initial zero as a tie for an extremum of zero, even if it is excluded."""
+    # Computed once in each process, at different times on different ranks: no mode may send messages here.
     with torch.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         source, here = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
         result = torch.zeros(1).scatter_reduce(0, here, source, "amax", include_self=False)
@@ -159,11 +161,12 @@ def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: Row
     """Returns the gradient of :meth:`RowStatistics.add` with respect to x, ``[C, F]``; ties share it evenly, as in torch.
 
     Args:
-        csr: ``[R, C]``, as it was added.
-        x: ``[C, F]``, as it was added.
-        grads: the gradient of each aggregate, ``[R, F]``, those of extremes divided by their :meth:`~RowStatistics.ties`;
-            ``[0, F]`` where there is none.
-        extremes: the aggregates.
+        csr: matrix ``[R, C]`` of the forward pass.
+        x: ``[C, F]`` of the forward pass.
+        grads: gradient of each statistic, ``[R, F]``, with max and min divided by their :meth:`~RowStatistics.ties`; ``[0, F]``
+            for
+            none.
+        extremes: statistics of the forward pass.
     """
     out, flipped = torch.empty_like(x), csr.transpose(in_list=False)
     # Gradients may be expanded.

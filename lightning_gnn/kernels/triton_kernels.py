@@ -1,9 +1,9 @@
-"""Kernels for GPUs, in Triton's language; :mod:`lightning_gnn.kernels.triton_loops` launches them and says how they work.
+"""GPU kernels in Triton's language; :mod:`lightning_gnn.kernels.triton_loops` launches and explains them.
 
-All tensors are contiguous. Addresses are computed in int64: rows times columns may exceed int32. Floats are computed with
-in WIDE: float32 for those of 16 bits. What is not there (weights, places, segments) is some other tensor, and not read.
+All tensors are contiguous. Addresses are computed in int64: rows times columns may exceed int32. Floats are computed in WIDE:
+float32 for 16-bit floats. Absent tensors (weights, places, segments) are replaced by some other tensor and not read.
 
-R rows, K columns of the matrix, E slots; a row has `width` numbers, which for H heads of C columns are H * C.
+R rows, K columns of the matrix, E slots; a row has `width` numbers, which for H heads of C channels are H * C.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -18,10 +18,11 @@ import triton.language as tl
 
 @triton.jit
 def _bounds(indptr, rows, starts, num_segments, SPLIT: tl.constexpr, HUBS: tl.constexpr, SECOND: tl.constexpr):
-    """The row of a program, its first and last + 1 slot, and whether these are all of the row's.
+    """Returns the row of a program, its first and last + 1 slot, and whether these are all slots of the row.
 
-    Segments come before rows: what takes longest begins first. Rows that are split have no slots of their own. In the second
-    launch, rows are hubs and slots are segments.
+    Segments come before rows: the longest work starts first. Split rows have no slots of their own. In the second launch, rows
+    are hubs
+    and slots are segments.
     """
     unit = tl.program_id(0).to(tl.int64)
     if SECOND:
@@ -50,8 +51,8 @@ def _columns(width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(result, out, part, row, width, column, kept, num_segments, HUBS: tl.constexpr):
-    """Stores a result where it is that of a whole row, or of a segment."""
-    # One truth value is not spread over a vector in masks: the interpreter makes int32 of it, and refuses that.
+    """Store the result of a whole row, or of a segment."""
+    # A scalar boolean is not broadcast in masks: the interpreter would convert it to int32 and raise an error.
     tl.store(out + row * width + column, result, mask=kept)
     if HUBS:
         unit = tl.program_id(0).to(tl.int64)
@@ -60,7 +61,7 @@ def _put(result, out, part, row, width, column, kept, num_segments, HUBS: tl.con
 
 @triton.jit
 def _larger(value, number, best, count, strange):
-    """The larger of two numbers, how many edges have it, and whether a NaN was among those seen."""
+    """Returns the larger of two numbers, the number of edges that attain it, and whether a NaN has occurred."""
     more = value > best
     count = tl.where(more, number, count + tl.where(value == best, number, 0))
     return tl.where(more, value, best), count, strange | (value != value)
@@ -71,7 +72,7 @@ def _put_extreme(
     best, count, strange, out, counts, part, part_counts, row, width, column, kept, num_segments,
     SIGN: tl.constexpr, ACCUMULATE: tl.constexpr, COUNTED: tl.constexpr, HUBS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the largest of several edges' best; that of a minimum is of numbers of the other sign."""
+    """Store the largest of several edges' maxima; a minimum is the maximum of negated numbers."""
     top = tl.max(best, 0)
     count = tl.sum(tl.where(best == top[None, :], count, 0), 0)
     odd = tl.max(strange.to(tl.int32), 0) > 0
@@ -95,10 +96,10 @@ def row_sums(
     HUBS: tl.constexpr, SECOND: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
     EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of ``x[col, f]``, or ``x[slot, f]``, times ``weight[p, f // columns]``."""
+    """Compute sums of ``x[col, f]``, or ``x[slot, f]``, times ``weight[p, f // columns]``."""
     row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, SECOND)
     column, inside = _columns(width, BLOCK)
-    # A sum for each of several edges at once, brought together after the loop: loads do not wait for additions.
+    # One sum for each of several edges, combined after the loop: loads do not wait for additions.
     total = tl.zeros((EDGES, BLOCK), WIDE)
     for first in range(start, end, EDGES):
         slot = first + tl.arange(0, EDGES)
@@ -133,7 +134,7 @@ def statistics(
     HUBS: tl.constexpr, SECOND: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
     EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums, sums of squares and extremes with counts; in the second launch, of what the first made of segments."""
+    """Compute sums, sums of squares and extrema with counts; in the second launch, over the results of segments."""
     row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, SECOND)
     column, inside = _columns(width, BLOCK)
     zero, lowest = tl.zeros((EDGES, BLOCK), WIDE), tl.full((EDGES, BLOCK), float("-inf"), WIDE)
@@ -213,7 +214,7 @@ def statistics_grad(
             result += tl.load(total + at, mask=both, other=0.0).to(WIDE)
         if SQUARES:
             share = tl.load(square + at, mask=both, other=0.0).to(WIDE)
-            result += tl.where(both, 2 * own * share, 0.0)  # an infinity of the row times nothing would be NaN
+            result += tl.where(both, 2 * own * share, 0.0)  # an infinity of the row times 0 would be NaN
         if MAX:
             share = tl.load(top_grad + at, mask=both, other=0.0).to(WIDE)
             result += tl.where(own == tl.load(top + at, mask=both, other=0.0).to(WIDE), share, 0.0)
@@ -249,7 +250,7 @@ def additive_scores_grad(
     _put(tl.sum(result, 0), out, part, row, width, column, kept, num_segments, HUBS)
 
 
-# Kernels over slots: these are as many as there are edges, so hubs need no care ###
+# Kernels over slots: one per edge, so hubs need no segments #######################
 
 
 @triton.jit(do_not_specialize=["num_edges"])
@@ -281,7 +282,7 @@ def pairs(
     rows, indices, source, target, attention, out, num_edges, heads, columns,
     SLOPE: tl.constexpr, ADDITIVE: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A number of each edge for one head; heads of the same edges are neighbours, so that they meet in the cache."""
+    """Compute a number per edge for one head; heads of the same edges are in adjacent programs, for cache reuse."""
     unit = tl.program_id(0)
     head = unit % heads
     slot = (unit // heads).to(tl.int64) * EDGES + tl.arange(0, EDGES)
@@ -305,12 +306,12 @@ def pairs(
     tl.store(out + slot * heads + head, tl.sum(total, 1), mask=here)
 
 
-# Kernels over rows of codes: ROWS of them a program, BLOCK bytes or numbers at a time; computed in float64 ###
+# Kernels over quantized rows: ROWS rows per program, BLOCK bytes or numbers at a time; computed in float64 ###
 
 
 @triton.jit
 def _uniform(key, place):
-    """A number in [0, 1) that depends on its arguments, uint64, alone: splitmix64, as numba's loops have it."""
+    """Returns a number in [0, 1) that depends only on its arguments, uint64: splitmix64, as in numba's loops."""
     z = key + place.to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -325,7 +326,7 @@ def _rows(num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _scaling(low, high):
-    """A power of two by which a row's range neither overflows nor loses digits, and the range times it."""
+    """Returns a power of two that scales a row's range without overflow or loss of digits, and the scaled range."""
     extent = high - low
     lift = tl.where(extent > 1e300, 0.25, tl.where((extent > 0) & (extent < 1e-250), 2.0**128, 1.0))
     return lift, high * lift - low * lift
@@ -367,7 +368,7 @@ def quantise(
             place = (value * lift[:, None] - (low * lift)[:, None]) * scale[:, None]
             code = tl.floor(place + 0.5)
             if STOCHASTIC:
-                # What was coded before stays as it is.
+                # Entries that were quantized before keep their code.
                 off = tl.abs(low[:, None] + step[:, None] * code - value) > rounding * tl.abs(value)
                 drawn = tl.floor(place + _uniform(key.to(tl.uint64), place_in_x))
                 code = tl.where(off, tl.where(drawn > levels, levels * 1.0, drawn), code)
@@ -421,7 +422,7 @@ def shorten(
         else:
             draw = ((bits >> 16) & 1) + 0x7FFF
         strange = (bits & 0x7F800000) == 0x7F800000
-        # A NaN whose digits are all cut off would be infinite.
+        # Truncation could turn a NaN into infinity.
         kept = tl.where((bits & 0x7FFFFF) != 0, 64, 0).to(tl.uint32)
         result = tl.where(strange, (bits >> 16) | kept, (bits + draw) >> 16)
         tl.store(short + at, result.to(tl.uint16), mask=both)

@@ -1,16 +1,18 @@
-"""Those of :mod:`lightning_gnn.kernels.loops` that GPUs need; :mod:`lightning_gnn.kernels.run` calls them.
+"""GPU versions of loops in :mod:`lightning_gnn.kernels.loops`; :mod:`lightning_gnn.kernels.run` calls them.
 
-Each takes the CSR matrix in place of `indptr`, and otherwise what the loop of its name takes but `low` and `high`: tensors on
-the matrix's device, contiguous. Floats may have any of four dtypes: bfloat16, float16 and float32 are summed in float32, float64
-in itself, and results are rounded once, to the dtype of `out`. They have been compared with numba's in Triton's interpreter
-and on an H200.
+Each function takes the CSR matrix in place of `indptr`, and otherwise the arguments of the loop with its name, except `low` and
+`high`. Tensors are contiguous, on the matrix's device. Floats may have any of four dtypes: bfloat16, float16 and float32 are
+summed
+in float32, float64 in float64. Results are rounded once, to the dtype of `out`. They have been compared with numba's loops in
+Triton's interpreter and on an H200.
 
-A program on the GPU writes elements of its own, without atomics, and adds in an order that the matrix and the number of
-columns decide alone, so that bits repeat. Rows with more than :data:`SPLIT` edges are split into segments of so many, whose
-partial results a second launch puts together in order: the GPU does not wait for one program with a hub. Nothing is tuned at
-run time: another size of tiles adds in another order.
+A GPU program writes its own elements, without atomics. The order of its additions depends only on the matrix and the number of
+columns, so results are bitwise reproducible. Rows with more than :data:`SPLIT` edges are split into segments of this length. A
+second
+launch combines their partial results in order, so that the GPU does not wait for one program with a hub. Nothing is tuned at run
+time, because another tile size changes the order of additions.
 
-R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C columns each.
+R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C channels each.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from lightning_gnn.kernels import triton_kernels as kernels
 from lightning_gnn.kernels.csr import CSR, Segments
 
 SPLIT = 1024
-"""Edges of a segment: 32 to 128 rounds of a program; partial results are then a thousandth of what is read for them."""
+"""Edges of a segment: 32 to 128 iterations of a program; partial results are a thousandth of the data read for them."""
 
 
-# The loops ####################################################################
+# Loops ########################################################################
 
 
 def spmm(
@@ -104,7 +106,7 @@ def additive_scores(
     _over_pairs(csr, indices, source, target, attention, slope, out, additive=True)
 
 
-# Codes: over rows, without a matrix ##########################################
+# Quantization: over rows, without a matrix ###################################
 
 
 def quantise(
@@ -130,12 +132,12 @@ def shorten(x: Tensor, short: Tensor, squares: Tensor, key: Any, stochastic: boo
 def _launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 1, fused: bool = True, **constants: Any
 ) -> None:  # fmt: skip
-    # Products and sums are rounded together, or not, as in numba's loops, whatever the default of a version of Triton.
+    # Fused multiply-add is on or off as in numba's loops, independent of the default of a Triton version.
     kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=fused, **constants)
 
 
 def _over_rows(kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any) -> None:
-    """Launches a kernel of codes over ``rows [n, F]``."""
+    """Launch a quantization kernel over ``rows [n, F]``."""
     num_rows, columns = rows.shape
     if rows.numel() == 0:
         return
@@ -152,10 +154,11 @@ def _wide(out: Tensor) -> Any:
 
 
 def _tile(width: int, tiles: int = 1) -> tuple[dict[str, Any], int]:
-    """Returns how many edges and columns a program of so many tiles has at once, and its number of warps.
+    """Returns the number of edges and columns of a program with `tiles` tiles, and its number of warps.
 
-    About 512 numbers, 16 per thread, so that enough loads are under way where a warp has one row; two warps for the widest,
-    as the sums and the numbers loaded together must fit into registers.
+    About 512 numbers, 16 per thread, so that enough loads are in progress where a warp has one row. The widest tiles use two
+    warps,
+    because sums and loaded numbers together must fit into registers.
     """
     block = min(128, triton.next_power_of_2(max(1, width)))
     edges = min(32, max(8, 512 // block)) // tiles
@@ -163,7 +166,7 @@ def _tile(width: int, tiles: int = 1) -> tuple[dict[str, Any], int]:
 
 
 def _grid(units: int, width: int, block: int) -> tuple[int, int]:
-    # Programs of a block of columns lie next to each other: what they gather is more often in the cache.
+    # Programs of a block of columns are adjacent, so that gathered rows are more often in the cache.
     return units, -(-width // block)
 
 
@@ -180,7 +183,7 @@ def _in_segments(
     kernel: Any, csr: CSR, tensors: tuple[Tensor, ...], out: Tensor, sizes: tuple[int, ...],
     scale: Tensor | None = None, accumulate: bool = False, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launches a kernel that sums over rows, and for hubs another that sums what it made of their segments."""
+    """Launch a kernel that sums over rows and, for hubs, a second kernel that sums the results of segments."""
     if out.numel() == 0:
         return
     segments, programs, bounds = _segments(csr)
@@ -222,7 +225,7 @@ def _statistics_of_rows(
     if csr.num_rows == 0 or width == 0:
         return
     segments, programs, bounds = _segments(csr)
-    tile, num_warps = _tile(width, 2)  # sums and extremes are up to six tiles
+    tile, num_warps = _tile(width, 2)  # sums and extrema are up to six tiles
     wide = _wide(x)
 
     def part(result: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles the loops that a model needs before it trains, so that no epoch waits for it."""
+"""Compilation of a model's loops before training, so that no epoch waits for it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {
 def warm_up(
     groups: Collection[str], dtypes: Collection[torch.dtype], others: Sequence[Callable[[torch.dtype], object]] = ()
 ) -> float:
-    """Loads loops from disk, and compiles those that are not there; returns the seconds of that, 0 if all were.
+    """Load loops from disk, and compile missing loops; returns the seconds of compilation, 0 if all were on disk.
 
     Args:
-        groups: of ``"sums"``, ``"statistics"`` and ``"attention"``.
-        dtypes: of the rows.
-        others: run other loops, on rows of a dtype.
+        groups: names among ``"sums"``, ``"statistics"`` and ``"attention"``.
+        dtypes: dtypes of the rows.
+        others: functions that run other loops, on rows of a dtype.
     """
-    # Sources out of order, so that the transpose is sorted, and a permutation of slots is needed.
+    # Unsorted sources, so that the transpose sorts them and needs a permutation of slots.
     rows, columns = torch.tensor([[0, 0, 1], [2, 0, 1]], dtype=torch.int32)
     csr = CSR.from_coo(rows, columns, 2, 3)
 
