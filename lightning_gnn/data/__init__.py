@@ -1,1 +1,1 @@
-"""A graph as data: checked, cut into parts, and stored."""
+"""Graph data: validation, partitioning and storage."""

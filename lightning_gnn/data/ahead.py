@@ -1,6 +1,6 @@
-"""Batches that are made by threads, ahead of who takes them, and copied to the device while it computes.
+"""Background threads that prepare batches ahead of use, and copies to the device that overlap with computation.
 
-Source: DistDGL section III-D: sampling and fetching of later batches overlap training of this one.
+Source: DistDGL section III-D: sampling and fetching of later batches overlap training of the current batch.
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ from lightning_gnn.devices import can_pin, functions_of
 T = TypeVar("T")
 
 Sent: TypeAlias = tuple[Graph, Any]
-"""A batch, and the event after which it is on the device; None: it is on the CPU."""
+"""Batch, and the event after which it is on the device; None if it is on the CPU."""
 
 
 class Copies:
-    """Copies batches to a device on a stream of its own, while the device computes, where memory can be pinned for it; elsewhere
-    when they arrive."""
+    """Copies of batches to a device on a separate stream that overlaps with computation.
+
+    If memory cannot be pinned for the device, batches are copied on arrival.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = functions_of(device).Stream(device) if can_pin(device) else None
 
     def send(self, batch: Graph) -> Sent:
-        """Returns the batch on the device, where the copy may be under way; from any thread."""
+        """Returns the batch on the device, where the copy may be in progress; callable from any thread."""
         if self._stream is None:
             return batch, None
         functions = functions_of(self._device)
-        with functions.stream(self._stream):  # and so on its device, which is not a new thread's own
+        with functions.stream(self._stream):  # also selects the device, which a new thread does not inherit
             batch, copied = batch.pin_memory().to(self._device, non_blocking=True), functions.Event()
             copied.record(self._stream)
         return batch, copied
 
     def arrived(self, sent: Sent) -> Graph:
-        """Returns the batch on the device: what the device does next waits for the copy, the host does not."""
+        """Returns the batch on the device; the device's stream waits for the copy, the host does not."""
         batch, copied = sent
         if copied is None:
             return batch.to(self._device)
         stream = functions_of(self._device).current_stream(self._device)
         stream.wait_event(copied)
-        return batch.record_stream(stream)  # else its memory is the next copy's as soon as the host lets it go
+        return batch.record_stream(stream)  # otherwise the next copy could reuse its memory once the host releases it
 
 
 class Background:
-    """A thread that runs functions, one after the other, in the order in which they are begun.
+    """Daemon thread that runs functions in the order in which they are submitted.
 
-    It is a daemon, which an executor's thread is not: after a failure it may wait for ranks that are gone.
+    An executor's thread is not a daemon: after a failure, it could wait for ranks that have ended.
 
     Args:
-        stops: none is run after one that failed.
+        name: name of the thread.
+        stops: whether a failed function is the last.
     """
 
     def __init__(self, name: str, stops: bool = True) -> None:
@@ -66,7 +69,7 @@ class Background:
         self._thread.start()
 
     def begin(self, make: Callable[[], T]) -> Future[T]:
-        """Has a function run; returns at once, with the future of what it returns or raises."""
+        """Submit a function; returns at once, with the future of its result or exception."""
         made = Future[T]()
         self._begun.put((make, made))
         return made
@@ -82,9 +85,9 @@ class Background:
                     return
 
     def end(self) -> None:
-        """Takes no more; what was begun is run."""
+        """End the thread after all submitted functions."""
         self._begun.put(None)
 
     def join(self, seconds: float | None = None) -> None:
-        """Returns once it has come to its end, or after so many seconds."""
+        """Wait for the end of the thread, at most `seconds`."""
         self._thread.join(seconds)

@@ -1,6 +1,6 @@
-"""Random numbers that are functions of what they are for, so that they do not depend on who draws them, or how many draw.
+"""Random numbers as functions of their purpose, independent of which ranks draw, and of how many.
 
-Source: the mixing function is SplitMix64's (Steele, Lea and Flood, OOPSLA 2014).
+Source: the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Returns each number's bits mixed; int64 stands for uint64, whose products wrap alike."""
+    """Returns each number with mixed bits; int64 represents uint64, whose products wrap equally."""
     for shift, factor in _ROUNDS:
         x = (x ^ ((x >> shift) & (_BITS >> shift))) * factor
     return x
 
 
 def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int | Tensor, *seeds: int) -> Tensor:
-    """Returns for each key random nodes other than its own one, int64 ``[n, count]``, uniform and with replacement.
+    """Returns random nodes for each key, except its own node, int64 ``[n, count]``, uniform and with replacement.
 
-    They are the same for a key wherever it is drawn.
+    The draws of a key are equal on all ranks.
 
     Args:
         keys: int64 ``[n]``; equal keys draw equal numbers.
-        nodes: of each key, the node that is not drawn, int64 ``[n]``.
-        count: nodes for each key.
-        num_nodes: of the whole graph, at least 2; or for each key, int64 ``[n, 1]``: the first so many are drawn from.
-        seeds: other numbers that draws depend on.
+        nodes: node of each key that is not drawn, int64 ``[n]``.
+        count: number of draws for each key.
+        num_nodes: number of nodes of the whole graph, at least 2. Or a number for each key, int64 ``[n, 1]``, to draw from the
+            first
+            nodes only.
+        seeds: other numbers that the draws depend on.
     """
     x = keys.view(-1, 1)
     for seed in seeds:
@@ -48,14 +50,16 @@ def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int | Tensor
 
 
 class OtherNodes:
-    """Draws for edges nodes other than their targets, uniformly, of those that are there at the edge's time.
+    """Uniform draws of nodes other than the targets of edges, among the nodes that exist at the time of the edge.
 
-    So PyG draws negatives where nodes have times; but it tries a few times and then takes the earliest node of all. Here the draw
-    is exact, and the earliest other node is taken only where none is there. It depends on original ids, not on the partition.
+    PyG also draws negatives like this if nodes have times. But PyG tries a few times and then takes the earliest node of all.
+    Here the
+    draw is exact, and the earliest other node is taken only if no other node exists. Draws depend on original ids, not on the
+    partition.
 
     Args:
         n_id: original id of each node, ``[N]``.
-        time: from when on each is there, int64 ``[N]``; None if all always are.
+        time: time from which each node exists, int64 ``[N]``; None if all nodes always exist.
     """
 
     def __init__(self, n_id: Tensor, time: Tensor | None = None) -> None:
@@ -69,15 +73,17 @@ class OtherNodes:
         """Returns nodes for each edge, int64 ``[n, count]``, with replacement.
 
         Args:
-            keys: of the edges, see :func:`draw_others`.
-            targets, until: their targets and times, ``[n]``; times where nodes have some.
-            seeds: other numbers that draws depend on.
+            keys: keys of the edges, see :func:`draw_others`.
+            targets: targets of the edges, ``[n]``.
+            until: times of the edges, ``[n]``, if nodes have times.
+            count: number of draws for each edge.
+            seeds: other numbers that the draws depend on.
         """
         place = self._place[targets]
         size = torch.full_like(place, len(self._order))
         if self._times is not None:
             assert until is not None
             there = torch.searchsorted(self._times, until, right=True)
-            # Of those that are there the target is left out, if it is one of them.
+            # The target is excluded if it exists at that time.
             size = (there + (place >= there)).clamp(min=2)
         return self._order[draw_others(keys, place, count, size.view(-1, 1), *seeds)]

@@ -1,4 +1,4 @@
-"""Ids of a rank's edges, which batches have as int64 like PyG's, and which are kept as they are stored until they are read."""
+"""Edge ids of a rank: int64 for users, like PyG's, but stored as int32 until they are read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _OF_THE_SHAPE = frozenset((
 
 
 class LazyIds(Tensor):
-    """int64 ids that are kept as int32 until something reads them; from then on they are there as int64.
+    """int64 ids that are stored as int32 until they are read, and as int64 afterwards.
 
-    PyG's ``edge_index`` takes 16 bytes an edge and ``e_id`` 8. Sums and attention over a rank's own edges read neither: they
-    take matrices, which are made of the ids as they are stored, see :func:`stored_ids`. All else gets what PyG has.
+    PyG's ``edge_index`` takes 16 bytes per edge, and ``e_id`` 8. Sums and attention over a rank's own edges do not read them.
+    They use
+    matrices, which are made from the stored ids, see :func:`stored_ids`. All other code gets int64 like PyG's.
 
     Args:
         ids: int32, of any shape.
-        attribute: what the batch calls them, for errors.
+        attribute: name of the batch attribute, for errors.
 
     Attributes:
-        ids: int32, or int64 once they were read.
+        ids: int32, or int64 after the first read.
     """
 
     ids: Tensor
@@ -51,10 +52,10 @@ class LazyIds(Tensor):
         return self.ids.dtype == torch.long
 
     def read(self) -> Tensor:
-        """Returns them as int64, always the same tensor.
+        """Returns the ids as int64, always the same tensor.
 
         Raises:
-            MemoryError: there is no room; says for what.
+            MemoryError: not enough memory; the message names the attribute and its readers.
         """
         if not self.were_read:
             num_bytes = 8 * self.ids.numel()
@@ -63,7 +64,7 @@ class LazyIds(Tensor):
             try:
                 if free is not None and num_bytes > free:
                     raise MemoryError
-                with torch.inference_mode(False):  # evaluation may come first, and training needs them, too
+                with torch.inference_mode(False):  # evaluation may come first, and training needs the ids, too
                     self.ids = self.ids.long()
             except (MemoryError, torch.cuda.OutOfMemoryError) as error:
                 left = "" if free is None else f", and {free / 1e9:.3g} GB are available"
@@ -89,7 +90,8 @@ class LazyIds(Tensor):
             moved = first._moved(func, args[1:], kwargs)
             if moved is not None:
                 return moved
-            # Like any tensor, what is changed in place, or need not be changed, is itself: layers know their edges by identity.
+            # Like for any tensor, the result of an in-place or no-op method is the object itself: layers compare edges by
+            # identity.
             found = cls.__torch_dispatch__(func, types, args, kwargs)
             return first if found is first.ids else found
 
@@ -99,11 +101,11 @@ class LazyIds(Tensor):
         return func(*args, **kwargs)
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LazyIds | None:
-        """Returns them on another device or in order, or themselves; None where something else is asked for."""
+        """Returns the ids on another device or contiguous, or the object itself; None for other operations."""
         if func is Tensor.to:
             try:
                 device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
-            except RuntimeError:  # a copy is asked for, which this does not know
+            except RuntimeError:  # a requested copy, which is not supported here
                 return None
             args, kwargs = (device or self.ids.device,), {"non_blocking": non_blocking}
             if dtype not in (None, torch.long) or memory_format is not None:
@@ -117,20 +119,20 @@ class LazyIds(Tensor):
 
 
 def lazy_ids(ids: Tensor, attribute: str) -> Tensor:
-    """Returns ids as batches have them, int64; see :class:`LazyIds`."""
+    """Returns ids as int64 for batches; see :class:`LazyIds`."""
     return LazyIds(ids, attribute) if ids.dtype == torch.int32 else ids.long()
 
 
 def stored_ids(ids: Tensor) -> Tensor:
-    """Returns ids for what takes int32, too: those of :class:`LazyIds` are not made int64."""
+    """Returns ids for code that accepts int32; a :class:`LazyIds` is not converted."""
     return ids.ids if isinstance(ids, LazyIds) else ids
 
 
 def plain_ids(ids: Tensor) -> Tensor:
-    """Returns ids as int64; those of :class:`LazyIds` are made so for this once, and not kept."""
+    """Returns ids as int64; a :class:`LazyIds` is converted without storing the result."""
     return stored_ids(ids).long()
 
 
 def kept_as(ids: Tensor, like: Tensor) -> Tensor:
-    """Returns ids of nodes, made of `like`, to be kept as short as those are."""
+    """Returns node ids derived from `like`, stored in its dtype."""
     return lazy_ids(ids.to(stored_ids(like).dtype), "edge_index")

@@ -1,4 +1,4 @@
-"""Splits of edges, for predicting links."""
+"""Edge splits for link prediction."""
 
 from __future__ import annotations
 
@@ -28,26 +28,31 @@ def split_edges(
 ) -> Graph:
     """Returns the graph with a random split of its edges: ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask``.
 
-    Parallel edges go together, and in an undirected graph both directions, since one would tell of the other. Self-loops, which
-    tell nothing, are left to training. No edges are removed: messages pass over training edges only, in
-    :class:`~lightning_gnn.LinkPredictor`, and in all batches of ``strategy="sampling"``.
+    Parallel edges are in the same split and, in an undirected graph, both directions, which would reveal each other. Self-loops,
+    which
+    carry no information, are in the training split. No edges are removed. In :class:`~lightning_gnn.LinkPredictor` and in all
+    batches
+    of ``strategy="sampling"``, only training edges carry messages.
 
     Args:
-        data: the graph; not changed.
+        data: graph; not changed.
         val, test: fractions of the edges.
-        undirected: whether ``(u, v)`` and ``(v, u)`` are one edge; by default whether the graph has them all.
-        seed: same seed, same split.
-        edge_type: of a ``HeteroData``, whose edges are split and get the masks.
-        rev_edge_type: the type that has the same edges the other way round, if there is one. Those of edges that are held out
-            are held out as well: it gets an ``edge_train_mask`` of the others. As PyG's ``RandomLinkSplit`` has them, but in
-            the order in which they are.
+        undirected: whether ``(u, v)`` and ``(v, u)`` are one edge; by default, whether the graph has both directions of all
+            edges.
+        seed: random seed; equal seeds give equal splits.
+        edge_type: edge type of a ``HeteroData`` to split, which gets the masks.
+        rev_edge_type: edge type with the reversed edges, if there is one. Reversed edges of held-out edges are held out as well:
+            the
+            type gets an ``edge_train_mask`` of the other edges. PyG's ``RandomLinkSplit`` has the same edges, but in another
+            order.
 
     Returns:
         A shallow copy; the masks are bool ``[E]``.
 
     Raises:
-        ValueError: fractions out of range, too few edges for them, edges that are none of the graph's nodes, edge types that
-            the graph does not have, or that do not join the same nodes the other way round.
+        ValueError: fractions are out of range, or too small for the number of edges. An edge has a node id out of range. The
+            graph
+            does not have an edge type, or `rev_edge_type` does not connect the same node types in reverse.
     """
     if not (val >= 0 and test >= 0 and val + test < 1):
         raise ValueError(
@@ -83,7 +88,7 @@ def split_edges(
 
 
 def _edges_of(data: Any, edge_type: EdgeType | None, rev_edge_type: EdgeType | None) -> tuple[Any, int, int]:
-    """Returns where the edges are that are split, and how many nodes may be their sources and targets."""
+    """Returns the store of the edges to split, and the numbers of possible source and target nodes."""
     if isinstance(data, HeteroData):
         if edge_type not in data.edge_types:
             raise ValueError(f"edge_type says which edges of a HeteroData are split, one of {data.edge_types} (got {edge_type}).")

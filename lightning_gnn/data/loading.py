@@ -1,4 +1,4 @@
-"""From whatever describes a graph to a PyG graph; and by what two graphs, or descriptions, differ."""
+"""Loading of graphs from any source, and comparison of graphs and sources."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Partitioner
 
 Source: TypeAlias = str | Dataset | Graph | tuple[FeatureStore, GraphStore] | Callable[..., Any]
-"""A PyG dataset, a ``Data``, a ``HeteroData``, a pair of PyG's stores, a callable that returns one of these, the path of one, or
-what the registry knows more of: :func:`~lightning_gnn.registry.source_of`."""
+"""Source of a graph.
+
+A PyG dataset, ``Data``, ``HeteroData``, pair of PyG's stores, callable that returns one of these, import path, or a source of the
+registry: see :func:`~lightning_gnn.registry.source_of`.
+"""
 
 
 def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[Graph, Mapping[str, Any] | None]:
-    """Returns the graph of `source` and its index split, if it has one; `args` are those of a callable or an import path.
+    """Returns the graph of `source` and its index split, if it has one.
+
+    Args:
+        source: source of the graph.
+        args: arguments of a callable or an import path.
 
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
@@ -47,7 +54,7 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
         module, _, function = source.rpartition(".")
         try:
             source = getattr(importlib.import_module(module), function)
-        except Exception as error:  # the module is the user's: importing it may raise anything
+        except Exception as error:  # the import of a user's module may raise anything
             raise ValueError(
                 f"source={source!r} cannot be imported ({error}). Give the import path of a class or function, "
                 "such as 'torch_geometric.datasets.Planetoid'."
@@ -102,10 +109,9 @@ def _kind_of_store(value: object) -> type | None:
 
 
 def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Graph:
-    """Returns the graph in a pair of PyG's stores, as its loaders take it: all tensors of nodes and edges, without types where
-    there is one type of each."""
+    """Returns the graph in a pair of PyG's stores, with all tensors of nodes and edges; homogeneous for a single type of each."""
     rows, columns, _ = edges.coo()
-    if isinstance(rows, Tensor):  # without types
+    if isinstance(rows, Tensor):  # homogeneous
         rows, columns = {None: rows}, {None: columns}
     if not rows:
         raise ValueError(f"{type(edges).__name__} has no edges: get_all_edge_attrs() names none.")
@@ -132,7 +138,7 @@ def described(source: Source) -> str:
 
 
 def graph_digests(data: Graph) -> dict[str, str]:
-    """Returns a digest of every attribute of the graph, by its name: two graphs are the same if these are."""
+    """Returns a digest of every attribute of the graph, by name: equal digests mean equal graphs."""
     digests = {}
     for store in data.stores:
         kind = key_of(store)
@@ -150,9 +156,9 @@ def graph_digests(data: Graph) -> dict[str, str]:
 
 
 class Versions:
-    """How often each tensor of a graph has been changed in place, until now.
+    """Version counters of a graph's tensors, to detect in-place changes.
 
-    Tensors that nobody else holds are forgotten, and so are all in another process. Changes by numpy are not counted.
+    Tensors without other references are dropped, and all tensors in another process. Changes by numpy are not detected.
     """
 
     def __init__(self, data: Graph | None = None) -> None:
@@ -161,11 +167,11 @@ class Versions:
         self._seen = [(name, ref(value), version_counter(value)) for name, value in tensors if not value.is_inference()]
 
     def renew(self) -> None:
-        """Counts from now on."""
+        """Reset the counters to the current versions."""
         self._seen = [(name, ref(tensor), version_counter(tensor)) for name, tensor, _ in self._living()]
 
     def changed(self) -> list[str]:
-        """Returns the names of tensors that have been changed in place since."""
+        """Returns the names of tensors that have changed in place since the last reset."""
         return [*dict.fromkeys(name for name, tensor, version in self._living() if version_counter(tensor) != version)]
 
     def named(self) -> dict[int, str]:
@@ -183,7 +189,7 @@ class Versions:
 
 
 def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
-    """Raises ValueError where two :func:`graph_digests` differ; `where` is which graph was found, in words."""
+    """Raises ValueError if two :func:`graph_digests` differ; `where` describes the found graph."""
     differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
     if differing:
         raise ValueError(
@@ -196,9 +202,9 @@ def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Callable[[], bool]]:
-    """Begins the global streams of random numbers of python, numpy and torch with `seed`, and gives them back as they were.
+    """Context manager that seeds the global random streams of Python, numpy and torch, and restores their states.
 
-    Yields what says whether anything has been drawn from them.
+    Yields a function that returns whether random numbers have been drawn from them.
     """
 
     def states() -> tuple[Any, ...]:
@@ -208,23 +214,24 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
     with isolate_rng(include_cuda=False):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds GPUs
         began = states()
         yield lambda: states() != began
 
 
 Assigned: TypeAlias = tuple[np.ndarray, np.ndarray | None, dict[str, Any]]
 """Owners of nodes, ranks of the edges of a vertex cut, and a report, see
-:meth:`~lightning_gnn.datamodules.graph.GraphDataModule.assigned`."""
+:meth:`~lightning_gnn.datamodules.graph.GraphDataModule.assigned`.
+"""
 
 Assign: TypeAlias = Callable[..., Assigned]
 
 
 class GraphSource:
-    """What gives a datamodule its graph, and how that graph is cut: in memory, where it is, or is loaded.
+    """Source of a datamodule's graph, and its partitioning in memory.
 
     Attributes:
-        short_ids: edges of int32 stay that, since int64 would be a copy in memory.
+        short_ids: whether int32 edges stay int32; in memory, int64 would be a copy.
     """
 
     short_ids = False
@@ -233,21 +240,24 @@ class GraphSource:
         self.source = source
 
     def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Mapping[str, Any] | None]:
-        """Returns the graph and its index split, if it has one; what must be written to read it goes to the folder `store`."""
+        """Returns the graph and its index split, if it has one; temporary files go to the folder `store`."""
         return load_source(self.source, args)
 
     def method(self, layout: LayoutSpec) -> str:
-        """Returns the partitioner that a layout gets where the user leaves it open."""
+        """Returns the default partitioner of a layout."""
         return layout.method or "ne"
 
     def partitioners(self, work: Path) -> Mapping[str, Partitioner] | None:
-        """Returns what stands for the registry's partitioners, by their names, if anything; `work` is where they may write."""
+        """Returns partitioners that replace the registry's, by name, or None; `work` is a folder for their files."""
         return None
 
     @contextmanager
     def cut(self, folder: Path, data: Graph, layout: LayoutSpec, assign: Assign) -> Iterator[tuple[Assigned, Any]]:
-        """Yields what `assign` returns, with the partitioner's seconds in the report, and what
-        :func:`~lightning_gnn.data.store.write_store` writes edges with, while these are written to `folder`."""
+        """Context manager of a partitioned graph while its edges are written to `folder`.
+
+        Yields the result of `assign`, with the partitioner's seconds in the report, and the edge writer of
+        :func:`~lightning_gnn.data.store.write_store`.
+        """
         began = time.perf_counter()
         part, holders, report = assign()
         report["seconds"] = time.perf_counter() - began
@@ -255,16 +265,17 @@ class GraphSource:
             yield (part, holders, report), None
 
     def key(self, args: Mapping[str, Any] | None = None, split: Any = None) -> str | None:
-        """Returns a digest of a source given by its path, of the file that defines it and of the files that its arguments name.
+        """Returns a digest of a source given by its path, of the file that defines it, and of the files that its arguments name.
 
-        It stands for the graph without loading it. Files differ by name, size and time of change. None if the
-        arguments are no JSON.
+        It identifies the graph without loading it. Files are compared by name, size and modification time. None if the arguments
+        are not
+        JSON.
         """
         try:
             text = json.dumps([self.source, dict(args or {}), split], sort_keys=True)
             defined_by = self._defined_by()
         except Exception:
-            return None  # load_source says what is wrong with it
+            return None  # load_source reports the error
         digest = hashlib.blake2b(text.encode(), digest_size=16)
         named = [value for value in (args or {}).values() if isinstance(value, str)]
         for path in map(Path, [*named, *defined_by]):
@@ -275,6 +286,6 @@ class GraphSource:
         return digest.hexdigest()
 
     def _defined_by(self) -> list[str]:
-        """Returns the files that a source given by its path is of."""
+        """Returns the files that define a source given by its path."""
         code = importlib.util.find_spec(str(self.source).rpartition(".")[0])
         return [code.origin] if code is not None and code.origin else []

@@ -1,4 +1,4 @@
-"""A graph as one list of nodes and edges, which partitioners cut; and what a rank holds of it, its shard.
+"""Graph as one list of nodes and edges for partitioners, and the shard of each rank.
 
 N nodes, E edges, P ranks.
 """
@@ -54,41 +54,41 @@ Graph: TypeAlias = Data | HeteroData
 
 @dataclass(frozen=True)
 class Orders:
-    """Where nodes and edges of each type come to lie in a graph that is cut.
+    """Order of the nodes and edges of each type in a partitioned graph.
 
     Attributes:
-        types: how many each part has.
-        by_type: original ids in relabelled order.
+        types: numbers of nodes and edges of each type and rank.
+        by_type: original ids in relabeled order.
     """
 
     types: Types
     by_type: Mapping[NodeType | EdgeType, Ids]
 
     def n_id(self) -> Ids:
-        """Returns the ids of the nodes of one type after those of the other."""
+        """Returns the original node ids, type after type."""
         return np.concatenate([self.by_type[name] for name in self.types.nodes])
 
     def e_id(self) -> Ids:
-        """Returns the ids of the edges of one type after those of the other, in a dtype that is enough."""
+        """Returns the original edge ids, type after type, in the smallest sufficient dtype."""
         found = np.concatenate([self.by_type[kind] for kind in self.types.edges])
         return found.astype(id_dtype(len(found)))
 
     @classmethod
     def of_one_type(cls, relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
-        """Returns those of a graph without types, of whose edges parts have so many."""
+        """Returns the order of a homogeneous graph; `num_edges` is the number of edges of each rank."""
         types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
         return cls(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
 
 
 @dataclass(frozen=True)
 class JoinedGraph:
-    """A graph whose nodes of all types are one list, type after type, and so its edges; of one type where it has none.
+    """Graph whose nodes of all types are one list, type after type, and whose edges are, too; also for homogeneous graphs.
 
     Attributes:
-        edge_index: int64 ``[2, E]``.
+        edge_index: edges, int64 ``[2, E]``.
         num_nodes: N.
-        node_kinds, edge_kinds: number of each one's type, int16 ``[N]`` and ``[E]``; None for a graph without types.
-        node_firsts, edge_firsts: by type, where it begins in these lists.
+        node_kinds, edge_kinds: type number of each node and edge, int16 ``[N]`` and ``[E]``; None for a homogeneous graph.
+        node_firsts, edge_firsts: first position of each type in these lists.
     """
 
     edge_index: Ids
@@ -112,7 +112,7 @@ class JoinedGraph:
         return cls(torch.cat(ends, 1).numpy(), sum(nodes.values()), node_type, edge_type, node_firsts, edge_firsts)
 
     def relabelling(self, part: np.ndarray, num_parts: int) -> Relabelling:
-        """Returns the order of rows by owner, ``[N]``: type after type in each part, else neighbours near each other."""
+        """Returns the order of nodes by owner, ``[N]``: type after type on each rank, else neighbors close together."""
         found = local_relabelling(self.edge_index, part, num_parts)
         if self.node_kinds is None:
             return found
@@ -120,7 +120,7 @@ class JoinedGraph:
         return Relabelling(rows[np.lexsort((self.node_kinds[rows], part[rows]))], found.offsets)
 
     def parts(self, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-        """Yields the parts, whose edges come type after type."""
+        """Yields the parts of all ranks, with edges type after type."""
         for part in edge_cut_parts(self.edge_index, relabelling):
             if self.edge_kinds is None:
                 yield part
@@ -129,7 +129,7 @@ class JoinedGraph:
             yield replace(part, edge_index=part.edge_index[:, order], edge_ids=part.edge_ids[order])
 
     def masks_of(self, predicted: Predicted) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Returns the masks of labelled nodes, bool ``[N]``, and of edges, ``[E]``, that have any: of all types."""
+        """Returns the masks with labeled nodes, bool ``[N]``, and the masks with edges, ``[E]``, over all types."""
         nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
         of_nodes = {name: nodes[name] if y is None else nodes[name] & is_labelled(y) for name in MASKS}
         of_edges = {name: edges[name] for name in EDGE_MASKS if name in edges}
@@ -139,7 +139,7 @@ class JoinedGraph:
         )
 
     def _among_all(self, mask: Tensor, kind: NodeType | EdgeType | None) -> np.ndarray:
-        """Returns a mask of the nodes, or edges, of a type as one of all of them."""
+        """Returns a mask of the nodes or edges of a type as a mask over all types."""
         if self.node_firsts is None:
             return mask.numpy()
         firsts: Any = self.node_firsts if isinstance(kind, str) else self.edge_firsts
@@ -148,7 +148,7 @@ class JoinedGraph:
         return found
 
     def types(self, part: np.ndarray, num_parts: int, input_type: NodeType) -> Types:
-        """Returns how many nodes and edges of each type each part has; of a graph with types."""
+        """Returns the numbers of nodes and edges of each type and rank; for heterogeneous graphs."""
         assert self.node_firsts is not None and self.edge_firsts is not None
         owner = part[self.edge_index[1]]
         nodes, edges = (
@@ -158,11 +158,13 @@ class JoinedGraph:
         return Types(nodes, edges, input_type)
 
     def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
-        """Returns where nodes and edges of a graph come to lie.
+        """Returns the order of nodes and edges of a partitioned graph.
 
         Args:
-            edge_ids: of each part, in order.
-            predicted: of the graph.
+            relabelling: order of nodes by owner.
+            edge_ids: original edge ids of each rank, in order.
+            part: owner of each node, ``[N]``.
+            predicted: masks and labels of the graph.
         """
         nodes, edges, by_type = relabelling.n_id, np.concatenate(edge_ids), dict[NodeType | EdgeType, Ids]()
         if self.node_kinds is None or self.edge_kinds is None:
@@ -174,7 +176,7 @@ class JoinedGraph:
 
 
 def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:
-    """Returns the graph that has these attributes, and edges, by type."""
+    """Returns the graph with these attributes and edges by type."""
     data = HeteroData()
     for name, group in attributes.items():
         data[name].update(group)
@@ -184,7 +186,7 @@ def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: 
 
 
 def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:
-    """Returns what has a row per node, or edge, of a type, without ``edge_index``."""
+    """Returns the tensors with one row per node or edge of a type, without ``edge_index``."""
     if isinstance(data, Data):
         what = "node" if isinstance(kind, str) else "edge"
         return {name: data[name] for name, found in kinds_of(data).items() if found == what}
@@ -192,10 +194,11 @@ def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:
 
 
 def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
-    """Returns the edge type whose edges are predicted, of what edges of each type have.
+    """Returns the edge type whose edges are predicted, given the attributes of each edge type.
 
-    It is the only one with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None where there
-    is none, or there are several. Of others with an ``edge_train_mask``, edges in it carry messages.
+    It is the only type with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None if there is
+    no such
+    type or several. For other types with an ``edge_train_mask``, its edges carry messages.
     """
     for names in (EDGE_MASKS[1:], EDGE_MASKS[:1]):
         having = [kind for kind, has in of.items() if any(name in has for name in names)]
@@ -205,8 +208,11 @@ def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
 
 
 def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
-    """Returns the node type whose nodes are predicted: the given one, else the only one with a train_mask, else the targets of
-    edges that are predicted, else the only one with labels."""
+    """Returns the node type whose nodes are predicted.
+
+    It is the given type, else the only type with a train_mask, else the targets of predicted edges, else the only type with
+    labels.
+    """
     types, edges = data.node_types, predicted_edges(edge_stores(data))
     if given is not None:
         if given not in types:
@@ -236,11 +242,12 @@ def edge_stores(data: HeteroData) -> dict[EdgeType, BaseStorage]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Where a graph has the masks and labels of what is predicted: of nodes, and of edges.
+    """Masks and labels of a graph's predictions: of nodes, and of edges.
 
     Attributes:
-        nodes, edges: attributes of all nodes, and edges, of these types.
-        node_type, edge_type: see :func:`input_type_of` and :func:`predicted_edges`.
+        nodes, edges: attributes of all nodes and edges of the predicted types.
+        node_type, edge_type: predicted types, see :func:`input_type_of` and :func:`predicted_edges`.
+        has_types: whether the graph is heterogeneous.
     """
 
     nodes: Any
@@ -258,16 +265,16 @@ class Predicted:
 
 
 class Held(NamedTuple):
-    """Nodes, or edges, that a batch has: of all, or of one type.
+    """Nodes or edges of a batch: of all types, or of one type.
 
     Attributes:
-        name: what they are, for messages.
+        name: description for messages.
         ids: original ids, ``[rows]``.
-        all_ids: of all ranks' owned ones, in rank order.
-        counts: owned ones of each rank.
-        rows: with replicas, of this rank.
-        replicas: any rank has some.
-        targets: of edges, the type of the nodes that they end at.
+        all_ids: original ids of all ranks' own rows, in rank order.
+        counts: number of own rows of each rank.
+        rows: number of rows of this rank, including replicas.
+        replicas: whether any rank has replicas.
+        targets: for edges, the node type of their targets.
     """
 
     name: str
@@ -281,16 +288,19 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CutInfo:
-    """What all ranks know of a graph that has been cut.
+    """Properties of a partitioned graph that all ranks have.
 
     Attributes:
-        n_id, e_id: original ids of all ranks' nodes and edges in rank order, without replicas: int64 ``[N]``, and ``[E]``, int32
-            where that is enough; with types, those of one type after those of the other, see :meth:`Cut.ids_of`.
-        mask_counts: by mask, the labelled rows of each rank in it, of the input type if there are types: the weights of a mean
-            loss; of masks of edges, if there are any, its edges, of :attr:`edge_type` if there are types.
-        num_classes: of the whole graph's labels.
-        types: how many nodes and edges of each type each rank owns.
-        digest: of the node assignment; equal on all ranks that hold parts of the same cut.
+        n_id: original ids of all ranks' nodes in rank order, without replicas, int64 ``[N]``. In a heterogeneous graph, type
+            after
+            type, see :meth:`Cut.ids_of`.
+        e_id: original ids of all ranks' edges in the same order, int64 ``[E]``, or int32 if sufficient.
+        mask_counts: number of labeled nodes of each rank, by mask: the weights of a mean loss. In a heterogeneous graph, of the
+            input
+            type. For edge masks, if there are any, the number of edges, of :attr:`edge_type` in a heterogeneous graph.
+        num_classes: number of classes of the whole graph's labels.
+        types: numbers of nodes and edges of each type that each rank owns.
+        digest: digest of the node assignment; equal on all ranks with shards of the same partition.
         report: partition quality, for logs.
     """
 
@@ -304,29 +314,32 @@ class CutInfo:
 
     @property
     def edge_type(self) -> EdgeType | None:
-        """The edge type whose edges are predicted; None where none is, and for a graph without types."""
+        """Edge type whose edges are predicted; None without predicted edges, and for a homogeneous graph."""
         return None
 
 
 @dataclass(frozen=True)
 class Shard(CutInfo):
-    """What one rank holds.
+    """Shard of one rank.
 
     Attributes:
-        batch: its rows, owned ones first and replicas behind them; ``edge_index`` in local ids, halo rows behind these;
-            ``n_id`` and ``e_id``, the original ids of its nodes and edges; ``num_owned``; boolean masks of nodes, False for
-            replicas. Masks of edges are as in the graph: edges of replicas, whose targets are none of the owned rows, carry
-            messages, too. With types, a ``HeteroData`` of what the owned nodes and their in-edges have; ``edge_index`` is in
-            local ids of the types of its ends, halo rows behind the owned ones of each, and is left out where steps look at
-            samples.
-        rank: whose shard this is.
-        halos: ids of the halo rows of each rank, ascending, int64 ``[H]`` each: what a planner needs. Ids number the rows of
-            rank 0, then those of rank 1, and so on.
-        counts, edge_counts: owned rows and their edges of each rank.
-        rows, edges: the same with replicas: of each rank's batch.
-        holders: of a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None where its target's owner does.
-        targets: owned rows of each rank that edges end at, where these are of another type than those that they begin at: see
-            :meth:`of_edges`.
+        batch: rows of the rank, local nodes first, then replicas. ``edge_index`` has local ids, with halo nodes last. ``n_id``
+            and
+            ``e_id`` are the original ids of its nodes and edges. It has ``num_owned`` and boolean node masks, False for replicas.
+            Edge masks are unchanged: edges of replicas, whose targets are not local nodes, carry messages, too. For a
+            heterogeneous
+            graph, a ``HeteroData`` with the attributes of local nodes and their in-edges. Its ``edge_index`` has local ids of the
+            end
+            types, with halo nodes last, and is left out if steps read samples.
+        rank: rank of this shard.
+        halos: ids of the halo nodes of each rank, ascending, int64 ``[H]`` each; for planners. Ids number the rows of rank 0,
+            then the
+            rows of rank 1, and so on.
+        counts, edge_counts: numbers of local nodes and their edges of each rank.
+        rows, edges: numbers of nodes and edges in each rank's batch, including replicas.
+        holders: in a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None if the owner of the target does.
+        targets: number of target nodes that each rank owns, if targets are of another type than sources: see
+            `TypedShard.of_edges`.
     """
 
     batch: Graph
@@ -341,7 +354,7 @@ class Shard(CutInfo):
 
     @cached_property
     def plan(self) -> HaloPlan:
-        """The rows to exchange; made when they are asked for, as batches of samples need none."""
+        """Send indices and receive counts of the halo exchange; computed on demand, because sampled batches need none."""
         return halo_plan(self.rank, np.cumsum([0, *self.rows]), self.halos)
 
     @property
@@ -351,59 +364,61 @@ class Shard(CutInfo):
 
     @property
     def target_offsets(self) -> Ids:
-        """As :attr:`offsets`, of the nodes that edges end at."""
+        """:attr:`offsets` of the targets of edges."""
         return np.cumsum([0, *(self.targets or self.counts)])
 
     def sizes(self, rank: int) -> tuple[int, ...]:
-        """Returns how many nodes and edges a rank has, as tensors of its batch have rows; of each node type, too."""
+        """Returns the numbers of nodes and edges of a rank, without and with replicas; also for each node type."""
         return self.counts[rank], self.rows[rank], self.edge_counts[rank], self.edges[rank]
 
     def node_ids(self, rank: int) -> Ids:
-        """Returns the relabelled id of each owned and halo row of `rank`, whose shard this is, ``[N + H]``."""
+        """Returns the relabeled id of each local and halo row of `rank`, the rank of this shard, ``[N + H]``."""
         return np.concatenate([np.arange(*self.offsets[rank : rank + 2]), self.halos[rank]])
 
     def target_ids(self, rank: int) -> Ids:
-        """Returns the relabelled id of each row that edges of `rank` end at."""
+        """Returns the relabeled id of each target row of `rank`."""
         return np.arange(*self.target_offsets[rank : rank + 2])
 
     def predicted(self, batch: Graph) -> Any:
-        """Returns where a batch of this graph keeps masks and labels: in itself, or in the input type."""
+        """Returns the store of masks and labels of a batch: the batch itself, or its input type."""
         return batch
 
     def stores(self, batch: Any) -> dict[Any, Any]:
-        """Returns where a batch of this graph has the attributes of nodes and edges, by type; one for all is under None."""
+        """Returns the stores of node and edge attributes of a batch, by type; a common store is under None."""
         return {None: batch} if isinstance(batch, Data) else {}
 
     def nodes_held(self) -> dict[Any, Held]:
-        """Returns the nodes in the batch, by type; without types under None."""
+        """Returns the nodes in the batch, by type; under None for a homogeneous graph."""
         batch, copied = self.batch, self.rows != self.counts
         return {None: Held("nodes", batch.n_id, self.n_id, self.counts, self.rows[self.rank], copied)}
 
     def edges_held(self) -> dict[Any, Held]:
-        """Returns the edges in the batch, by type; without types under None."""
+        """Returns the edges in the batch, by type; under None for a homogeneous graph."""
         batch, copied = self.batch, self.edges != self.edge_counts
         return {None: Held("edges", batch.e_id, self.e_id, self.edge_counts, self.edges[self.rank], copied)}
 
     def versions(self) -> dict[str, int]:
-        """Returns by name how often each tensor of the batch has been changed in place; of types, nothing: steps get samples."""
+        """Returns the version counter of each tensor of the batch, by name; empty for heterogeneous graphs: steps get samples."""
         return {name: version_counter(value) for name, value in self.batch.to_dict().items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
 class Cut(CutInfo):
-    """A graph that has been cut: what shards are made of.
+    """Partitioned graph, from which shards are made.
 
     Attributes:
-        offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabelled order.
-        edge_index_of: of a rank, its edges in local ids, owned rows first and its halo behind them, ``[2, E_r]``, int32 where
-            that is enough.
-        halos: of each rank, relabelled ids, ascending.
-        attributes: tensors by name; per ``"node"`` and ``"edge"`` in relabelled order, of the ``"graph"`` as they are. With
-            types, by the keys of these, each in the order of its type's ids.
-        scalars: what is no tensor.
-        left_out: by name, why the user's graph has more than this.
-        holders: of a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabelled order.
-        feature_dtype: of ``x`` in batches; None for that in the store.
+        offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabeled order.
+        edge_index_of: function that returns the edges of a rank in local ids, local nodes first, then halo nodes, ``[2, E_r]``,
+            int32
+            if sufficient.
+        halos: relabeled ids of the halo nodes of each rank, ascending.
+        attributes: tensors by name, for ``"node"`` and ``"edge"`` in relabeled order, for ``"graph"`` unchanged. In a
+            heterogeneous
+            graph, by type keys, each in the order of its type's ids.
+        scalars: attributes that are not tensors.
+        left_out: by name, reasons why attributes of the user's graph are missing here.
+        holders: in a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabeled order.
+        feature_dtype: dtype of ``x`` in batches; None for the stored dtype.
     """
 
     offsets: Ids
@@ -418,11 +433,11 @@ class Cut(CutInfo):
     _shard_class: ClassVar[type[Shard]] = Shard
 
     def in_batches(self, name: str, values: Tensor) -> Tensor:
-        """Returns rows of an attribute as batches have them."""
+        """Returns rows of an attribute in the dtype of batches."""
         return values if name != "x" or self.feature_dtype is None else values.to(self.feature_dtype)
 
     def ids_of(self, kind: NodeType | EdgeType, rows: slice | Tensor = slice(None)) -> Tensor:
-        """Returns the original ids of some of a type's nodes, or edges, int64, by default of all in relabelled order."""
+        """Returns original ids of a type's nodes or edges, int64, by default of all in relabeled order."""
         return (self.n_id if isinstance(kind, str) else self.e_id)[self.types.place(kind)][rows].long()
 
     @property
@@ -431,17 +446,19 @@ class Cut(CutInfo):
         return {name: kind for kind in kinds for name in self.attributes[kind]}
 
     def edge_index(self) -> Ids:
-        """Returns all edges in relabelled ids and order, int64 ``[2, E]``."""
+        """Returns all edges in relabeled ids and order, int64 ``[2, E]``."""
         return np.concatenate([self.relabelled_edges(rank) for rank in range(len(self.halos))], 1)
 
     def relabelled_edges(self, rank: int) -> Ids:
-        """Returns the edges of a rank in relabelled ids, int64 ``[2, E_r]``."""
+        """Returns the edges of a rank in relabeled ids, int64 ``[2, E_r]``."""
         owned = np.arange(*self.offsets[rank : rank + 2])
         return np.concatenate([owned, self.halos[rank]])[self.edge_index_of(rank)]
 
     def ends(self, edges: Tensor, kind: EdgeType = ONE_TYPE) -> Tensor:
-        """Returns source and target of some edges of a type, ``[2, n]``; ids of edges, int64 ``[n]``, and of nodes are relabelled
-        ones, of their types."""
+        """Returns sources and targets of edges of a type, ``[2, n]``.
+
+        Ids of edges, int64 ``[n]``, and of nodes are relabeled ids within their types.
+        """
         found = torch.empty((2, len(edges)), dtype=torch.long)
         begins = self.types.begins(kind)
         for rank, (low, high) in enumerate(pairwise(self.types.offsets(kind))):
@@ -455,7 +472,7 @@ class Cut(CutInfo):
         return found
 
     def graph(self) -> Graph:
-        """Returns the graph that was cut, in its original order: equal to it in every attribute."""
+        """Returns the original graph in its original order, equal in every attribute."""
         types, whole = self.types, self._empty_graph()
         for kind in (*types.nodes, *types.edges):
             into, ids = self._store_of(whole, kind), self.ids_of(kind)
@@ -477,11 +494,11 @@ class Cut(CutInfo):
         return GraphData(self.kinds, self.left_out)
 
     def _store_of(self, graph: Any, kind: NodeType | EdgeType) -> Any:
-        """Returns where a graph has the attributes of a type."""
+        """Returns the store of a graph with the attributes of a type."""
         return graph
 
     def sizes(self, replicas: Replicas | None = None) -> list[tuple[int, int, int]]:
-        """Returns rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
+        """Returns numbers of rows, halo rows and edges of every rank's shard; with replicas, this reads all edges."""
         if replicas is None:
             offsets, halos, edges = self.offsets, self.halos, np.diff(self.edge_offsets)
         else:
@@ -490,12 +507,12 @@ class Cut(CutInfo):
         return list(zip(np.diff(offsets).tolist(), map(len, halos), edges.tolist()))
 
     def _hold(self, replicas: Replicas, edge_index: Ids) -> Replicated:
-        from lightning_gnn.partition.replicas import hold  # few runs have any
+        from lightning_gnn.partition.replicas import hold  # few runs need it
 
         return hold(edge_index, self.offsets, replicas)
 
     def shard(self, rank: int, replicas: Replicas | None = None, with_edges: bool = True) -> Shard:
-        """Returns what `rank` holds; of replicas, copies. Without edges, nothing is copied out of the store."""
+        """Returns the shard of `rank`; replicas are copied. Without edges, nothing is copied from the partition directory."""
         halos, offsets = self.halos, self.offsets
         owned = slice(*offsets[rank : rank + 2])
         nodes: Any = owned
@@ -531,7 +548,7 @@ class Cut(CutInfo):
     def _shard_of(
         self, rank: int, batch: Graph, halos: tuple[Ids, ...], offsets: Ids, num_edges: Ids, holders: Tensor | None
     ) -> Shard:
-        """Returns the shard of this batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` count replicas, too."""
+        """Returns the shard of a batch; `offsets` ``[P + 1]`` and `num_edges` ``[P]`` include replicas."""
         return self._shard_class(
             batch=batch,
             rank=rank,
@@ -546,21 +563,22 @@ class Cut(CutInfo):
 
 
 def cut_of(types: Types, **parts: Any) -> Cut:
-    """Returns the cut of a graph of these types, with its other attributes."""
+    """Returns the partitioned graph of these types, with its other attributes."""
     return (feature("TypedCut") if types.is_hetero else Cut)(types=types, **parts)
 
 
 def cut_graph(
     data: Graph, part: np.ndarray, num_parts: int, holders: np.ndarray | None = None, input_type: NodeType | None = None
 ) -> Cut:
-    """Returns the cut of `data` in memory, as the store has it in files.
+    """Returns the partitioned graph of `data` in memory, equal to a graph in the partition directory.
 
     Args:
-        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
+        data: result of :func:`~lightning_gnn.data.sources.prepare_graph` or
             :func:`~lightning_gnn.extensions.node_types.graph.prepare_hetero`.
-        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1; with types, type after type.
-        holders: of a vertex cut, the rank that computes each edge, ``[E]``.
-        input_type: of a graph with types, the node type that is predicted.
+        part: owner of each node, ``[N]``, values 0 to `num_parts` - 1; in a heterogeneous graph, type after type.
+        num_parts: number of ranks.
+        holders: in a vertex cut, the rank that computes each edge, ``[E]``.
+        input_type: predicted node type of a heterogeneous graph.
     """
     joined, predicted = JoinedGraph.of(data), Predicted.of(data, input_type)
     relabelling = joined.relabelling(part, num_parts)
@@ -596,13 +614,13 @@ def cut_graph(
 def split_graph(
     data: Graph, part: np.ndarray, layout: LayoutSpec, holders: np.ndarray | None = None, input_type: NodeType | None = None
 ) -> list[Shard]:
-    """Returns the shards of all ranks in memory, as they are made by way of the store; see :func:`cut_graph`."""
+    """Returns the shards of all ranks in memory, equal to shards from the partition directory; see :func:`cut_graph`."""
     cut = cut_graph(data, part, layout.parts, holders, input_type)
     return [cut.shard(rank, layout.replicas) for rank in range(layout.parts)]
 
 
 def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
-    """Returns the whole graph as the only rank's shard: the reference that every scheme is compared with."""
+    """Returns the whole graph as the only rank's shard, the reference for all schemes."""
     if isinstance(data, HeteroData):
         return feature("whole_graph_with_types")(data, input_type)
     batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
@@ -634,8 +652,7 @@ def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id:
 
 
 def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, tuple[int, ...]]:
-    """Returns by mask how many labelled nodes of it each part owns; of masks of edges that are predicted, if there are any, how
-    many edges."""
+    """Returns the number of labeled nodes that each rank owns, by mask; for masks of predicted edges, the number of edges."""
 
     def parts(kind: NodeType | EdgeType) -> list[Tensor]:
         return [torch.from_numpy(ids) for ids in np.split(orders.by_type[kind], orders.types.offsets(kind)[1:-1])]

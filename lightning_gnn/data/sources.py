@@ -1,4 +1,4 @@
-"""A PyG graph as it is trained on: checked, with boolean masks."""
+"""Validation of PyG graphs for training, and conversion of masks to boolean tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_gnn.arguments import shown
 Kind = Literal["node", "edge", "graph"]
 
 SPLITS = {"train": "train_mask", "val": "val_mask", "valid": "val_mask", "validation": "val_mask", "test": "test_mask"}
-"""By the name of a part of a split, the mask."""
+"""Mask by name of a split part."""
 
 OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size")
-"""What a batch has of its own under these names."""
+"""Names of attributes that batches set themselves."""
 
 _NO_SEEDS = (
     "a batch of the full graph has no seed nodes that come first, so out[:batch.batch_size] would be nodes of all masks. Write "
@@ -34,21 +34,21 @@ _NO_SEEDS = (
 
 
 class LeftOutError(ValueError, AttributeError):
-    """Something of the user's graph was read from a batch, and no part of the graph can have it: says why, and what to write."""
+    """Error for an attribute of the user's graph that no batch can have: gives the reason and an alternative."""
 
 
 class GraphData(Data):
-    """A PyG ``Data`` that knows what its attributes belong to, and says why others of the user's graph are missing.
+    """PyG ``Data`` with the kind of each attribute, and with reasons for missing attributes of the user's graph.
 
     Args:
-        kinds: by attribute, what it belongs to.
-        left_out: by name, why the graph has it no more.
-        **values: the attributes.
+        kinds: kind of each attribute by name.
+        left_out: reasons of missing attributes by name.
+        **values: attributes.
     """
 
     def __init__(self, kinds: Mapping[str, Kind] | None = None, left_out: Mapping[str, str] | None = None, **values: Any) -> None:
         super().__init__()
-        # Beside the attributes, whose names are the user's.
+        # Not as attributes, whose names belong to the user.
         self.__dict__.update(_kinds=dict(kinds or {}), _left_out=dict(left_out or {}))
         for name, value in values.items():
             self[name] = value
@@ -70,17 +70,17 @@ class GraphData(Data):
 
 
 def left_out_of(data: Data) -> dict[str, str]:
-    """Returns by name what a graph has been prepared without, and why."""
+    """Returns the attributes that a prepared graph lacks, with reasons."""
     return dict(data.__dict__.get("_left_out", {}))
 
 
 def of_full_graph(left_out: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a batch of the full graph is without: beside what the graph is, a number of seeds."""
+    """Returns the attributes that a full-graph batch lacks, with reasons: also the number of seed nodes."""
     return {**left_out, "batch_size": _NO_SEEDS}
 
 
 def kinds_of(data: Data) -> dict[str, Kind]:
-    """Returns what each tensor of a graph with features belongs to, beside its edges."""
+    """Returns the kind of each tensor of a graph with features, except its edges."""
     tensors = {name: value for name, value in data.to_dict().items() if isinstance(value, Tensor) and name != "edge_index"}
     known = data.__dict__.get("_kinds", {})
     num_nodes, num_edges = data.x.size(0), data.edge_index.size(1)
@@ -88,16 +88,16 @@ def kinds_of(data: Data) -> dict[str, Kind]:
 
 
 _OF_NODES = re.compile(r"x|y|z|pos|batch|[xy]_.*|.*(node|n_id).*|.+_mask")
-"""Names that are of nodes where they have no "edge" in them: PyG's own, and those that say so."""
+"""Names of node attributes, unless they contain "edge": PyG's own, and names that contain "node"."""
 
 
 def tell_kinds(data: Data, kind: Kind, names: Iterable[str]) -> None:
-    """Notes what attributes of a graph belong to, where its source says so and their rows may not."""
+    """Record the kind of attributes of a graph, if its source defines it and the number of rows may not."""
     data.__dict__.setdefault("_kinds", {}).update(dict.fromkeys(names, kind))
 
 
 def check_kinds(ambiguous: Sequence[str], num_nodes: int) -> None:
-    """Raises ValueError for attributes with a row for each node and for each edge of a graph with as many nodes as edges."""
+    """Raises ValueError for attributes that may belong to nodes or edges, in a graph with as many nodes as edges."""
     if ambiguous:
         first = ambiguous[0]
         raise ValueError(
@@ -108,7 +108,7 @@ def check_kinds(ambiguous: Sequence[str], num_nodes: int) -> None:
 
 
 def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int | None) -> Kind:
-    """Returns what a tensor belongs to by its rows; where there are as many nodes as edges, edges if its name says so."""
+    """Returns the kind of a tensor by its number of rows; with as many nodes as edges, by its name."""
     rows = value.size(0) if value.dim() else None
     if rows is None or rows not in (num_nodes, num_edges):
         return "graph"
@@ -118,10 +118,12 @@ def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int
 
 
 def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | None) -> str | None:
-    """Returns why an attribute is no part of a prepared graph; None if it is.
+    """Returns the reason why a prepared graph lacks an attribute; None if it has the attribute.
 
     Args:
-        num_nodes, num_edges: of the graph; of a type, None for what it has not.
+        name: name of the attribute.
+        value: value of the attribute.
+        num_nodes, num_edges: numbers of nodes and edges of the graph; for a type, None for the other kind.
     """
     if isinstance(value, (str, int, float, np.generic)):
         return _NO_SEEDS if name == "batch_size" else None
@@ -139,7 +141,7 @@ def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | 
     if _holds_ids(name, value):
         rows = value.size(0) if value.dim() else -1
         if rows in (num_nodes, num_edges) and torch.equal(value.cpu(), torch.arange(rows, dtype=value.dtype)):
-            return None  # its own id for each
+            return None  # ids that equal the positions
         return _ids_left_out(name, value)
     if re.match(r"(pos_|neg_)?edge_label", name) and value.dim() and value.size(0) != num_edges:
         return f"it belongs to pairs of nodes, of which a batch has none. {TO_PREDICT_LINKS}"
@@ -147,7 +149,7 @@ def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | 
 
 
 def _holds_ids(name: str, value: Tensor) -> bool:
-    """Returns whether a tensor holds ids of nodes or edges by its name, as PyG reads names."""
+    """Returns whether a tensor contains ids of nodes or edges by its name, with PyG's naming rules."""
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         return False
     return "index" in name or name == "face" or re.search(r"(^|_)(idx|indices)(_|\d*$)", name) is not None
@@ -176,7 +178,7 @@ def _ids_left_out(name: str, value: Tensor) -> str:
 
 
 def looks_like_ids(name: str, value: Tensor, most: int) -> bool:
-    """Returns whether a tensor that belongs to the graph may hold ids all the same: whole numbers, none too large for one."""
+    """Returns whether a graph-level tensor may contain ids: integers in the range of ids."""
     if value.numel() < 2 or value.is_floating_point() or value.is_complex() or value.dtype in (torch.bool, torch.uint8):
         return False
     if re.search(r"(^|_)[ne]_id$", name):
@@ -188,10 +190,11 @@ def looks_like_ids(name: str, value: Tensor, most: int) -> bool:
 def kept_attributes(
     given: Mapping[str, Any], num_nodes: int, num_edges: int, data: object
 ) -> tuple[dict[str, Any], dict[str, Kind], dict[str, str]]:
-    """Returns what is kept of a graph, on the CPU, what its tensors belong to, and why others are left out.
+    """Returns the kept attributes of a graph on the CPU, the kinds of its tensors, and reasons for the other attributes.
 
-    Warns of what is left out, and of what may be meant otherwise, but not of `data` that was prepared before. Raises ValueError
-    for what may be of nodes or of edges.
+    Warns about omitted and ambiguous attributes, unless `data` was prepared before. Raises ValueError for attributes that may
+    belong to
+    nodes or edges.
     """
     kept: dict[str, Any] = {}
     told = data.__dict__.get("_kinds", {})
@@ -233,9 +236,12 @@ def kept_attributes(
 
 
 def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
-    """Returns the tensors that have a row per node or edge of a type, on the CPU; warns of others, which batches lack.
+    """Returns the tensors with one row per node or edge of a type, on the CPU; warns about other attributes.
 
-    `num_nodes` and `num_edges` are those of the type, None for what it has not; `of` is the type, in words.
+    Args:
+        given: attributes of the type.
+        num_nodes, num_edges: number of nodes or edges of the type; None for the other kind.
+        of: description of the type.
     """
     kept, left_out = {}, {}
     for name, value in given.items():
@@ -255,14 +261,14 @@ def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int
 
 
 def warn_of_left_out(left_out: Mapping[str, str], of: str) -> None:
-    """Warns of what batches will not have of a graph, or of a type; `left_out` says why, by name."""
+    """Warn about attributes of a graph or a type that batches lack; `left_out` has the reasons by name."""
     if left_out:
         name, reason = next(iter(left_out.items()))
         rank_zero_warn(f"Of {of}, batches will not have {', '.join(left_out)}. Of {name}: {reason}.")
 
 
 def check_storable(name: str, value: Tensor) -> None:
-    """Raises ValueError for a tensor that the files of a partitioned graph could not hold."""
+    """Raises ValueError for a tensor that the files of a partitioned graph cannot store."""
     if re.fullmatch(r"[\w .+-]+", name) is None or len(name.encode()) > 100:  # no path, no control characters
         raise ValueError(
             f"The graph has an attribute {name!r}, and files are called after attributes. Rename it: at most 100 letters, "
@@ -277,7 +283,7 @@ def check_storable(name: str, value: Tensor) -> None:
         ) from error
 
 
-# Splits by ids ################################################################
+# Index splits #################################################################
 
 _ID = r"(?:idx|index|indices|ids?|nodes?)"
 _PART = f"({'|'.join(SPLITS)})"
@@ -286,7 +292,7 @@ _LABELS_NAME = re.compile(f"{_PART}_(?:y|labels?)")
 
 
 def split_ids(name: str, value: Any) -> dict[str, Any]:
-    """Returns the lists of ids in an attribute that is a split by its name, or a dict of its parts; by part. Mostly nothing."""
+    """Returns the id lists, by split part, of an attribute that is a split by its name, or a dict of parts; else empty."""
     if isinstance(value, Mapping):
         return dict(value) if "train" in value and all(part in SPLITS for part in value) else {}
     found = _SPLIT_NAME.fullmatch(name)
@@ -294,13 +300,13 @@ def split_ids(name: str, value: Any) -> dict[str, Any]:
 
 
 def split_labels(name: str) -> str | None:
-    """Returns the part of a split whose labels an attribute holds by its name, such as ``train_y``; None for none."""
+    """Returns the split part whose labels an attribute contains by its name, such as ``train_y``; else None."""
     found = _LABELS_NAME.fullmatch(name)
     return found and found[1]
 
 
 def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
-    """Returns the mask, bool ``[N]``, that a list of node ids stands for; None for what is no such list beyond doubt."""
+    """Returns the mask, bool ``[N]``, of a list of node ids; None unless `ids` is certainly such a list."""
     try:
         found = torch.as_tensor(ids).cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -308,7 +314,7 @@ def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
     if found.dtype == torch.bool:
         return found if found.shape == (num_nodes,) else None
     if found.is_floating_point() or found.is_complex() or found.dim() != 1 or len(found) == num_nodes:
-        return None  # one entry for each node is no list of some
+        return None  # one entry per node is not a list of some nodes
     if len(found) and (int(found.min()) < 0 or int(found.max()) >= num_nodes):
         return None
     mask = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, found.long(), True)
@@ -316,14 +322,14 @@ def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
 
 
 def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the attributes of a graph with masks, bool ``[N]``, in place of a split by ids, and why this is left out.
+    """Returns the attributes of a graph with masks, bool ``[N]``, in place of index splits, and reasons for the removal.
 
-    ``train_idx`` and its like, or a dict of them, become masks that are not there yet; ``train_y`` becomes y where there is none.
+    ``train_idx`` and similar attributes, or a dict of them, replace missing masks; ``train_y`` replaces a missing y.
 
     Args:
-        given: the attributes.
-        num_nodes: of the graph, or of the type.
-        needed: a split that cannot be read is an error if there are no masks.
+        given: attributes.
+        num_nodes: number of nodes of the graph or the type.
+        needed: whether an unreadable split is an error if there are no masks.
     """
     rest = dict(given)
     left_out: dict[str, str] = {}
@@ -372,7 +378,7 @@ EDGE_MASKS = tuple(f"edge_{name}" for name in MASKS)
 
 
 def counted_mask(mask: str, module: object) -> str:
-    """Returns the mask whose entries a module's losses and values are means over: that of edges if it ``predicts_edges``."""
+    """Returns the mask over which a module's losses and metrics are means: the edge mask if it ``predicts_edges``."""
     return f"edge_{mask}" if getattr(module, "predicts_edges", False) else mask
 
 
@@ -388,16 +394,16 @@ def prepare_graph(
     """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
     Args:
-        data: the graph.
-        split: index split as OGB gives it: ``{"train": ids, "valid": ids, "test": ids}``.
-        fractions: of train, validation and test nodes for a random split over the labelled nodes; replaces masks.
-        split_index: which column of masks of shape ``[N, splits]``.
-        seed: of the random split.
-        masks_needed: a graph without masks is an error, and not one to predict on, whose masks are empty.
-        short_ids: edges of int32 stay that, where int64 would be a copy in memory of what is not.
+        data: graph.
+        split: index split in OGB's form: ``{"train": ids, "valid": ids, "test": ids}``.
+        fractions: fractions of training, validation and test nodes for a random split over the labeled nodes; replaces masks.
+        split_index: column of masks of shape ``[N, splits]``.
+        seed: seed of the random split.
+        masks_needed: whether a graph without masks is an error; else its masks are empty, for prediction.
+        short_ids: whether int32 edges stay int32, to avoid a copy of memory-mapped edges.
 
     Raises:
-        ValueError: says what is missing or wrong, and what to do.
+        ValueError: the graph is incomplete or invalid; the message names the fix.
     """
     if data.edge_index is None:
         of_split = [name for name in data.to_dict() if "pos_edge" in name]
@@ -472,7 +478,7 @@ def features(x: Tensor) -> Tensor:
 
 
 def checked_edges(edge_index: Tensor, num_nodes: int, short: bool = False) -> Tensor:
-    """Returns ``edge_index`` int64 ``[2, E]``; if it may be `short`, int32 as it is."""
+    """Returns ``edge_index`` int64 ``[2, E]``; with `short`, int32 edges unchanged."""
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         hint = " Transpose it: data.edge_index = data.edge_index.t()." if edge_index.shape[1:] == (2,) else ""
         raise ValueError(f"edge_index must have shape [2, E] (got {list(edge_index.shape)}).{hint}")
@@ -493,7 +499,7 @@ def checked_edges(edge_index: Tensor, num_nodes: int, short: bool = False) -> Te
 
 
 def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -> Tensor:
-    """Returns weights ``[E]``, floating, or attributes ``[E]`` or ``[E, D]``."""
+    """Returns edge weights ``[E]``, floating point, or attributes ``[E]`` or ``[E, D]``."""
     if values.dim() == 0 or values.size(0) != num_edges:
         rows = f"{values.size(0)} rows" if values.dim() else "a single value"
         raise ValueError(
@@ -516,7 +522,7 @@ def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -
 
 
 def labels(y: Tensor, num_nodes: int) -> Tensor:
-    """Returns class labels, ``[N]`` or OGB's ``[N, 1]``, as int64; targets ``[N]`` and ``[N, C]`` of other types as they are."""
+    """Returns class labels, ``[N]`` or OGB's ``[N, 1]``, as int64; other targets ``[N]`` and ``[N, C]`` unchanged."""
     of_classes = y.dim() == 1 or y.shape[1:] == (1,)
     if y.dim() not in (1, 2) or 0 in y.shape[1:]:
         raise ValueError(
@@ -544,7 +550,7 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
         return y
     unlabelled = y[bad].isnan()
     if of_classes and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
-        return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's nodes without a label
+        return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's unlabeled nodes
     raise ValueError(
         f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks a node without "
         "a class only where y is [N] and holds whole numbers. Fill these targets in, and leave the rows out of the masks."
@@ -560,14 +566,14 @@ def _dtype(values: Tensor) -> str:
 
 
 def _range(values: Tensor) -> tuple[int, int]:
-    """Returns the smallest and the largest value of an integer tensor; 0 for both if there is none."""
+    """Returns the minimum and maximum of an integer tensor; 0 for both if it is empty."""
     low, high = values.aminmax() if values.numel() else (0, 0)
     return int(low), int(high)
 
 
 def _non_finite_rows(values: Tensor) -> Tensor:
-    """Returns the rows of a floating tensor that hold NaN or infinite values."""
-    # Both show in the smallest and the largest value: one pass at the speed of memory, with nothing of the tensor's size.
+    """Returns the rows of a floating-point tensor with NaN or infinite values."""
+    # Both appear in the minimum or maximum: one pass at memory bandwidth, without temporary tensors of this size.
     if values.numel() == 0 or torch.stack(values.aminmax()).isfinite().all():
         return torch.empty(0, dtype=torch.long)
     rows = [~part.isfinite().view(len(part), -1).all(1) for part in values.split(65_536)]
@@ -599,7 +605,7 @@ def masks_of(
 
 
 def set_edge_masks(data: Data | BaseStorage, num_edges: int, complete: bool = True) -> None:
-    """Checks the masks of a graph's edges, or of those of a type; if `complete`, those that are not there are empty ones."""
+    """Check the masks of a graph's edges, or of an edge type; with `complete`, missing masks become empty masks."""
     advice = "split_edges(data) of lightning_gnn makes all three"
     for name in EDGE_MASKS if complete else [name for name in EDGE_MASKS if name in data]:
         mask = data.get(name)
@@ -702,19 +708,19 @@ def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], 
 
 
 def num_labelled(y: Tensor | None, mask: Tensor) -> int:
-    """Returns how many rows of `mask` count in a mean loss: those with a label; -1 marks a node without one."""
+    """Returns the number of rows of `mask` that count in a mean loss: rows with a label; -1 marks unlabeled nodes."""
     return int(mask.sum() if y is None else (mask & is_labelled(y)).sum())
 
 
 def class_labels(y: Tensor) -> Tensor | None:
-    """Returns integer labels, ``[N]`` or ``[N, 1]``, as ``[N]``, sharing memory; None for targets of other kinds."""
+    """Returns integer labels, ``[N]`` or ``[N, 1]``, as a view ``[N]``; None for other targets."""
     if y.is_floating_point() or not (y.dim() == 1 or y.shape[1:] == (1,)):
         return None
     return y.view(-1)
 
 
 def is_labelled(y: Tensor) -> Tensor:
-    """Returns which rows have a label, bool ``[N]``: -1 marks a node without one."""
+    """Returns the mask of labeled rows, bool ``[N]``: -1 marks unlabeled nodes."""
     classes = class_labels(y)
     return torch.ones(y.size(0), dtype=torch.bool, device=y.device) if classes is None else classes >= 0
 

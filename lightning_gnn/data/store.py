@@ -1,24 +1,27 @@
-"""A partitioned graph on disk: plain arrays that all ranks of a machine map into memory, and a manifest.
+"""Partitioned graph on disk: plain arrays that all ranks of a machine map into memory, and a manifest.
 
 ::
 
     <root>/<name>/manifest.json     format, name, parts, offsets, types, attributes, report and locality, files, its checksum
-    <root>/<name>/node.<name>.npy   node attributes, rows in relabelled order: each part one range, neighbours near
-    <root>/<name>/edge.<name>.npy   edge attributes, edges in the order of their targets' rows
-    <root>/<name>/node2.<name>.npy  of a graph with types, what nodes of type 2 have, and so edges; each part one range
+    <root>/<name>/node.<name>.npy   node attributes, rows in relabeled order: one range per rank, neighbors close together
+    <root>/<name>/edge.<name>.npy   edge attributes, in the order of target rows
+    <root>/<name>/node2.<name>.npy  in a heterogeneous graph, attributes of node type 2, and similarly edges; one range per rank
     <root>/<name>/part<p>.*.npy     local edge_index, halo
-    <root>/<name>/holders.npy       of a vertex cut: the rank that computes each edge, in the order of edge attributes
-    <root>/<name>/verified.json     which files have been read and were in order
+    <root>/<name>/holders.npy       in a vertex cut: the rank that computes each edge, in the order of edge attributes
+    <root>/<name>/verified.json     files that have been read and verified
 
-Written under a temporary name, forced to the disk and renamed: a folder with a manifest is complete, after a loss of power, too.
-No pickle anywhere.
+Entries are written under a temporary name, synchronized to disk and renamed. A folder with a manifest is therefore complete, also
+after a power loss. No file is a pickle.
 
-The manifest and the sizes of files are looked at whenever an entry is opened; what is in the files, and their checksums, when one
-of them is not the one that ``verified.json`` knows: by size and by the time that the system itself sets when a file appears or
-changes, which no archive brings along. So an entry from elsewhere is always read before it is used.
+The manifest and file sizes are checked whenever an entry is opened. File contents and checksums are checked if a file differs
+from
+its record in ``verified.json``: size, and the change time that only the operating system sets. An archive cannot preserve this
+time, so an
+entry from elsewhere is always read before use.
 
-Checksums find damage, not malice: whoever can write an entry can work them out again, and put another graph there. But nothing is
-unpickled, no file outside the folder is read, and no id reaches beyond the rows that it is for.
+Checksums detect damage, not manipulation: a user who can write an entry can recompute them, and store another graph. But nothing
+is
+unpickled, no file outside the folder is read, and no id exceeds its array.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ _HEADER = re.compile(
 
 
 class Summed:
-    """A file that works out the checksum of what is written to it, so that nothing is read again."""
+    """File wrapper that computes the checksum of written data, so that nothing is read again."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.size, self.checksum = file, 0, 0
@@ -85,7 +88,7 @@ def checksum_of(file: Path) -> int:
 
 
 def plain_size(file: Path) -> int | None:
-    """Returns the size of a file in bytes; None if there is none."""
+    """Returns the size of a regular file in bytes; None if it does not exist."""
     try:
         found = os.lstat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -96,11 +99,11 @@ def plain_size(file: Path) -> int | None:
 
 
 def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
-    """Returns a ``.npy`` file, memory-mapped (copy on write); raises ValueError for another file, and for a header that lies.
+    """Returns a memory-mapped ``.npy`` file (copy on write); raises ValueError for other files and wrong headers.
 
-    If it is read `by_rows`, here and there, the system reads no more than these: by default it reads megabytes ahead.
+    With `by_rows`, for random access, the system reads only the accessed rows; by default it reads megabytes ahead.
 
-    ``np.load`` would parse the header by ``ast``, which in Python 3.11 may fail where two threads use it at once.
+    ``np.load`` would parse the header by ``ast``, which in Python 3.11 may fail if two threads use it at once.
     """
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC) + 2)
@@ -111,7 +114,7 @@ def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
         raise ValueError(f"{file} has no header of a .npy file of numbers")
     dtype, shape = np.dtype(found[1]), tuple(int(size) for size in found[3].split(",") if size.strip())
     size = begin + dtype.itemsize * math.prod(shape)
-    # Numpy multiplies the sizes beside a 0, too.
+    # Numpy also multiplies the other sizes of an empty shape.
     if size != file.stat().st_size or math.prod(max(each, 1) for each in shape) >= 2**48:
         raise ValueError(f"{file}: by its header, {list(shape)} of {dtype}, it has {size} bytes, not {file.stat().st_size}")
     array = np.memmap(file, dtype, "c", begin, shape, "F" if found[2] == "True" else "C")
@@ -121,7 +124,7 @@ def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
 
 
 def check_names(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the files of a manifest are those of its graph, and lie in its folder."""
+    """Raises ValueError unless the files of a manifest match its graph and are in its folder."""
     parts, files = range(manifest["layout"]["parts"]), manifest["files"]
     expected = ["n_id", "e_id", *(["holders"] if manifest["layout"]["kind"] == "vertex_cut" else [])]
     expected += [f"part{part}.{what}" for part in parts for what in ("edge_index", "halo")]
@@ -132,13 +135,12 @@ def check_names(manifest: Mapping[str, Any]) -> None:
 
 
 def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Reads the arrays of an entry whose files are in order; raises ValueError for one that has rows too many or too few, or ids
-    that are out of range."""
+    """Read the arrays of a verified entry; raises ValueError for wrong numbers of rows and ids out of range."""
     types, parts = types_of(manifest), range(manifest["layout"]["parts"])
     own, counts = np.diff(manifest["offsets"]).tolist(), np.diff(manifest["edge_offsets"]).tolist()
 
     def arrays() -> Iterator[tuple[str, np.ndarray, int, int | None]]:
-        """Yields arrays: whose, what is in them, how many there must be, and what ids stay below."""
+        """Yields arrays: name, values, required length, and upper bound of ids."""
         for name, kinds in (("n_id", [*types.nodes]), ("e_id", [*types.edges])):
             totals = [types.total(kind) for kind in kinds]  # type: ignore[attr-defined]
             for piece, total in zip(np.split(read(name), np.cumsum(totals)[:-1]), totals):
@@ -167,22 +169,22 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
 FORMAT = 13
 
 _PIECE = 1 << 25
-"""Bytes of an attribute that are put in order at once."""
+"""Bytes of an attribute that are reordered at once."""
 
 LARGEST_MANIFEST = 1 << 28
-"""Bytes; those of thousands of parts have some millions."""
+"""Maximum size in bytes; manifests of thousands of parts have some millions."""
 
 
-# What this process has read of entries, where it could not leave a note.
+# Verified entries of this process whose record could not be written.
 _read_here: dict[Path, dict[str, list[int]]] = {}
 
 
 class StoreError(RuntimeError):
-    """The store on disk cannot be used: says which file and why."""
+    """Unusable partition directory: names the file and the reason."""
 
 
 def default_root() -> Path:
-    """Returns where partitioned graphs are kept: ``$LIGHTNING_GNN_STORE``, else ``~/.cache/lightning_gnn``."""
+    """Returns the partition directory: ``$LIGHTNING_GNN_STORE``, else ``~/.cache/lightning_gnn``."""
     given = os.environ.get("LIGHTNING_GNN_STORE")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(given) if given else cache / "lightning_gnn"
@@ -190,7 +192,7 @@ def default_root() -> Path:
 
 @contextmanager
 def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Raises a `StoreError` that says what to do, in place of an ``OSError`` of the body; `num_bytes` are being written."""
+    """Context manager that converts an ``OSError`` to a `StoreError` with a fix; `num_bytes` are to be written."""
     try:
         yield
     except OSError as error:
@@ -203,7 +205,7 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
 
 
 def check_space(root: Path, num_bytes: int) -> None:
-    """Raises a `StoreError` where the disk of `root`, an existing folder, has no room for so many bytes."""
+    """Raises `StoreError` if the disk of `root`, an existing folder, has less than `num_bytes` free."""
     with writing(root):
         free = shutil.disk_usage(root).free
     if free < num_bytes:
@@ -211,7 +213,7 @@ def check_space(root: Path, num_bytes: int) -> None:
 
 
 def stored_bytes(data: Graph) -> int:
-    """Returns how many bytes a partitioned graph takes at least: its tensors and the ids of nodes and edges, no halos."""
+    """Returns a lower bound of a partitioned graph's bytes: its tensors and the ids of nodes and edges, without halos."""
     tensors = sum(value.nbytes for store in data.stores for value in store.values() if isinstance(value, Tensor))
     return tensors + 8 * (data.num_nodes + data.num_edges)
 
@@ -237,19 +239,21 @@ def write_store(
     digests: Mapping[str, str] | None = None,
     write_edges: Callable[[np.ndarray, int, ArrayWriter], Written] | None = None,
 ) -> None:
-    """Writes the cut of `data` under `part` to `folder`; the folder appears complete or not at all.
+    """Write the partition `part` of `data` to `folder`; the folder appears complete or not at all.
 
-    What interrupted writers of the same folder left behind is removed, so only one may write at a time.
+    Removes remains of interrupted writers of the same folder, so only one process may write at a time.
 
     Args:
-        folder: must not exist; its parent is created.
-        data: as :func:`~lightning_gnn.data.sources.prepare_graph` returns it, or
+        folder: target folder, which must not exist; its parent is created.
+        data: result of :func:`~lightning_gnn.data.sources.prepare_graph` or
             :func:`~lightning_gnn.extensions.node_types.graph.prepare_hetero`.
-        part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; with types, type after type.
-        holders: of a vertex cut, the rank that computes each edge, ``[E]``.
-        predicted: of `data`, which tells it by itself if not given.
-        digests: of the graph, see :func:`~lightning_gnn.data.loading.graph_digests`, where they are known already.
-        write_edges: writes edges, halos and ids of all parts, given `part`, P and a writer; by default as they are in memory.
+        part: owner of each node, ``[N]``, values 0 to ``layout.parts`` - 1; in a heterogeneous graph, type after type.
+        layout: layout of the shards.
+        report: partition quality, for logs.
+        holders: in a vertex cut, the rank that computes each edge, ``[E]``.
+        predicted: masks and labels of `data`; by default derived from it.
+        digests: available result of :func:`~lightning_gnn.data.loading.graph_digests`.
+        write_edges: function that writes edges, halos and ids of all parts, given `part`, P and a writer; by default from memory.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
@@ -306,10 +310,10 @@ def write_store(
 
 
 class ArrayWriter:
-    """Writes arrays to a folder, and notes the size and the checksum of each file.
+    """Writer of arrays to a folder, with the size and checksum of each file.
 
     Attributes:
-        files: by name, these.
+        files: size and checksum by file name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -319,7 +323,7 @@ class ArrayWriter:
         self.save_pieces(name, array.shape, array.dtype, [array])
 
     def save_pieces(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
-        """Writes an array from pieces of it; returns its file."""
+        """Write an array in pieces; returns its file."""
         with _summed(self._folder / f"{name}.npy") as file:
             write_header(file, shape, dtype)
             for piece in pieces:
@@ -329,16 +333,17 @@ class ArrayWriter:
 
 
 def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, int], Iterable[bytes | memoryview]]) -> None:
-    """Writes an entry that another machine has to `folder`, as :func:`write_store` does, file by file as its bytes come.
+    """Write an entry of another machine to `folder`, see :func:`write_store`, file by file as its bytes arrive.
 
     Args:
-        folder: its parent exists.
-        text: the manifest.
-        source: the machine's name.
-        bytes_of: returns the bytes of a file in pieces, given its name and size; called in the order of the manifest.
+        folder: target folder; its parent exists.
+        text: manifest.
+        source: name of the machine.
+        bytes_of: function that returns the bytes of a file in pieces, given its name and size; called in the order of the
+            manifest.
 
     Raises:
-        StoreError: the disk is full, or the folder cannot be written; the manifest or a file is not what was written there.
+        StoreError: the disk is full, or the folder cannot be written; the manifest or a file differs from the original.
     """
     advice = (
         f"has arrived from {source} with other bytes than were written there, and nothing was kept. Run again; if it happens "
@@ -364,21 +369,21 @@ def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, 
 
 
 def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Begins a ``.npy`` file."""
+    """Write the header of a ``.npy`` file."""
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
 
 
 @contextmanager
 def _summed(path: Path) -> Iterator[Summed]:
-    """Yields a new file to write to; it is on the disk afterwards."""
+    """Context manager of a new file to write to; it is synchronized to disk at the end."""
     with path.open("wb") as file:
         yield Summed(file)
     sync(path)
 
 
 def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
-    """Adds the manifest to files that were written just now, and notes that they are in order."""
+    """Add the manifest to files that were just written, and mark them as verified."""
     (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
     sync(scratch / "manifest.json")
     _remember(scratch, _seen(scratch, manifest))
@@ -386,13 +391,13 @@ def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of edges that have been written.
+    """Description of written edges.
 
     Attributes:
         offsets: first node of each part and the end, ``[P + 1]``.
-        orders: of nodes and edges.
-        edge_orders: of each part, original ids of its edges.
-        locality: of its rows; None where they are in the graph's own order, and nothing was measured.
+        orders: order of nodes and edges.
+        edge_orders: original edge ids of each part.
+        locality: locality of its rows; None for the graph's own order, where nothing was measured.
     """
 
     offsets: np.ndarray
@@ -402,7 +407,7 @@ class Written:
 
 
 def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
-    """Writes edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
+    """Write edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
     began = time.perf_counter()
@@ -422,7 +427,7 @@ def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts:
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields rows in an order, a piece of some MB at a time."""
+    """Yields rows in an order, in pieces of some MB."""
     rows = max(1, _PIECE * len(values) // max(1, values.nbytes))
     for begin in range(0, len(order), rows):
         yield values[order[begin : begin + rows]]
@@ -430,12 +435,12 @@ def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """Yields a folder that takes the name of `folder` at the end, whole and on the disk, or is removed."""
+    """Context manager of a folder that is renamed to `folder` at the end, complete and on disk, or removed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in folder.parent.glob(f".{folder.name}.*"):
         if stale.is_dir():
             shutil.rmtree(stale)
-        else:  # of `appearing`
+        else:  # from `appearing`
             stale.unlink()
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -449,7 +454,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -462,11 +467,12 @@ def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, Any]:
-    """Returns the manifest of a complete entry whose files are those that were written; `layout` None takes any.
+    """Returns the manifest of a complete, unchanged entry; with `layout` None, of any layout.
 
     Raises:
-        StoreError: no, an unreadable or an altered manifest; another format, layout or number of parts; a renamed folder; a
-            file that is missing, of another size, altered, or with ids that are out of range.
+        StoreError: the manifest is missing, unreadable or changed. The format, layout or number of parts differs, or the folder
+            was
+            renamed. A file is missing, of another size, changed, or has ids out of range.
     """
     advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
     try:
@@ -487,7 +493,7 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
 
 
 def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | None, advice: str) -> None:
-    """Raises a `StoreError` for a manifest that is not one of `folder` in the form of this version."""
+    """Raises `StoreError` unless a manifest belongs to `folder` and has the format of this version."""
     if manifest.get("format") != FORMAT:
         raise StoreError(f"{folder} has format {manifest.get('format')}, this version reads format {FORMAT}. {advice}")
     if manifest.get("name") != folder.name:
@@ -517,7 +523,7 @@ def _parse(file: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the files are what was written; reads all of them if any has changed since they last were."""
+    """Raises ValueError unless the files are unchanged; reads all files if one has changed since the last verification."""
     files = manifest["files"]
     for name, (size, _) in files.items():
         found = plain_size(folder / name)
@@ -538,12 +544,12 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     check_arrays(folder, manifest)
     try:
         _remember(folder, seen)
-    except OSError:  # not ours to write, or a full disk: the next process reads again
+    except OSError:  # no write permission, or a full disk: the next process reads again
         _read_here[folder] = seen
 
 
 def _seen(folder: Path, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Returns what files that are in order are known by; only the system sets the time that a file was last changed."""
+    """Returns records that identify verified files; only the system sets the change time of a file."""
     found = {}
     for name, (_, checksum) in {**manifest["files"], "manifest.json": (0, manifest["checksum"])}.items():
         stat = (folder / name).stat()
@@ -557,7 +563,7 @@ def _remember(folder: Path, seen: Mapping[str, list[int]]) -> None:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yields the path of a file that takes the name of `path` at the end, whole and on the disk, or is removed."""
+    """Context manager of the path of a file that is renamed to `path` at the end, complete and on disk, or removed."""
     scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield scratch
@@ -568,15 +574,16 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file that readers see in its old or its new form, also after a loss of power."""
+    """Write a small file atomically: readers get its old or new content, also after a power loss."""
     with appearing(path) as scratch:
         scratch.write_text(text)
 
 
 def read_cut(folder: Path, layout: LayoutSpec | None = None, by_rows: bool = False) -> Cut:
-    """Returns the cut in `folder`, memory-mapped (copy on write: changes stay in this process).
+    """Returns the partitioned graph in `folder`, memory-mapped (copy on write: changes stay in this process).
 
-    Of arrays that are read `by_rows`, here and there, and are too large to stay in memory, only these are read from the disk.
+    With `by_rows`, for random access, only the accessed rows of arrays are read from disk, if the arrays are too large for
+    memory.
     """
     manifest = read_manifest(folder, layout)
     size, free = sum(size for size, _ in manifest["files"].values()), available_bytes()

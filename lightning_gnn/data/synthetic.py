@@ -1,4 +1,4 @@
-"""Graphs made on the spot."""
+"""Synthetic graphs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def planted_partition(
 
     Args:
         num_nodes: N.
-        average_degree: directed edges per node, met to about a percent on large sparse graphs.
+        average_degree: directed edges per node, accurate to about one percent on large sparse graphs.
         num_classes: number of communities.
-        num_features: columns of ``x``: a random centre per class plus `noise` times a standard normal.
-        homophily: share of edges drawn inside a community.
-        noise: standard deviation of features around their class's centre.
+        num_features: columns of ``x``: a random center per class plus `noise` times a standard normal.
+        homophily: fraction of edges drawn inside a community.
+        noise: standard deviation of features around their class's center.
         split: fractions of training, validation and test nodes.
-        seed: same seed, same graph.
+        seed: random seed; equal seeds give equal graphs.
 
     Returns:
         ``x`` float32 ``[N, F]``, ``edge_index`` int64 ``[2, E]``, ``y`` int64 ``[N]``, boolean masks ``[N]``.
@@ -54,7 +54,7 @@ def planted_partition(
 
     def draw(count: int) -> np.ndarray:
         """Returns distinct undirected edges among `count` draws, as one number each."""
-        # Sorted draws: the searches then walk through memory in order, several times faster on large graphs.
+        # Sorted draws make the searches access memory in order, several times faster on large graphs.
         u = by_class[_find(heap, np.sort(rng.random(count)) * heap[-1])]
         inside = rng.random(count) < homophily
         position = rng.random(count)
@@ -66,7 +66,7 @@ def planted_partition(
 
     wanted = round(average_degree * num_nodes / 2)
     edges = np.unique(draw(wanted))
-    for _ in range(20):  # duplicates and self-loops fell away; hubs make more of them
+    for _ in range(20):  # replaces removed duplicates and self-loops, of which hubs make more
         missing = wanted - len(edges)
         if missing <= 0.005 * wanted:
             break
