@@ -1,1 +1,1 @@
-"""Who owns what: partitioners, their quality, and the shards that follow; pure functions of a graph, without ranks."""
+"""Partitioners, partition quality, and shards: pure functions of a graph, without ranks."""

@@ -1,4 +1,4 @@
-"""A graph as partitioners of nodes read it."""
+"""Symmetric graph for node partitioners."""
 
 # mypy: disable-error-code="call-arg"
 
@@ -14,15 +14,15 @@ from scipy.sparse import csr_matrix
 from lightning_gnn.kernels.loops import compiled, prefetch
 
 AHEAD = 16
-"""How many neighbours, or edges, ahead what is known of a node is asked for: of large graphs it is in no cache."""
+"""Prefetch distance in neighbors or edges: node data of large graphs is in no cache."""
 
 COPIED = 1 << 18
-"""Edges of which there are copies as int64 at once."""
+"""Number of edges that are copied to int64 at once."""
 
 
 @compiled
 def mix(value):  # type: ignore[no-untyped-def]
-    """Returns a number that orders ties: splitmix64's last steps."""
+    """Returns a hash that orders ties: splitmix64's last steps."""
     mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -31,7 +31,7 @@ def mix(value):  # type: ignore[no-untyped-def]
 
 @compiled
 def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
-    """Asks for the values of both ends of a later edge."""
+    """Prefetch the values of both ends of a later edge."""
     later = min(edge + AHEAD, len(source) - 1)
     prefetch(values, source[later])
     prefetch(values, target[later])
@@ -39,9 +39,9 @@ def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
 
 @compiled
 def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[no-untyped-def]
-    """Asks for the clusters of both ends of an edge farther ahead, and for two values of each cluster of a nearer one's."""
+    """Prefetch the clusters of both ends of a distant later edge, and two values of each cluster of a nearer edge."""
     later, farther = min(edge + AHEAD, len(source) - 1), min(edge + 2 * AHEAD, len(source) - 1)
-    prefetch(of, source[farther])  # not ask_for_ends: of arrays handed on twice numba counts references, 100 ns an edge
+    prefetch(of, source[farther])  # not ask_for_ends: numba counts references of arrays passed on twice, 100 ns per edge
     prefetch(of, target[farther])
     one, other = of[source[later]], of[target[later]]
     prefetch(values, one)
@@ -51,8 +51,10 @@ def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[
 
 
 def edge_pieces(edge_index: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yields the number of the first edge, and sources and targets, int64 ``[n]``, of a list ``[2, E]`` that may be
-    memory-mapped: views where it has this type, else copies."""
+    """Yields the index of the first edge, sources and targets, int64 ``[n]``, in pieces of edges ``[2, E]``.
+
+    The edges may be memory-mapped. Pieces are views of int64 edges, else copies.
+    """
     for begin in range(0, edge_index.shape[1], COPIED):
         source, target = (np.ascontiguousarray(ends[begin : begin + COPIED], np.int64) for ends in edge_index)
         yield begin, source, target
@@ -60,12 +62,12 @@ def edge_pieces(edge_index: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[
 
 @dataclass(frozen=True)
 class Adjacency:
-    """A symmetric graph without self-loops and duplicates.
+    """Symmetric graph without self-loops and duplicates.
 
     Attributes:
-        indptr: int64 ``[N + 1]``.
-        indices: int32 ``[E]``, each edge in both directions.
-        weights: of edges, int32 ``[E]``; None if all count alike.
+        indptr: first entry of each node and the end, int64 ``[N + 1]``.
+        indices: neighbors, int32 ``[E]``, each edge in both directions.
+        weights: edge weights, int32 ``[E]``; None for equal weights.
     """
 
     indptr: NDArray[np.int64]
@@ -81,11 +83,11 @@ class Adjacency:
         np.cumsum(indptr, out=indptr)
         indices = np.empty(indptr[-1], np.int32)
         _fill(source, target, indptr[:-1].copy(), indices)
-        indices.resize(_deduplicate(indptr, indices), refcheck=False)  # in place, where a copy would be the peak
+        indices.resize(_deduplicate(indptr, indices), refcheck=False)  # in place: a copy would be the memory peak
         return cls(indptr, indices)
 
     def among(self, nodes: NDArray[np.integer]) -> Adjacency:
-        """Returns the graph among some nodes, by their positions in `nodes`."""
+        """Returns the induced subgraph of nodes, with their positions in `nodes` as ids."""
         weights = np.ones(len(self.indices), np.int8) if self.weights is None else self.weights
         matrix = csr_matrix((weights, self.indices, self.indptr), (self.num_nodes, self.num_nodes))[nodes][:, nodes]
         kept = None if self.weights is None else matrix.data
@@ -118,7 +120,7 @@ def _fill(source, target, free, indices):  # type: ignore[no-untyped-def]
 
 @compiled
 def _deduplicate(indptr, indices):  # type: ignore[no-untyped-def]
-    """Sorts each row and moves what is distinct to the front; returns how many entries are left."""
+    """Sort each row and move distinct entries to the front, in place; returns the number of remaining entries."""
     kept = begin = 0
     for node in range(len(indptr) - 1):
         end, last = indptr[node + 1], -1

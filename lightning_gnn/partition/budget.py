@@ -1,8 +1,9 @@
-"""What partitioners need: memory and seconds, predicted from the graph; which of them fits this machine.
+"""Predicted memory and seconds of partitioners, and selection of a partitioner that fits this machine.
 
-Those of nodes keep the graphs to which they coarsen the one that is cut. How it shrinks differs between graphs of one size by
-more than anything else, so it is tried: nodes are matched by reading the edges, in memory of nodes.
-N nodes, E directed edges; entries are those of a symmetric graph: both directions of each edge, once.
+Node partitioners store the coarse graphs of the graph to partition. How the graph shrinks differs most between graphs of equal
+size,
+so it is simulated: nodes are matched by reading the edges, with memory for nodes only.
+N nodes, E directed edges; entries are the entries of a symmetric graph: both directions of each edge, once.
 """
 
 from __future__ import annotations
@@ -23,27 +24,31 @@ from lightning_gnn.partition.layout import KAMINPAR, Groups
 from lightning_gnn.registry import partitioners
 
 SAMPLED = 1 << 18
-"""Edges from which entries are estimated by a sample of pairs; below, all are looked at."""
+"""Number of edges from which entries are estimated by a sample of pairs; below it, all pairs are counted."""
 
 MATCHINGS, FEWEST = 4, 250
-"""Levels that are looked at, and the nodes of the last that is reckoned with."""
+"""Number of simulated levels, and number of nodes of the last level in the prediction."""
 
 BUILDING = 8
-"""Bytes per directed edge while the symmetric graph is made (:meth:`~lightning_gnn.partition.adjacency.Adjacency.of`)."""
+"""Bytes per directed edge during construction of the graph (:meth:`~lightning_gnn.partition.adjacency.Adjacency.of`)."""
 
 CUT_WHOLE = 100_000
-"""Nodes up to which KaMinPar cuts the graph itself in blocks, whose edges it copies: fewer than 8,000 are left of so many by its
-first clusters, and that is where it begins to have eight parts. Of larger graphs, it cuts coarser ones."""
+"""Number of nodes up to which KaMinPar partitions the graph itself in blocks, whose edges it copies.
+
+Its first clusters leave fewer than 8,000 of these nodes, where it begins to have eight parts. It partitions coarse graphs of
+larger
+graphs.
+"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, fitted to the peaks beside the edges, and to the CPU seconds, that were measured (docs/numbers.md).
+    """Cost coefficients of a method, fitted to measured CPU seconds and memory peaks without the edges (docs/numbers.md).
 
     Attributes:
-        node, entry: bytes per node and per entry, of which 4 hold the symmetric graph; in a vertex cut, per directed edge.
-        coarse: bytes per entry of the coarser graphs, of all levels together (:meth:`Levels.coarse`).
-        node_s, entry_s, coarse_s: CPU seconds, with all balance settings tried.
+        node, entry: bytes per node and per entry, including 4 for the symmetric graph; in a vertex cut, per directed edge.
+        coarse: bytes per entry of the coarse graphs of all levels together (:meth:`Levels.coarse`).
+        node_s, entry_s, coarse_s: CPU seconds, with all balance settings.
     """
 
     node: float = 0
@@ -59,19 +64,23 @@ COSTS = {
     "kaminpar": Cost(node_s=4.5e-6, coarse_s=0.16e-6),
     "kaminpar_compressed": Cost(node_s=4.5e-6, coarse_s=0.22e-6),
 }
-"""From the best cuts to the least memory, the order in which ``"auto"`` tries them, and then those of
-:data:`~lightning_gnn.registry.PARTITIONERS`. What is in memory when is known of all but METIS: :func:`_kaminpar`."""
+"""Cost coefficients in the order of ``"auto"``: from the best cuts to the least memory.
+
+:data:`~lightning_gnn.registry.PARTITIONERS` follow in this order.
+
+For all methods but METIS, :func:`_kaminpar` computes memory from the contents at each time.
+"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a method would take beside the edges.
+    """Predicted cost of a method, without the edges.
 
     Attributes:
-        method: as in ``partition=``.
-        bytes: of memory at its peak.
-        seconds: of one core.
-        installed: whether its package is there.
+        method: method name, as in ``partition=``.
+        bytes: peak memory in bytes.
+        seconds: seconds on one core.
+        installed: whether its package is installed.
     """
 
     method: str
@@ -80,16 +89,17 @@ class Prediction:
     installed: bool = True
 
     def fits(self, free: int | None) -> bool:
-        """Returns whether `free` bytes are enough; unknown memory is."""
+        """Returns whether `free` bytes are enough; None, for unknown memory, is enough."""
         return self.installed and (free is None or self.bytes <= free)
 
 
 @dataclass(frozen=True)
 class Levels:
-    """How a graph shrinks while partitioners coarsen it.
+    """Sizes of a graph during coarsening.
 
     Attributes:
-        nodes, entries: of each level, the graph first, down to `FEWEST` nodes; entries are those of the symmetric graph there.
+        nodes: number of nodes of each level, the graph first, down to `FEWEST`.
+        entries: number of entries of the symmetric graph of each level.
     """
 
     nodes: tuple[float, ...]
@@ -97,7 +107,7 @@ class Levels:
 
     @staticmethod
     def count_pairs(edge_index: NDArray[np.integer], of: NDArray[np.int32], mate: NDArray[np.int32]) -> int:
-        """Returns how many pairs of groups of nodes have edges; matches those groups whose `mate` is -1."""
+        """Returns the number of pairs of node groups with edges, and matches groups whose `mate` is -1."""
         share = max(1, edge_index.shape[1] // SAMPLED)
         pieces = [_match(source, target, of, mate, share) for _, source, target in edge_pieces(edge_index)]
         keys = np.concatenate([np.empty(0, np.uint64), *pieces])
@@ -106,11 +116,11 @@ class Levels:
 
     @classmethod
     def of(cls, edge_index: NDArray[np.integer], num_nodes: int) -> Levels:
-        """Returns the levels of edges ``[2, E]``: the first `MATCHINGS` by matching nodes along the edges as they come, the
-        others as the last two lead on.
+        """Returns the levels of edges ``[2, E]``: `MATCHINGS` simulated levels, and extrapolated levels.
 
-        Entries are estimated, if there are more than `SAMPLED` edges, by distinct pairs among those whose hash falls into a
-        sample. Reads the edges 2 `MATCHINGS` + 1 times.
+        Nodes are matched along the edges in their order; later levels extrapolate the last two. With more than `SAMPLED` edges,
+        entries are
+        estimated by distinct pairs whose hash is in a sample. Reads the edges 2 `MATCHINGS` + 1 times.
         """
         of, nodes, entries = np.arange(num_nodes, dtype=np.int32), [num_nodes], list[int]()
         while True:
@@ -126,7 +136,7 @@ class Levels:
 
     @classmethod
     def at_most(cls, num_nodes: int, num_edges: int) -> Levels:
-        """Returns levels none of which has fewer entries than that of any graph with so many edges."""
+        """Returns levels with at least as many entries as the levels of any graph with `num_edges` edges."""
         return cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
 
     def _led_on(self) -> Levels:
@@ -139,33 +149,33 @@ class Levels:
         return Levels(tuple(nodes), tuple(entries))
 
     def coarse(self) -> float:
-        """Returns the entries of all levels that METIS makes beside the graph: it is as if it stopped at a 125th of the nodes."""
+        """Returns the entries of METIS's coarse graphs of all levels; METIS behaves as if it stopped at 1/125 of the nodes."""
         least = max(self.nodes[0] / 125, FEWEST)
         return sum(entries for before, entries in zip(self.nodes, self.entries[1:]) if before > least)
 
 
 Candidates = Iterator[tuple[str, NDArray[np.int32]]]
-"""Assignments under balance settings, the cheapest first: how each balances, in words, and the owner of each node, ``[N]``."""
+"""Assignments under balance settings, the cheapest first: description of the balance, and owner of each node, ``[N]``."""
 
 
 class Partitioner(Protocol):
-    """A partitioner of nodes that the registry names, see :data:`~lightning_gnn.registry.PARTITIONERS`."""
+    """Interface of node partitioners in the registry, see :data:`~lightning_gnn.registry.PARTITIONERS`."""
 
     settings: int
-    """How many balance settings it tries at most."""
+    """Maximum number of balance settings that it tries."""
 
     def predict(self, edge_index: NDArray[np.integer], levels: Levels, num_parts: int) -> Prediction:
-        """Returns what it takes for edges ``[2, E]`` that shrink by these levels."""
+        """Returns its predicted cost for edges ``[2, E]`` with these levels."""
 
     def at_most(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
-        """Returns what it takes at most for so many edges."""
+        """Returns an upper bound of its cost for graphs of this size."""
 
     def candidates(self, edge_index: NDArray[np.integer], num_nodes: int, groups: Groups, seed: int) -> Candidates:
         """Yields assignments of the nodes of edges ``[2, E]``."""
 
 
 def predict(method: str, num_edges: int, levels: Levels) -> Prediction:
-    """Returns what `method`, one of `COSTS`, takes for a graph of so many directed edges that shrinks by these levels."""
+    """Returns the predicted cost of `method`, one of `COSTS`, for a graph with `num_edges` directed edges and these levels."""
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
     if method in KAMINPAR:
@@ -177,11 +187,15 @@ def predict(method: str, num_edges: int, levels: Levels) -> Prediction:
 
 
 def _kaminpar(levels: Levels, compressed: bool) -> float:
-    """Returns the bytes of KaMinPar, of which the wheels have ids of 8 bytes.
+    """Returns the bytes of KaMinPar, whose wheels have 8-byte ids.
 
-    Beside the symmetric graph, weights and parts it keeps its own graph, and first the file from which this is read, then what
-    it cuts with: tables of fixed size, clusters and coarser graphs, of 16 bytes an entry or more, and copies of blocks. Cutting
-    is fitted. Of the entries that matchings leave, label propagation leaves about all in large graphs, fewer in small ones.
+    Besides the symmetric graph, weights and parts, it stores its own graph. In addition, it first has the file from which it
+    reads the
+    graph. Later it has its working memory: tables of fixed size, clusters and coarse graphs, of 16 bytes per entry or more, and
+    copies
+    of blocks. The working memory is fitted. Label propagation leaves about all entries that matchings leave in large graphs,
+    fewer in
+    small graphs.
     """
     num_nodes, num_entries = levels.nodes[0], max(1, levels.entries[0])
     coarser = levels.entries[min(3, len(levels.entries) - 1)]
@@ -195,8 +209,13 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
 
 
 def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int, other: Partitioner | None = None) -> float | None:
-    """Returns the CPU seconds that a method, or an `other` partitioner, takes at most, as predicted without a look at the edges;
-    None if it takes few."""
+    """Returns an upper bound of a method's CPU seconds, without reading the edges; None for fast methods.
+
+    Args:
+        method: method name.
+        num_nodes, num_edges, num_parts: size of the graph and number of ranks.
+        other: partitioner that implements `method`, if it is not one of `COSTS`.
+    """
     method = method.removesuffix("_masks").removesuffix("_cover")
     if not num_nodes:
         return None
@@ -208,18 +227,20 @@ def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int, ot
 def predictions(
     edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, others: Mapping[str, Partitioner] | None = None
 ) -> list[Prediction]:
-    """Returns what each of `COSTS` and of `others`, by default the registry's, takes for edges ``[2, E]``, in the order of
-    ``"auto"``."""
+    """Returns the predicted cost of each of `COSTS` and of `others` for edges ``[2, E]``, in the order of ``"auto"``.
+
+    `others` are by default the registry's partitioners.
+    """
     levels = Levels.of(edge_index, num_nodes)
     found = [predict(method, edge_index.shape[1], levels) for method in COSTS]
     return [*found, *(each.predict(edge_index, levels, num_parts) for each in (others or partitioners()).values())]
 
 
 def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
-    """Returns the first that fits.
+    """Returns the first prediction that fits.
 
     Raises:
-        MemoryError: none does.
+        MemoryError: no prediction fits.
     """
     for each in found:
         if each.fits(free):
@@ -234,11 +255,11 @@ def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
 
 
 def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -> None:
-    """Raises MemoryError if METIS needs more than is free for edges ``[2, E]``, and says what would fit."""
+    """Raises MemoryError if METIS needs more than the free memory for edges ``[2, E]``; the message lists alternatives."""
     free, num_edges = available_bytes(), edge_index.shape[1]
     most = predict("metis", num_edges, Levels.at_most(num_nodes, num_edges))
     if most.fits(free):
-        return  # however many edges have their reverse beside them, and however badly the graph shrinks
+        return  # for any number of reversed edges, and any coarsening
     found = predictions(edge_index, num_nodes, num_parts)
     needed = found[0]
     if needed.fits(free) or free is None:
@@ -253,7 +274,7 @@ def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -
 
 
 def table(found: Sequence[Prediction], free: int | None, taken: str | None) -> Table:
-    """Returns the predictions as a table, a row per method; `taken` is marked."""
+    """Returns the predictions as a table with a row per method; `taken` is marked."""
     result = text_table("partition", "memory", "seconds", "fits", "", title="Partitioners, predicted", left=1)
     for each in found:
         fits = "not installed" if not each.installed else "yes" if each.fits(free) else "no"
@@ -266,7 +287,7 @@ def table(found: Sequence[Prediction], free: int | None, taken: str | None) -> T
 
 @compiled
 def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
-    """Matches clusters along edges; returns the pairs of clusters whose hash is among a `share` of all, each once per edge."""
+    """Match clusters along edges; returns pairs of clusters whose hash is in a sample of 1 / `share`, once per edge."""
     keys, found, most = np.empty(len(source), np.uint64), 0, np.uint64(2**64 - 1) // np.uint64(share)
     for edge in range(len(source)):
         ask_for_clusters(mate, mate, of, source, target, edge)
@@ -284,7 +305,7 @@ def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
 
 @compiled
 def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyped-def]
-    """Matches clusters that are left and have a neighbour in common, as METIS does (two hops)."""
+    """Match unmatched clusters with a common neighbor, as METIS does (two-hop matching)."""
     for edge in range(len(source)):
         ask_for_clusters(mate, waiting, of, source, target, edge)
         one, other = of[source[edge]], of[target[edge]]
@@ -300,9 +321,9 @@ def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyp
 
 @compiled
 def _merge(mate, of):  # type: ignore[no-untyped-def]
-    """Numbers matched pairs and what is single anew, in place; returns how many there are."""
+    """Renumber matched pairs and single clusters in place; returns their number."""
     count = 0
-    for each in range(len(mate)):  # the partner's new number stands where it is named: -2 - number
+    for each in range(len(mate)):  # the partner's new number is stored as -2 - number
         other = mate[each]
         if other <= -2:
             continue

@@ -1,4 +1,4 @@
-"""Edge cuts: who owns which node, so that the slowest rank of a full-graph epoch is as fast as can be."""
+"""Edge cuts: assignments of nodes to ranks that minimize the full-graph epoch time of the slowest rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Candidates, Partitioner
 
 EDGE_BOUNDS = (1.05, 1.3)
-"""Allowed edge imbalances that METIS tries: a tight one costs cut on skewed graphs, a loose one idle ranks."""
+"""Edge imbalances that METIS tries: a tight bound costs cut edges on skewed graphs, a loose bound idle ranks."""
 
 GOOD_EDGE_BALANCE = 1.05
-"""Below this, balancing nodes alone has balanced edges as well, and nothing else is tried."""
+"""Edge imbalance up to which no other balance setting than balanced nodes is tried."""
 
 SHARE_BOUND = 1.05
-"""Allowed imbalance of what parts get their share of under ``"metis_masks"``: :func:`shares`."""
+"""Allowed imbalance of the weights of :func:`shares` under ``"metis_masks"``."""
 
 CANDIDATES = {
     "metis": 1 + len(EDGE_BOUNDS),
@@ -36,24 +36,24 @@ CANDIDATES = {
     "metis_masks": len(EDGE_BOUNDS),
     **dict.fromkeys(KAMINPAR, 2),
 }
-"""How many balance settings are tried at most; of other methods, one."""
+"""Maximum number of balance settings; one for other methods."""
 
 LEAST_BOUND = 1.005
-"""Of one METIS cut, where outer levels have used up what is allowed."""
+"""Minimum bound of one METIS cut, if outer levels have used up the allowed imbalance."""
 
 Cut = Callable[[Adjacency, NDArray[np.int64], Groups], NDArray[np.int32]]
-"""Of a group's part of a graph, the ids ``[n]`` of its nodes in the whole, and the group: which member each node goes to."""
+"""Function that assigns nodes to members of a group, given the group's subgraph, its original node ids ``[n]``, and the group."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who owns which node.
+    """Owners of nodes.
 
     Attributes:
-        part: int32 ``[N]``.
+        part: owner of each node, int32 ``[N]``.
         method: one of `METHODS`, or ``"given"``.
-        balance: which balance setting was kept, in words.
-        report: its quality.
+        balance: description of the selected balance setting.
+        report: partition quality.
     """
 
     part: NDArray[np.int32]
@@ -78,27 +78,39 @@ def assign_nodes(
     """Returns an owner for every node.
 
     Args:
-        edge_index: int64 ``[2, E]``; the owner of a target computes the edge.
-        method: ``"metis"``: of several balance settings the one with the lowest predicted epoch time; ``"metis_masks"``: the
-            same, of settings that balance nodes, edges, the entries of each mask and the nodes of each kind at once (DistDGL,
-            section III-B); ``"metis_cover"``: as ``"metis"``, and nodes then move so that a cover sends fewer rows
-            (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`); ``"kaminpar"``, and ``"kaminpar_compressed"`` in
-            less memory: of nodes balanced and a sum of nodes and edges balanced, the better; one of
-            :data:`~lightning_gnn.registry.PARTITIONERS`; ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and
-            these whose predicted memory is free (:mod:`~lightning_gnn.partition.budget`); ``"random"``: equal parts;
-            ``"contiguous"``: equal ranges; or the part of every node, int ``[N]``, taken as it is.
-        seed: of partitioners and of the random assignment.
-        masks: bool ``[N]`` each; every part gets a node of each mask that has at least P (not for a given assignment).
-        groups: let METIS cut between these groups of parts first; see :func:`assign_hierarchically`. The same is balanced, over
-            all parts alike.
-        edge_masks: bool ``[E]`` each, whose edges are counted at their targets' owners.
-        node_kinds: number of each node's kind, ``[N]``; None where they are of one.
-        others: what stands for the registry's partitioners, by their names.
+        edge_index: edges, int64 ``[2, E]``; the owner of a target computes the edge.
+        num_nodes: N.
+        num_parts: P.
+        method: method name, or the rank of every node, int ``[N]``, used unchanged. The names are:
+
+            - ``"metis"``: of several balance settings, the setting with the lowest predicted epoch time
+            - ``"metis_masks"``: the same, with settings that balance nodes, edges, the entries of each mask and the nodes of each
+              kind
+              at once (DistDGL, section III-B)
+            - ``"metis_cover"``: ``"metis"``, and then nodes move so that a cover sends fewer rows
+              (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`)
+            - ``"kaminpar"``, and ``"kaminpar_compressed"`` with less memory: the better of balanced nodes and a balanced sum of
+              nodes
+              and edges
+            - one of :data:`~lightning_gnn.registry.PARTITIONERS`
+            - ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and the registry's partitioners whose predicted memory
+              is
+              free (:mod:`~lightning_gnn.partition.budget`)
+            - ``"random"``: equal parts
+            - ``"contiguous"``: equal ranges
+        seed: random seed of partitioners and of the random assignment.
+        masks: masks, bool ``[N]`` each; every part gets a node of each mask with at least P nodes (not for a given assignment).
+        groups: groups of ranks between which METIS cuts first; see :func:`assign_hierarchically`. Balance constraints are the
+            same, over
+            all ranks equally.
+        edge_masks: edge masks, bool ``[E]`` each, whose edges are counted at the owners of their targets.
+        node_kinds: type number of each node, ``[N]``; None for a single type.
+        others: replacements of the registry's partitioners, by name.
 
     Raises:
-        ValueError: an unknown method, an assignment that does not fit, groups of unequal size.
-        ModuleNotFoundError: KaMinPar is asked for and not installed.
-        MemoryError: the graph is too large for METIS on this machine, or under ``"auto"`` for all.
+        ValueError: the method is unknown, the assignment does not match, or groups have unequal sizes.
+        ModuleNotFoundError: KaMinPar is requested and not installed.
+        MemoryError: the graph is too large for METIS on this machine, or, under ``"auto"``, for all methods.
     """
     method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
     if not isinstance(method, str):
@@ -118,7 +130,7 @@ def assign_nodes(
         candidates = iter([("nodes", np.random.default_rng(seed).permutation(nodes % num_parts).astype(np.int32))])
     elif method == "contiguous":
         candidates = iter([("nodes", (nodes * num_parts // max(num_nodes, 1)).astype(np.int32))])
-    elif method in KAMINPAR or other is not None:  # METIS's memory is predicted as it is without giving back
+    elif method in KAMINPAR or other is not None:  # METIS's memory prediction assumes that freed memory is kept
         candidates = _giving_back(kaminpar_candidates(*to_cut, method) if other is None else other.candidates(*to_cut))
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_kinds) if method == "metis_masks" else None
@@ -150,13 +162,13 @@ def _giving_back(candidates: Candidates) -> Candidates:
 
 
 def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray[np.int32]:
-    """Returns an owner for every node, int32 ``[N]``: cut over the outer groups, then inside each over the inner ones.
+    """Returns an owner for every node, int32 ``[N]``: a partition over the outer groups, then inside each over its inner groups.
 
-    What is cut between machines first, then between sockets, then between devices (DGCL section 4.1). Ranks that are in no
-    groups, ``(0, 1, 2, 3)``, are one level.
+    Cuts are made between machines first, then between sockets, then between devices (DGCL section 4.1). Ranks without groups, for
+    example ``(0, 1, 2, 3)``, are one level.
 
     Raises:
-        ValueError: groups side by side that do not hold equally many devices, or other devices than 0 to P - 1, each once.
+        ValueError: sibling groups have unequal numbers of devices, or the devices are not 0 to P - 1, each once.
     """
     named = devices(groups)
     if sorted(named) != list(range(len(named))):
@@ -172,7 +184,7 @@ def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray
 
 
 def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut: Cut, part: NDArray) -> None:
-    """Writes the owners of `nodes`; `graph` is what lies among them."""
+    """Write the owners of `nodes`; `graph` is their induced subgraph."""
     if isinstance(group, int):
         part[nodes] = group
     elif len(group) == 1:
@@ -207,7 +219,7 @@ def shares(
     edge_masks: Mapping[str, NDArray[np.bool_]],
     node_kinds: NDArray[np.integer] | None,
 ) -> list[NDArray[np.integer]]:
-    """Returns what parts get their share of, as weights of nodes, int64 ``[N]``: nodes of masks and kinds, edges of masks."""
+    """Returns node weights, int64 ``[N]`` each, to balance: nodes of masks and kinds, edges of masks."""
     kinds = [] if node_kinds is None else [node_kinds == each for each in np.unique(node_kinds)]
     edges = [np.bincount(edge_index[1, mask], minlength=num_nodes) for mask in edge_masks.values()]
     return [each.astype(np.int64) for each in (*masks.values(), *kinds, *edges) if each.any()]
@@ -216,11 +228,11 @@ def shares(
 def metis_candidates(
     edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, shares: Sequence[NDArray[np.integer]] | None = None
 ) -> Candidates:
-    """Yields METIS assignments under balance settings, the cheapest first.
+    """Yields METIS assignments under balance settings, the cheapest first, from which the caller selects.
 
-    Full-batch time follows edges, and METIS with balanced nodes may leave a part up to four times too many on skewed
-    graphs; balancing edges tightly may cost far more cut edges. So several are made, for the caller to choose. `shares`, weights
-    ``[N]`` each, are balanced as well in all of them.
+    Full-graph step time depends on edges. With balanced nodes, METIS may give a rank up to four times the average on skewed
+    graphs,
+    while tightly balanced edges may cost far more cut edges. `shares`, weights ``[N]`` each, are balanced in all settings.
     """
     from lightning_gnn.partition.budget import check_metis
     from lightning_gnn.partition.metis import MetisUnavailable, part_graph
@@ -233,7 +245,7 @@ def metis_candidates(
     in_degree = np.bincount(edge_index[1], minlength=num_nodes)
     weights = np.stack([np.ones_like(in_degree), in_degree, *(shares or [])], 1)
     total = np.maximum(1, weights.sum(0))
-    share_bounds = np.maximum(SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:])  # of few, one is much
+    share_bounds = np.maximum(SHARE_BOUND, 1 + weights[:, 2:].max(0, initial=0) * parts / total[2:])  # few items: looser
     summed = weights @ np.maximum(1, np.round(in_degree.sum() / total)).astype(np.int64)
     what = "nodes and edges" if shares is None else "nodes, edges and masks"
     for bound in EDGE_BOUNDS:
@@ -253,13 +265,13 @@ def metis_candidates(
 def cut_within(
     bounds: NDArray[np.float64], graph: Adjacency, groups: Groups, weights: NDArray[np.integer], seed: int
 ) -> NDArray[np.int32]:
-    """Returns METIS's parts with weights ``[N, W]`` of nodes balanced within bounds ``[W]``."""
+    """Returns METIS's parts with node weights ``[N, W]`` balanced within bounds ``[W]``."""
     from lightning_gnn.partition.metis import FEW_PARTS, part_graph_constrained
 
     parts, total, halve = len(devices(groups)), np.maximum(1, weights.sum(0)), levels(groups) > 1
 
     def cut(inside: Adjacency, nodes: NDArray[np.int64], group: Groups) -> NDArray[np.int32]:
-        # Bounds are those of all parts: a level may use its root of what the cuts around it have left.
+        # Bounds hold for all ranks: a level may use its root of the imbalance that the outer cuts have left.
         left = bounds * total * (len(devices(group)) / parts) / np.maximum(1, weights[nodes].sum(0))
         allowed = np.maximum(left ** (1 / levels(group)), LEAST_BOUND).astype(np.float32)
         return part_graph_constrained(inside, len(group), seed, weights[nodes], allowed, halve and len(group) <= FEW_PARTS)
@@ -268,7 +280,7 @@ def cut_within(
 
 
 def kaminpar_candidates(edge_index: NDArray[np.int64], num_nodes: int, groups: Groups, seed: int, method: str) -> Candidates:
-    """Yields KaMinPar's assignments, the cheapest first: with nodes balanced, and with one sum of nodes and edges."""
+    """Yields KaMinPar's assignments, the cheapest first: with balanced nodes, and with a balanced sum of nodes and edges."""
     from lightning_gnn.partition import kaminpar
 
     kaminpar.check_installed()
@@ -285,9 +297,9 @@ def kaminpar_candidates(edge_index: NDArray[np.int64], num_nodes: int, groups: G
 
 
 def spread_masks(part: NDArray[np.int32], num_parts: int, masks: Mapping[str, NDArray[np.bool_]]) -> NDArray[np.int32]:
-    """Returns `part` with as few nodes moved as are needed for each part to have one of each mask, where counts allow.
+    """Returns `part` with the fewest moves of nodes after which each part has a node of each mask, if counts allow.
 
-    A node moves from the part with most nodes of the mask; one that no other mask needs there goes first.
+    A node moves from the part with most nodes of the mask; a node that is not the last of another mask there goes first.
     """
     part = part.copy()
     for mask in masks.values():

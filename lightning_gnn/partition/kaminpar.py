@@ -1,5 +1,7 @@
-"""KaMinPar (Gottesbueren et al., ESA 2021; compressed graphs: TeraPart, IPDPS 2025), an optional package: cuts like METIS's, in
-a fraction of its memory, with one balance constraint."""
+"""KaMinPar, an optional package: cuts like METIS's in a fraction of its memory, with one balance constraint.
+
+Source: Gottesbueren et al., ESA 2021; compressed graphs: TeraPart, IPDPS 2025.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from lightning_gnn.partition.adjacency import Adjacency
 INSTALL = "pip install lightning-gnn[kaminpar]"
 
 IMBALANCE = 0.03
-"""Allowed above the mean, as METIS's default is."""
+"""Allowed imbalance above the mean, equal to METIS's default."""
 
 _NO_EDGE_WEIGHTS, _NO_NODE_WEIGHTS, _NODE_IDS_32 = 1, 2, 8  # bits of a ParHiP file's first number
 _CLEAN_ALL_BUFFERS = 0  # TBBMALLOC_CLEAN_ALL_BUFFERS, tbb/scalable_allocator.h
@@ -29,7 +31,7 @@ def is_installed() -> bool:
 
 
 def check_installed() -> None:
-    """Raises ModuleNotFoundError, with the command that helps."""
+    """Raises ModuleNotFoundError with the install command unless KaMinPar is installed."""
     if not is_installed():
         raise ModuleNotFoundError(f'partition="kaminpar" needs the package kaminpar, which is not installed: {INSTALL}')
 
@@ -39,14 +41,19 @@ def part_graph(
 ) -> NDArray[np.int32]:
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``.
 
-    Not always the same for the same seed, even on the one thread that it uses. The library reads files alone, so the graph goes
-    through one in the folder for temporary files, 4 bytes per entry and 8 per node.
+    Results may differ for equal seeds, even on the one thread that it uses. The library reads only files, so the graph is written
+    to the
+    folder for temporary files, 4 bytes per entry and 8 per node.
 
     Args:
-        compress: keep the graph compressed in memory, which takes longer.
+        graph: graph to partition.
+        num_parts: number of parts.
+        seed: random seed.
+        weights: node weights, ``[N]``.
+        compress: whether to compress the graph in memory, which takes longer.
 
     Raises:
-        OSError: no room for the file.
+        OSError: no space for the file.
     """
     import kaminpar
 
@@ -70,14 +77,14 @@ def part_graph(
 
 
 def _give_back() -> None:
-    """Gives the memory that KaMinPar's allocator keeps of what was freed to the system: up to as much as a cut takes."""
+    """Return freed memory that KaMinPar's allocator keeps to the system: up to as much as a cut takes."""
     library = ctypes.CDLL(importlib.import_module("kaminpar.kaminpar_python").__file__)
-    if hasattr(library, "scalable_allocation_command"):  # else it was built with another allocator than oneTBB's
+    if hasattr(library, "scalable_allocation_command"):  # else built with another allocator than oneTBB's
         library.scalable_allocation_command(_CLEAN_ALL_BUFFERS, None)
 
 
 def _write(path: Path, graph: Adjacency, weights: NDArray[np.integer] | None) -> None:
-    """Writes a graph in ParHiP's binary form: flags, N and E; where each node's ids begin in the file; ids; node weights."""
+    """Write a graph in ParHiP's binary format: flags, N and E; file offsets of each node's ids; ids; node weights."""
     num_nodes, flags = graph.num_nodes, _NO_EDGE_WEIGHTS | _NODE_IDS_32
     head = np.array([flags | (_NO_NODE_WEIGHTS if weights is None else 0), num_nodes, len(graph.indices)], np.uint64)
     with path.open("wb") as file:

@@ -1,6 +1,6 @@
-"""What a strategy asks of the datamodule: which parts of the graph each rank shall hold; and the types of what parts hold.
+"""Layouts, which strategies request from the datamodule, and node and edge types of shards.
 
-P parts.
+P ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from lightning_gnn.registry import PARTITIONERS
 Counts = NDArray[np.int64]
 
 ONE_TYPE: EdgeType = ("node", "to", "node")
-"""The edge type of a graph that has no types; its node type is ``"node"``."""
+"""Edge type of a homogeneous graph; its node type is ``"node"``."""
 
 
 @dataclass(frozen=True)
 class Types:
-    """How many nodes and edges of each type lie in each part.
+    """Numbers of nodes and edges of each type and rank.
 
-    Rows of a part are its nodes of the first type, then those of the second, and so on; so are its edges. Beside that, nodes of
-    one type have ids of their own, from 0 on: those of part 0, then those of part 1; so have edges.
+    Rows of a rank are its nodes of the first type, then its nodes of the second, and so on, and similarly its edges. In addition,
+    nodes
+    of one type have ids from 0 on, first the nodes of rank 0, then of rank 1, and so on. The same holds for edges.
 
     Attributes:
-        nodes, edges: by type, int64 ``[P]``, in the order of the types.
-        input_type: the node type that seeds are of.
-        is_hetero: the graph has types, even if only one.
+        nodes, edges: counts by type, int64 ``[P]``, in the order of the types.
+        input_type: node type of the seed nodes.
+        is_hetero: whether the graph is heterogeneous, possibly with a single type.
     """
 
     nodes: Mapping[NodeType, Counts]
@@ -43,7 +44,7 @@ class Types:
 
     @classmethod
     def none(cls, nodes: Counts, edges: Counts) -> Types:
-        """Returns what stands for the types of a graph without any, which has so many nodes and edges in each part."""
+        """Returns the types of a homogeneous graph with these numbers of nodes and edges of each rank."""
         return cls({ONE_TYPE[0]: nodes}, {ONE_TYPE: edges}, ONE_TYPE[0], is_hetero=False)
 
     def _of(self, kind: NodeType | EdgeType) -> Mapping[Any, Counts]:
@@ -53,48 +54,48 @@ class Types:
         return int(self._of(kind)[kind].sum())
 
     def offsets(self, kind: NodeType | EdgeType) -> Counts:
-        """Returns a type's first id in each part, and the end, ``[P + 1]``."""
+        """Returns the first id of a type on each rank, and the end, ``[P + 1]``."""
         return np.concatenate([[0], np.cumsum(self._of(kind)[kind])])
 
     def begins(self, kind: NodeType | EdgeType) -> Counts:
-        """Returns where a type begins among the rows, or the edges, of each part, ``[P]``."""
+        """Returns the first position of a type in the rows or edges of each rank, ``[P]``."""
         of = self._of(kind)
         before = takewhile(lambda name: name != kind, of)
         return sum((of[name] for name in before), np.zeros_like(of[kind]))
 
     def place(self, kind: NodeType | EdgeType) -> slice:
-        """Returns where a type lies in a list of all nodes, or edges, that has type after type."""
+        """Returns the range of a type in a list of all nodes or edges, type after type."""
         first = int(self.begins(kind).sum())
         return slice(first, first + self.total(kind))
 
     def key(self, kind: NodeType | EdgeType) -> str:
-        """Returns the name under which attributes of a type are kept: types may have names that files cannot have."""
+        """Returns the key of a type's attributes: type names may not be valid in file names."""
         what = "node" if isinstance(kind, str) else "edge"
         return f"{what}{list(self._of(kind)).index(kind)}" if self.is_hetero else what
 
     def ids(self, rows: Counts) -> Counts:
-        """Returns the ids within their types of nodes that are given by their rows, ``[n]``, counted over all parts."""
+        """Returns the ids within their types of nodes given by their rows, ``[n]``, over all ranks."""
         block, starts = self._blocks(rows)
         firsts = np.stack([self.offsets(name)[:-1] for name in self.nodes], 1).ravel()
         return rows - starts[block] + firsts[block]
 
     def numbers(self, rows: Counts) -> Counts:
-        """Returns the numbers of the types, in their order, of nodes that are given by their rows, ``[n]``."""
+        """Returns the type numbers of nodes given by their rows, ``[n]``."""
         return self._blocks(rows)[0] % len(self.nodes)
 
     def _blocks(self, rows: Counts) -> tuple[Counts, Counts]:
-        """Returns in which block of nodes, of one part and type, rows lie, ``[n]``, and the first row of each block."""
+        """Returns the block (rank and type) of each row, ``[n]``, and the first row of each block."""
         per_part = np.stack(list(self.nodes.values()), 1)  # [P, types]
         starts = np.concatenate([[0], np.cumsum(per_part)[:-1]])
         return np.searchsorted(starts, rows, side="right") - 1, starts
 
     def by_name(self) -> dict[str, list[int]]:
-        """Returns the nodes and the edges of each type in each part, by its name."""
+        """Returns the nodes and edges of each type and rank, by type name."""
         nodes = {f"{name} nodes": counts.tolist() for name, counts in self.nodes.items()}
         return nodes | {" ".join(kind): counts.tolist() for kind, counts in self.edges.items()}
 
     def as_dict(self) -> dict[str, Any] | None:
-        """Returns plain values, of which :func:`types_of` makes these again; None without types."""
+        """Returns plain values for :func:`types_of`; None for a homogeneous graph."""
         if not self.is_hetero:
             return None
         return {
@@ -105,7 +106,7 @@ class Types:
 
 
 def types_of(manifest: Mapping[str, Any]) -> Types:
-    """Returns how many nodes and edges of each type the parts of an entry have."""
+    """Returns the numbers of nodes and edges of each type and rank from a manifest."""
     values = manifest.get("types")
     if values is None:
         return Types.none(np.diff(manifest["offsets"]), np.diff(manifest["edge_offsets"]))
@@ -115,7 +116,7 @@ def types_of(manifest: Mapping[str, Any]) -> Types:
 
 
 Groups = tuple["int | Groups", ...]
-"""Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines of two; see ``Topology.groups``."""
+"""Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines with two ranks each; see ``Topology.groups``."""
 
 NO_TYPES = (
     'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
@@ -127,11 +128,11 @@ NO_TYPES = (
 KAMINPAR = ("kaminpar", "kaminpar_compressed")
 
 METHODS = ("auto", "metis", "metis_masks", "metis_cover", *KAMINPAR, *PARTITIONERS, "random", "contiguous")
-"""Names of ways to assign nodes, see :func:`~lightning_gnn.partition.edge_cut.assign_nodes`."""
+"""Names of partitioning methods, see :func:`~lightning_gnn.partition.edge_cut.assign_nodes`."""
 
 
 def by_machine(world_size: int, num_hosts: int) -> Groups | None:
-    """Returns the ranks of each of several machines of equally many; None for one machine."""
+    """Returns the ranks of each machine for machines of equal size; None for one machine."""
     per_host = world_size // num_hosts
     if num_hosts == 1 or world_size % num_hosts:
         return None
@@ -140,12 +141,12 @@ def by_machine(world_size: int, num_hosts: int) -> Groups | None:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Rows of other ranks that a rank holds and computes too, so that it need not fetch them.
+    """Rows of other ranks that a rank also stores and computes, so that it need not receive them.
 
     Attributes:
-        hops: how far from the nodes of its group a rank looks: the number of propagations of the model.
-        groups: ranks that share replicas, each rank once: between groups nothing is exchanged (DGCL section 3: every rank
-            alone; Table 5, DGCL-R: the ranks of each machine).
+        hops: distance of replicas from the nodes of the group: the number of propagations of the model.
+        groups: ranks that share replicas, each rank once. There is no exchange between groups (DGCL section 3: every rank alone;
+            Table 5, DGCL-R: the ranks of each machine).
     """
 
     hops: int
@@ -154,22 +155,24 @@ class Replicas:
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """How a graph is laid out over ranks.
+    """Layout of a graph over ranks.
 
     Attributes:
-        kind: ``"whole"``: one rank holds everything; ``"edge_cut"``: a rank holds all in-edges of the nodes it owns;
-            ``"vertex_cut"``: every edge is held by the rank that it is given to, and a node is owned by its master.
+        kind: ``"whole"``: one rank has everything. ``"edge_cut"``: a rank has all in-edges of its local nodes. ``"vertex_cut"``:
+            edges are
+            assigned to ranks, and a node is owned by its master.
         parts: number of ranks.
-        groups: where the partitioner shall cut first; None for cutting between all ranks alike.
-        method: how nodes, or the edges of a vertex cut, get their ranks if the user leaves that open; None: as
-            :meth:`~lightning_gnn.data.loading.GraphSource.method` says; see
-            :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
+        groups: groups between which the partitioner cuts first; None for equal cuts between all ranks.
+        method: default method that assigns nodes, or the edges of a vertex cut, to ranks. None for
+            :meth:`~lightning_gnn.data.loading.GraphSource.method`. See :func:`~lightning_gnn.partition.edge_cut.assign_nodes` and
             :func:`~lightning_gnn.strategies.vertex_cut.cutters.assign_edges`.
-        replicas: what ranks hold beside what they own; made when a rank reads its part, the stored cut is the same.
-        host_weight: of a vertex cut, what a replica on another machine costs against one in the same, 0 to 1.
-        takes_types: the graph may have node and edge types.
-        samples: steps of training look at sampled neighbourhoods, so fan-outs and a batch size are of use.
-        in_batches: no step of any stage sees the rank's own edges, which are not read then; None: of a graph with types.
+        replicas: additional rows of ranks. They are made when a rank reads its shard; the stored partition is the same.
+        host_weight: in a vertex cut, cost of a replica on another machine relative to one on the same machine, 0 to 1.
+        takes_types: whether the graph may be heterogeneous.
+        samples: whether training steps use sampled neighborhoods, so that num_neighbors and a batch size apply.
+        in_batches: whether no step of any stage reads the rank's own edges, which are then not loaded; None: only for
+            heterogeneous
+            graphs.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -188,11 +191,11 @@ class LayoutSpec:
 
     @classmethod
     def edge_cut(cls, parts: int) -> LayoutSpec:
-        """Returns that of an edge cut of any graph."""
+        """Returns the layout of an edge cut for any graph."""
         return cls("edge_cut", parts, takes_types=True)
 
     def takes(self, has_types: bool) -> bool:
-        """Returns whether the graph may have types, if it does."""
+        """Returns whether the layout supports a graph that has types, or none, depending on `has_types`."""
         return self.takes_types or not has_types
 
     def reads_edges(self, types: Types) -> bool:
@@ -201,7 +204,7 @@ class LayoutSpec:
 
     @property
     def stored(self) -> LayoutSpec:
-        """The layout as the store keeps it: who made the parts, and what a rank adds to its own, do not matter there."""
+        """Layout in the partition directory, without the method and the replicas, which do not matter there."""
         return LayoutSpec(self.kind, self.parts, self.groups, host_weight=self.host_weight)
 
     def as_dict(self) -> dict[str, Any]:
@@ -210,7 +213,7 @@ class LayoutSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutSpec:
-        """Returns the layout that :meth:`as_dict` gave, also by way of JSON."""
+        """Returns the layout from the result of :meth:`as_dict`, also after JSON."""
         return cls(**{**values, "groups": _as_groups(values["groups"])})
 
 
@@ -223,24 +226,24 @@ def devices(group: Groups | int) -> list[int]:
 
 
 def alike(groups: Groups | int) -> bool:
-    """Returns whether groups side by side hold equally many devices, on all levels."""
+    """Returns whether sibling groups have equal numbers of devices, on all levels."""
     if isinstance(groups, int):
         return True
     return len({len(devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
 
 
 def several_alike(groups: Groups) -> bool:
-    """Returns whether groups are several machines of equally many devices, between which METIS cuts first by default."""
+    """Returns whether groups are several machines with equal numbers of devices, between which METIS cuts first by default."""
     return len(groups) > 1 and alike(groups)
 
 
 def levels(group: Groups | int) -> int:
-    """Returns how many cuts, one inside the other, make single devices of a group."""
+    """Returns the number of nested cuts from a group to single devices."""
     return 0 if isinstance(group, int) else (len(group) > 1) + levels(group[0])
 
 
 def checked_method(method: Any) -> str | NDArray[np.integer]:
-    """Returns one of `METHODS`, or the part of every node, int ``[N]``; whether it fits is seen when nodes are assigned."""
+    """Returns one of `METHODS`, or the rank of every node, int ``[N]``, whose values are checked at assignment."""
     if isinstance(method, str) and method in METHODS:
         return method
     wanted = f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"

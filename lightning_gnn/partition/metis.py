@@ -1,4 +1,4 @@
-"""METIS k-way through the library inside the pymetis wheel, with one or several balance constraints."""
+"""METIS k-way partitioning by the library in the pymetis wheel, with one or several balance constraints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_gnn.partition.adjacency import Adjacency
 _OPTIONS, _CUTS, _SEED, _NUMBERING = 40, 7, 8, 17  # METIS_NOPTIONS, the indices of three options (metis.h, 5.1)
 
 FEW_PARTS = 8
-"""Up to so many, METIS's recursive bisection keeps to several bounds that its k-way cuts overstep (docs/numbers.md)."""
+"""Number of parts up to which METIS's recursive bisection meets several bounds that its k-way cuts exceed (docs/numbers.md)."""
 
 
 DEFAULT_BOUND = 1.03
-"""METIS's own allowed imbalance of one weight in k-way cuts."""
+"""METIS's default imbalance of one weight in k-way cuts."""
 
 
 class MetisUnavailable(RuntimeError):
-    """The library cannot be called with several constraints; says why."""
+    """Error if the library cannot be called with several constraints; gives the reason."""
 
 
 def part_graph(graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.integer] | None = None) -> NDArray[np.int32]:
@@ -33,7 +33,7 @@ def part_graph(graph: Adjacency, num_parts: int, seed: int, weights: NDArray[np.
         raise ValueError(f"{len(weights)} weights for {graph.num_nodes} nodes.")  # METIS would misread them silently
     if num_parts > 1 and graph.num_nodes:
         with suppress(MetisUnavailable):
-            # As pymetis does, which keeps Python's lock for as long as METIS takes: no bar would move.
+            # Like pymetis, which holds Python's lock while METIS runs: no progress bar would move.
             ones = np.ones((graph.num_nodes, 1), np.int64) if weights is None else weights.reshape(-1, 1)
             return part_graph_constrained(graph, num_parts, seed, ones, np.array([DEFAULT_BOUND], np.float32))
     dtype = _index_dtype()
@@ -54,9 +54,12 @@ def part_graph_constrained(
     """Returns the part of each node, int32 ``[N]``, with several weights balanced at once.
 
     Args:
-        weights: ``[N, constraints]``.
-        bounds: allowed heaviest part over average of each constraint, such as 1.05, ``[constraints]``.
-        halve: by bisection, the best of four each, instead of k-way; takes about three times as long.
+        graph: graph to partition.
+        num_parts: number of parts.
+        seed: random seed.
+        weights: node weights, ``[N, constraints]``.
+        bounds: allowed ratio of the heaviest part to the average for each constraint, such as 1.05, ``[constraints]``.
+        halve: whether to use bisection, the best of four each, instead of k-way; takes about three times as long.
 
     Raises:
         MetisUnavailable: this build of METIS cannot be called directly.
@@ -87,14 +90,14 @@ def _index_dtype() -> Any:
 
 @cache
 def _library() -> tuple[Any, Any, Any]:
-    """Returns METIS_PartGraphKway, METIS_PartGraphRecursive and their index dtype, found by a graph of four nodes."""
+    """Returns METIS_PartGraphKway, METIS_PartGraphRecursive and their index dtype, verified with a graph of four nodes."""
     try:
         library = ctypes.CDLL(pymetis._internal.__file__)
         function, bisection = library.METIS_PartGraphKway, library.METIS_PartGraphRecursive
     except (AttributeError, OSError) as error:
         raise MetisUnavailable(f"pymetis does not export METIS's functions ({error})") from error
     function.restype = bisection.restype = ctypes.c_int
-    # A wrong width reads zeros between the numbers, or beyond them: hence the graph whose answer is known.
+    # A wrong width reads zeros between or beyond the numbers, so a graph with a known result reveals it.
     dtype = _index_dtype()
 
     def array(*values: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The quality of an edge cut: one definition for every partitioner."""
+"""Quality of an edge cut: one definition for every partitioner."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lightning_gnn.partition.adjacency import ask_for_ends, compiled
 Counts = NDArray[np.int64]
 
 SECONDS_PER_EDGE_COLUMN = 0.4e-9
-"""Of SpMM in float32 on one core of a 2-core CPU machine: 0.2 s for 4.0 M edges x 128 columns (benchmarks/kernels.py)."""
+"""Seconds of SpMM in float32 on one core of a 2-core CPU machine: 0.2 s for 4.0 M edges x 128 columns (benchmarks/kernels.py)."""
 
 BYTES_PER_S = 1.0e9
-"""Between two ranks: gloo over loopback on that machine; also the order of a 10 Gbit/s network."""
+"""Bandwidth between two ranks: gloo over loopback on this machine; also the order of a 10 Gbit/s network."""
 
 COLUMNS = 64
-"""A common hidden width; float32."""
+"""Common hidden width, float32."""
 
 
 @dataclass(frozen=True)
 class EdgeCutReport:
-    """Counts per part, ``[P]`` each.
+    """Counts per rank, ``[P]`` each.
 
     Attributes:
-        nodes: owned nodes.
-        edges: in-edges of owned nodes: the edges that the part computes.
-        halo_rows: distinct nodes of other parts that have an edge into this one: the rows it receives per layer.
-        cut_edges: edges between parts, in all.
-        masks: labelled nodes of each mask, by its name, and edges of each mask of edges; empty if there are none.
-        types: nodes and edges of each type, by its name, of a graph that has types.
+        nodes: local nodes.
+        edges: in-edges of local nodes: the edges that the rank computes.
+        halo_rows: halo nodes: distinct nodes of other ranks with an edge to this rank, received in each layer.
+        cut_edges: total number of edges between ranks.
+        masks: labeled nodes of each mask, by name, and edges of each edge mask; empty without masks.
+        types: nodes and edges of each type, by name, of a heterogeneous graph.
     """
 
     nodes: Counts
@@ -55,23 +55,23 @@ class EdgeCutReport:
 
     @property
     def cut_fraction(self) -> float:
-        """Edges between parts over all edges."""
+        """Edges between ranks divided by all edges."""
         return self.cut_edges / max(1, int(self.edges.sum()))
 
     @property
     def replication(self) -> float:
-        """Rows that all parts together read, owned and halo, over the nodes: 1 if nothing is cut."""
+        """Replication factor: local and halo nodes of all ranks, divided by the number of nodes; 1 without cut edges."""
         return 1 + int(self.halo_rows.sum()) / max(1, int(self.nodes.sum()))
 
     @property
     def predicted_seconds(self) -> float:
-        """Of one layer and direction on the slowest part, which sums over its edges and receives its halo rows."""
+        """Seconds of one layer and direction on the slowest rank: its sums over edges and its received halo rows."""
         sums, halos = self.edges * SECONDS_PER_EDGE_COLUMN, self.halo_rows * 4 / BYTES_PER_S
         return float(((sums + halos) * COLUMNS).max())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EdgeCutReport:
-        """Returns the report that :meth:`as_dict` gave, with or without more keys beside."""
+        """Returns the report from the result of :meth:`as_dict`, which may have further keys."""
         nodes, edges, halo_rows = (np.asarray(values[name], np.int64) for name in ("nodes", "edges", "halo_rows"))
         named = (values.get(key, {}).items() for key in ("masks", "types"))
         masks, types = ({name: np.asarray(counts, np.int64) for name, counts in each} for each in named)
@@ -88,7 +88,7 @@ class EdgeCutReport:
         }
 
     def table(self, row_bytes: int | None = None) -> Table:
-        """Returns the report as a table, a row per part; with the bytes of a node's row, also what a part receives."""
+        """Returns the report as a table with a row per rank; `row_bytes`, the bytes of a node's row, add received bytes."""
         masks = {_entries(name): counts for name, counts in self.masks.items()}
         last = [] if row_bytes is None else ["received per layer and direction"]
         table = text_table("part", "nodes", *masks, "in-edges", "halo rows", *last, title="Edge cut", left=0)
@@ -103,7 +103,7 @@ class EdgeCutReport:
         return table
 
     def table_of_types(self) -> Table:
-        """Returns the nodes and edges of each type in each part, a row per type."""
+        """Returns the nodes and edges of each type and rank as a table with a row per type."""
         parts = [f"part {part}" for part in range(len(self.nodes))]
         table = text_table("type", *parts, "heaviest / average", title="Types")
         for name, counts in self.types.items():
@@ -131,13 +131,14 @@ def edge_cut_report(
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
     edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> EdgeCutReport:
-    """Returns the report of an assignment of nodes to parts.
+    """Returns the report of an assignment of nodes to ranks.
 
     Args:
-        edge_index: int64 ``[2, E]``, source and target.
+        edge_index: sources and targets, int64 ``[2, E]``.
         part: owner of each node, ``[N]``.
-        masks: bool ``[N]`` each, whose nodes are counted per part.
-        edge_masks: bool ``[E]`` each, whose edges are counted per part, which owns their targets.
+        num_parts: P.
+        masks: masks, bool ``[N]`` each, whose nodes are counted per rank.
+        edge_masks: edge masks, bool ``[E]`` each, whose edges are counted at the owners of their targets.
     """
     source, target = (np.ascontiguousarray(ends) for ends in edge_index)
     edges, halo_rows = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
@@ -156,7 +157,7 @@ def edge_cut_report(
 
 @compiled
 def _count_cut(source, target, part, reads, edges, halo_rows):  # type: ignore[no-untyped-def]
-    """Counts edges and halo rows per part, returns the cut edges; marks in `reads`, bits, which parts read a node."""
+    """Count edges and halo rows per rank, return the cut edges; `reads` marks, in bits, the ranks that read a node."""
     cut = 0
     for edge in range(len(source)):
         ask_for_ends(part, source, target, edge)

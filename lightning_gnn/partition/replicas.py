@@ -1,10 +1,11 @@
-"""Replicated neighbourhoods: rows of other ranks that a group of ranks holds and computes instead of fetching them.
+"""Replicated neighborhoods: rows of other ranks that a group of ranks stores and computes instead of receiving them.
 
 Source: DGCL (EuroSys'21) section 3 (replication: each rank alone) and Table 5 (DGCL-R: the ranks of each machine together).
 
-A rank's rows are those that it owns, then its replicas. All in-edges of a row are held with it. A source that no rank of the
-group holds lies beyond the neighbourhood; one row of zeros stands for all of these. After the l-th of K propagations, rows within
-K - l hops of the group's nodes are right; those further out are not, and nothing that is right reads them.
+A rank's rows are its local nodes, then its replicas. It has all in-edges of its rows. A source that no rank of the group has is
+outside the neighborhood; one zero row represents all such sources. After the l-th of K propagations, rows within K - l hops of
+the
+group's nodes are correct. Rows further out are not, and no correct row reads them.
 
 N nodes, E edges, P ranks, K hops.
 """
@@ -22,19 +23,19 @@ from lightning_gnn.kernels.loops import compiled
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.shard import Ids
 
-_MOST_GROUPS = 64  # a set of groups is the bits of one word
+_MOST_GROUPS = 64  # a set of groups is a 64-bit mask
 
 
 @dataclass(frozen=True)
 class Held:
-    """What every rank holds.
+    """Rows of every rank with replicated neighborhoods.
 
-    Ids of held rows number the rows of rank 0, then those of rank 1, and so on: a node that several groups hold has several.
+    Ids number the rows of rank 0, then the rows of rank 1, and so on: a node on several groups has several ids.
 
     Attributes:
         offsets: first id of each rank and the end, int64 ``[P + 1]``.
-        rows: of each rank, the nodes that it holds (relabelled ids): those it owns, then replicas, each ascending.
-        halos: of each rank, the ids of the rows that it reads from others of its group, ascending.
+        rows: relabeled ids of the nodes of each rank: local nodes, then replicas, each ascending.
+        halos: ids of the rows that each rank reads from other ranks of its group, ascending.
         num_edges: in-edges of each rank's rows, int64 ``[P]``.
     """
 
@@ -42,14 +43,13 @@ class Held:
     rows: tuple[Ids, ...]
     halos: tuple[Ids, ...]
     num_edges: Ids
-    _holder: tuple[NDArray[np.int16], ...]  # by group, of each node the rank that holds it, -1 for none
+    _holder: tuple[NDArray[np.int16], ...]  # by group: the rank that has each node, -1 for none
     _group: NDArray[np.int64]  # of each rank
 
     def edges_of(self, rank: int, edge_index: Ids) -> tuple[Ids, Ids]:
-        """Returns the in-edges of a rank's rows in local ids, int64 ``[2, E_r]``, and which of `edge_index` they are, ``[E_r]``.
+        """Returns the in-edges of a rank's rows in local ids, int64 ``[2, E_r]``, and their positions in `edge_index`, ``[E_r]``.
 
-        Local ids number own rows, replicas, rows of the group's other ranks, and at last the row that stands for all beyond.
-        Targets ascend.
+        Local ids number local nodes, replicas, rows of the group's other ranks, and last the zero row. Targets ascend.
         """
         holder = self._holder[self._group[rank]]
         rows, halo = self.rows[rank], self.halos[rank]
@@ -64,9 +64,9 @@ class Held:
 
 
 def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
-    """Returns what every rank holds if neighbourhoods are replicated.
+    """Returns the rows of every rank with replicated neighborhoods.
 
-    A replica belongs to that rank of its group which reads it most, counting from the group's own nodes outwards.
+    A replica is assigned to the rank of its group that reads it most, from the group's own nodes outwards.
     """
     num_ranks = len(offsets) - 1
     group = np.empty(num_ranks, np.int64)
@@ -104,11 +104,13 @@ def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
 
 
 def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, hops: int) -> list[NDArray[np.uint64]]:
-    """Returns which groups of nodes each node has a way of at most so many edges into: bit g for group g.
+    """Returns the groups that each node reaches by paths of at most `hops` edges: bit g for group g.
 
     Args:
-        group: of each node, ``[N]``.
-        num_groups: at most 64.
+        edge_index: edges, int64 ``[2, E]``.
+        group: group of each node, ``[N]``.
+        num_groups: number of groups, at most 64.
+        hops: K.
 
     Returns:
         For 0 to K hops, uint64 ``[N]`` each.
@@ -124,7 +126,7 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
 
 
 def replication_factors(edge_index: Ids, group: NDArray[np.integer], num_groups: int, hops: int) -> tuple[float, ...]:
-    """Returns how many times each node is held on average, after 1 to K hops (DGCL Figure 4); see :func:`within_hops`."""
+    """Returns the average number of copies of a node, after 1 to K hops (DGCL Figure 4); see :func:`within_hops`."""
     reached = within_hops(edge_index, group, num_groups, hops)[1:]
     bits = [[(masks >> np.uint64(g) & np.uint64(1)).sum() for g in range(num_groups)] for masks in reached]
     return tuple(float(sum(counts)) / max(1, len(group)) for counts in bits)
@@ -133,7 +135,7 @@ def replication_factors(edge_index: Ids, group: NDArray[np.integer], num_groups:
 def _holders(
     edge_index: Ids, owner: NDArray[np.int16], levels: Sequence[NDArray[np.bool_]], ranks: NDArray[np.int16]
 ) -> NDArray[np.int16]:
-    """Returns which rank of a group holds each node, -1 for none, ``[N]``."""
+    """Returns the rank of a group that has each node, -1 for none, ``[N]``."""
     holder = np.where(levels[0], owner, np.int16(-1))
     if len(ranks) == 1:
         holder[levels[-1]] = ranks[0]

@@ -1,12 +1,14 @@
-"""An edge cut as data: which rows and edges each rank holds, and which rows it must exchange.
+"""Edge cut as data: rows and edges of each rank, and rows to exchange.
 
-The rank that owns a node holds all of its in-edges (DGCL section 4.1: the tuples (d_i, d_j, V_ij) are `send_rows`).
-Pure functions of a graph. N nodes, E edges, P parts, H halo rows.
+The owner of a node has all of its in-edges (DGCL section 4.1: the tuples (d_i, d_j, V_ij) are `send_rows`).
+Pure functions of a graph. N nodes, E edges, P ranks, H halo nodes.
 
-Rows of a part are ordered so that SpMM finds its neighbours' rows in the cache: communities of the part, and inside a community
-the nodes of highest degree first. A community's rows are read by each other while they are in the cache; rows of like degree,
-one after the other, have loops of like length. Measured against it on five graphs: reverse Cuthill-McKee and degrees alone are
-slower on most, communities by METIS as fast at more set-up.
+Rows of a rank are ordered for cache reuse in SpMM: by community and, inside a community, with the nodes of highest degree first.
+Rows of a community read each other while they are in the cache, and consecutive rows of similar degree have loops of similar
+length.
+Alternatives were measured on five graphs: reverse Cuthill-McKee and degrees alone are slower on most, and communities by METIS
+are
+as fast with more set-up time.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ from lightning_gnn.kernels.loops import compiled
 Ids = NDArray[np.int64]
 
 ShortIds = NDArray[Any]
-"""What there is one of for each edge: of the shortest :func:`id_dtype`."""
+"""Array with one entry per edge, of the shortest :func:`id_dtype`."""
 
 
 def id_dtype(count: int) -> np.dtype[Any]:
-    """Returns the dtype of ids below `count`: int32 as far as it goes, which halves what edges take."""
+    """Returns the dtype of ids below `count`: int32 if possible, which halves the size of edges."""
     return np.dtype(np.int32) if count <= 2**31 else np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What one rank sends and receives in S.
+    """Rows that one rank sends and receives in S.
 
     Attributes:
         num_owned: N of this rank.
-        recv_counts: per peer, how many halo rows it sends; halo rows lie in peer order.
-        send_rows: per peer, the owned rows (local ids) that it reads, in the order of its halo.
+        recv_counts: number of halo rows from each peer; halo rows are in peer order.
+        send_rows: for each peer, local indices of the rows that it reads, in the order of its halo nodes.
     """
 
     num_owned: int
@@ -51,11 +53,11 @@ class HaloPlan:
 
 @dataclass(frozen=True)
 class Relabelling:
-    """Node order in which each part is one contiguous range.
+    """Node order in which each rank has one contiguous range.
 
     Attributes:
-        n_id: original id of each row, int64 ``[N]``, parts in order.
-        offsets: first row of each part and the end, int64 ``[P + 1]``.
+        n_id: original id of each row, int64 ``[N]``, in rank order.
+        offsets: first row of each rank and the end, int64 ``[P + 1]``.
     """
 
     n_id: Ids
@@ -63,7 +65,7 @@ class Relabelling:
 
     @classmethod
     def from_assignment(cls, part: NDArray[np.integer], num_parts: int) -> Relabelling:
-        """Returns the relabelling for ``part`` ``[N]``, values 0 to `num_parts` - 1; original order within a part."""
+        """Returns the relabeling for ``part`` ``[N]``, values 0 to `num_parts` - 1; original order within a rank."""
         counts = np.bincount(part, minlength=num_parts)
         return cls(np.argsort(part, kind="stable").astype(np.int64), np.cumsum([0, *counts], dtype=np.int64))
 
@@ -76,13 +78,14 @@ class Relabelling:
 
 @dataclass(frozen=True)
 class EdgeCutPart:
-    """One part: its edges in local ids (owned rows first, halo rows after them) and its halo.
+    """Edges of one rank in local ids (local rows, then halo rows), and its halo nodes.
 
     Attributes:
-        edge_index: ``[2, E_p]``, of :func:`id_dtype`; targets are owned rows, ascending, sources owned or halo.
+        edge_index: edges, ``[2, E_p]``, of :func:`id_dtype`; targets are local rows, ascending, sources local or halo rows.
         edge_ids: position of each edge in the whole graph's list, int64 ``[E_p]``, ascending for each target.
-        halo: relabelled ids of the halo rows, ascending and so grouped by owner, int64 ``[H_p]``. In the order of their
-            first use, they cost owners more when gathered and added to than they save those who read them.
+        halo: relabeled ids of the halo nodes, ascending and therefore grouped by owner, int64 ``[H_p]``. In order of first use,
+            gathering
+            and adding at the owners would cost more than readers would save.
     """
 
     edge_index: ShortIds
@@ -91,7 +94,7 @@ class EdgeCutPart:
 
 
 def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-    """Yields the parts of edges in original ids, ``[2, E]``; edges come in the order of their targets' rows, as in a CSR."""
+    """Yields the edges of each rank in the order of target rows, as in a CSR matrix; input in original ids, ``[2, E]``."""
     offsets, new = relabelling.offsets, relabelling.new_ids()
     source, target = torch.from_numpy(new[edge_index])
     edges = CSR.from_coo(target, source, len(new), len(new))
@@ -108,12 +111,12 @@ def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCu
 
 
 def owners_of(offsets: Ids, ids: Ids) -> Ids:
-    """Returns the ranks whose ranges, which begin at `offsets` ``[P + 1]``, hold ids ``[n]``."""
+    """Returns the owners of ids ``[n]``, given the first id of each rank and the end, `offsets` ``[P + 1]``."""
     return np.searchsorted(offsets, ids, side="right") - 1
 
 
 def halo_plan(rank: int, offsets: Ids, halos: Sequence[Ids]) -> HaloPlan:
-    """Returns what `rank` exchanges, from the halos of all parts (relabelled ids, ascending)."""
+    """Returns the halo plan of `rank` from the halo nodes of all ranks (relabeled ids, ascending)."""
 
     def owned_by(part: int, halo: Ids) -> Ids:
         low, high = np.searchsorted(halo, offsets[part : part + 2])
@@ -128,22 +131,22 @@ def halo_plan(rank: int, offsets: Ids, halos: Sequence[Ids]) -> HaloPlan:
 
 
 COMMUNITY = 16_384
-"""Most nodes of a community: 1 MB of rows of 16 float32 columns, as much as an L2 cache holds; 8 MB of 128 columns, in L3."""
+"""Maximum size of a community: 1 MB of rows of 16 float32 columns, the size of an L2 cache; 8 MB of 128 columns, in L3."""
 
 RECENT = 16_384
-"""A row is taken to be in the cache still if it was among the last so many that were read: 8 MB of 128 float32 columns."""
+"""Number of last reads that are assumed to be in the cache: 8 MB of 128 float32 columns."""
 
 _PASSES = 5
-_SETTLED = 0.01  # of the nodes: when fewer move, another pass changes little
+_SETTLED = 0.01  # fraction of the nodes: when fewer move, another pass changes little
 
 
 @dataclass(frozen=True)
 class Locality:
-    """How often SpMM finds a row in the cache, over all parts, in the original order and renumbered.
+    """Fraction of SpMM reads from the cache, over all ranks, in the original and in the new order.
 
     Attributes:
-        before, after: share of the reads of owned rows, one per edge, of a row that was among the last `RECENT` reads.
-        seconds: that the renumbering took.
+        before, after: fraction of the reads of local rows, one per edge, of a row among the last `RECENT` reads.
+        seconds: seconds of the renumbering.
     """
 
     before: float
@@ -158,15 +161,18 @@ class Locality:
 
 
 def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int) -> Relabelling:
-    """Returns the relabelling for an assignment in which rows of a part that edges connect are near each other.
+    """Returns a relabeling in which rows of a rank that edges connect are close together.
 
-    Communities are those of one level of Louvain's method (Blondel et al. 2008, section 2), of at most `COMMUNITY` nodes:
-    each node in turn joins that community of its sources that raises the modularity most. Edges into the node alone are
-    looked at: the same where edges come in both directions, and half the work. Communities come in the order of their
-    first nodes, so that a good order of the user's is kept roughly. The same input gives the same order. Ids are original ones.
+    Communities are from one level of Louvain's method (Blondel et al. 2008, section 2), with at most `COMMUNITY` nodes. Each node
+    in
+    turn joins the community of its sources that increases modularity most. Only edges to the node are read: equivalent if edges
+    have
+    both directions, and half the work. Communities are ordered by their first nodes, which roughly preserves a good order of the
+    user.
+    The result is deterministic. Ids are original ids.
     """
     num_nodes = len(part)
-    inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that no community leaves its part
+    inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that each community is on one rank
     source, target = torch.from_numpy(inside)
     reads = CSR.from_coo(target, source, num_nodes, num_nodes)
     indptr, indices = reads.indptr.numpy(), reads.indices.numpy()
@@ -178,9 +184,9 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
 
 
 def recent_reads(edge_index: Ids, relabelling: Relabelling, window: int = RECENT) -> float:
-    """Returns the share of reads that find a row among the last `window` ones, when each part goes through its rows.
+    """Returns the fraction of reads of a row among the last `window` reads, when each rank processes its rows in order.
 
-    Read are the sources that the target's part owns; 1 if there are none.
+    Only sources that are local to the target's rank count; 1 without such reads.
     """
     new, offsets = relabelling.new_ids(), relabelling.offsets
     source, target = torch.from_numpy(new[edge_index])
@@ -192,12 +198,12 @@ def recent_reads(edge_index: Ids, relabelling: Relabelling, window: int = RECENT
 
 @compiled
 def _communities(indptr, indices, out_degree, most, passes, settled):  # type: ignore[no-untyped-def]
-    """Returns the first node of each node's community, ``[N]``. In integers: no rounding decides between communities."""
+    """Returns the first node of each node's community, ``[N]``; integer arithmetic avoids decisions by rounding."""
     num_nodes, total = len(indptr) - 1, len(indices)
     community = np.arange(num_nodes)
     size = np.ones(num_nodes, np.int64)
-    degrees = out_degree.copy()  # summed over a community
-    edges = np.zeros(num_nodes, np.int64)  # from a community to the node at hand
+    degrees = out_degree.copy()  # sums over communities
+    edges = np.zeros(num_nodes, np.int64)  # from a community to the current node
     for _ in range(passes):
         moved = 0
         for node in range(num_nodes):
@@ -230,7 +236,7 @@ def _communities(indptr, indices, out_degree, most, passes, settled):  # type: i
 
 @compiled
 def _recent(indptr, indices, owner, window):  # type: ignore[no-untyped-def]
-    """Returns how many reads of owned rows are within `window` reads of the last one of the same row, and their number."""
+    """Returns the number of reads of local rows within `window` reads of the row's last read, and the number of reads."""
     last = np.full(len(owner), -window - 1)
     recent = reads = 0
     for row in range(len(owner)):
