@@ -1,9 +1,8 @@
 """Transfer of partitioned graphs to machines that lack them: broadcast in pieces, with verification on arrival.
 
 A partition directory entry is sent as a whole. The rows of all ranks are in one file per attribute, and any rank may read any
-row:
-for predictions in the original order, samples, clusters, or the graph on one device. A machine with the files of some ranks only
-would have an entry that looks complete but is not.
+row: for predictions in the original order, samples, clusters, or the graph on one device. A machine with the files of some ranks
+only would have an entry that looks complete but is not.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], 
 
     Raises:
         StoreError: the entry could not be read or written, or arrived corrupted; the other ranks raise RuntimeError. Nothing of
-            the
-            entry is kept. All ranks raise it if a machine has another partition of the same graph, from an earlier run.
+            the entry is kept. All ranks raise it if a machine has another partition of the same graph, from an earlier run.
     """
     with world.together(_WHAT):
         has = leads and (folder / "manifest.json").exists()

@@ -95,10 +95,8 @@ class Products:
     Attributes:
         matrix: function that makes the matrix of a sum over edges from the entries of this rank's rows. It communicates.
         spread: function for edges with attention or max/min aggregation. It takes the bytes that a step sends for a copy of a
-            source's
-            row, and for a partial result of a target. It returns a function that makes the matrix; a scheme may assign edges to
-            ranks
-            by the ratio of the bytes. None if a rank computes the edges of its local nodes.
+            source's row, and for a partial result of a target. It returns a function that makes the matrix; a scheme may assign
+            edges to ranks by the ratio of the bytes. None if a rank computes the edges of its local nodes.
     """
 
     matrix: Callable[[Triples], Matrix]
@@ -109,8 +107,7 @@ class Exchange(ABC):
     """S and its transpose for one rank; layers receive all rows of other ranks through it.
 
     A scheme implements two methods, :meth:`start_expand` and :meth:`start_reduce`. Any number of exchanges may be in progress,
-    and
-    ranks may wait for them in any order. All ranks start them in the same order.
+    and ranks may wait for them in any order. All ranks start them in the same order.
 
     Args:
         num_owned: number of local nodes, N.
@@ -120,14 +117,12 @@ class Exchange(ABC):
         idle: whether this rank sends and receives nothing, including relayed messages.
 
     Attributes:
-        own_lengths: number of this rank's own rows, by the length of a tensor with one entry per row or edge, if a rank also has
-            rows
-            of other ranks. Own rows come first, and only they count in sums over ranks.
+        own_lengths: number of this rank's own rows, by the number of rows of a tensor of nodes or edges; set if a rank also has
+            rows of other ranks. Own rows come first, and only they count in sums over ranks.
         most_propagations: maximum number of propagations along edges in a step; None for no limit.
         products: matrices of edges that several ranks hold; None if a rank computes all edges of its local nodes.
         present: mask of the halo rows received in this step, bool ``[H]``; None for all. Absent rows are 0 and layers leave out
-            their
-            edges. Layers multiply the sums of the other rows by `scale`.
+            their edges. Layers multiply the sums of the other rows by `scale`.
         in_stages: whether waiting sends further messages. No other exchange of the same id may start before it is complete.
         one_way: whether halo rows carry no gradient. A transformation of the input before the exchange would get no gradient from
             other ranks, so layers exchange first.
@@ -172,8 +167,7 @@ class Exchange(ABC):
 
         Returns:
             ``finish(own)``: function that adds received values to ``own`` ``[N, ...]`` in place, or takes the maximum, depending
-            on
-                ``call.operation``. The order does not depend on timing.
+                on ``call.operation``. The order does not depend on timing.
         """
 
     def begin_step(self, step: Step) -> None:  # noqa: B027 (most need not know)
@@ -184,7 +178,7 @@ class Exchange(ABC):
 
     @property
     def approximate(self) -> bool:
-        """Whether rows may be approximate now: in training except its last epoch, and not for stored results."""
+        """Whether rows may be approximate now: in training except its last epoch, and not for cached values."""
         return self.world.transport.approximate
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,8 +264,7 @@ class Exchange(ABC):
             out: send buffer, contiguous, rows in rank order. It must not change before the returned function has returned.
             out_counts: rows for each rank, ``[P]``.
             into: receive buffer, contiguous, of the dtype of `out`, rows in rank order. Not to be used before the returned
-                function has
-                returned.
+                function has returned.
             into_counts: rows from each rank, ``[P]``.
             call: identifier of the exchange, for traffic and errors.
             began: time at which packing began, see :meth:`now`.

@@ -314,8 +314,7 @@ class World:
         """Starts to sum `tensor` over all ranks in place; returns a function that waits.
 
         The all-reduce uses a separate group and overlaps with other messages. Between ranks of one machine, where copying is the
-        work,
-        the sum is computed in the wait.
+        work, the sum is computed in the wait.
         """
         if self.gradient_group is None:
             return partial(self.all_reduce_, tensor, operation)
@@ -423,7 +422,7 @@ class World:
                     tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self, name: str = "Barrier") -> None:
-        """Returns when every rank has called it."""
+        """Wait until all ranks have called it."""
         if self.size > 1:
             with self.all_take_part(name):
                 dist.barrier(group=self.host_group)

@@ -121,8 +121,7 @@ class InProcessTransport(Transport):
 
     Attributes:
         most_bytes: maximum of bytes sent and received by one call. A transport between processes allocates about as much: each
-            rank has
-            two buffers for the most that it sends, either rows or gradients of received rows.
+            rank has two buffers for the most that it sends, either rows or gradients of received rows.
     """
 
     all_local, device = True, torch.device("cpu")

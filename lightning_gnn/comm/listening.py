@@ -86,9 +86,8 @@ def _listener(address: str, port: int, size: int) -> socket.socket | None:
     """Returns a socket that listens on an address; None if torch should listen, on all addresses.
 
     None if the port is in use, perhaps by a store of this process, which torch then reuses. Torch reports other errors of the
-    port.
-    None with a warning if no interface of this machine has the address, as behind a gateway. The same holds if the machine's name
-    resolves to 127.0.1.1, which other machines cannot reach.
+    port. None with a warning if no interface of this machine has the address, as behind a gateway. The same holds if the
+    machine's name resolves to 127.0.1.1, which other machines cannot reach.
     """
     try:
         listener = _listen(address, port, size)

@@ -1,8 +1,7 @@
 """Processes of the ranks on this machine: training progress, end and exit status.
 
 A lost connection does not identify the failed rank: gloo names a port. Torchrun names one failed rank, possibly a rank that
-failed
-because of another failure.
+failed because of another failure.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Gather of rows of any nodes from their owners, for ids that change from call to call.
 
 Source: DistDGL (2020) section III-C: a distributed key-value store with pull and push, to the owner of a row. A call first sends
-the
-ids to the owners, so it costs one more message than a halo exchange. Each row is sent to a rank once, also for repeated ids.
+the ids to the owners, so it costs one more message than a halo exchange. Each row is sent to a rank once, also for repeated ids.
 
 N nodes of the whole graph, P ranks, n ids or rows of a rank, U distinct rows that a rank requests; ``...`` stands for any
-trailing
-dimensions.
+trailing dimensions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Messages between ranks of one machine through shared memory.
 
 On a 2-core machine, a message over loopback sockets between two busy ranks costs one or two milliseconds, mostly for waking
-threads.
-Through mapped memory with a short spin, it costs a hundredth of this. DGCL (section 6.1) also selects its transport by the pair
-of devices.
+threads. Through mapped memory with a short spin, it costs a hundredth of this. DGCL (section 6.1) also selects its transport by
+the pair of devices.
 
 Memory is anonymous (memfd), and peers open it through the owner's process, so nothing remains however a rank ends. The protocol
 relies on the memory order of x86-64: data is visible before the number that announces it.
@@ -112,12 +111,9 @@ class SharedMemory:
         leaving: messages to other machines that may still read the send buffers.
 
     Data is written to or copied to a send buffer (:meth:`scratch`), posted, and copied by the receiver. A send buffer is reused
-    after
-    its receivers have acknowledged it. A rank registers receives (:meth:`expect`) before messages arrive, in the order in which
-    the peer
-    posts, and may wait for them in any order. During any wait, it accepts all registered messages that have arrived. Any number
-    of
-    messages may therefore be in progress, although a mailbox holds one.
+    after its receivers have acknowledged it. A rank registers receives (:meth:`expect`) before messages arrive, in the order in
+    which the peer posts, and may wait for them in any order. During any wait, it accepts all registered messages that have
+    arrived. Any number of messages may therefore be in progress, although a mailbox holds one.
     """
 
     def __init__(self, rank: int, exchange_objects: Callable[[Any], list[Any]], watch: Watchdog) -> None:

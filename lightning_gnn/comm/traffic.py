@@ -74,8 +74,7 @@ class Moment:
         Args:
             device: device of the rank.
             what: first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for
-                messages
-                and unpacking them. Empty for no span.
+                messages and unpacking them. Empty for no span.
             layer, direction: layer and direction of the exchange.
         """
         opened = None

@@ -115,8 +115,7 @@ class Transport(ABC):
 
         Args:
             sends: ranks and contiguous, non-empty rows for them; several ranks may get the same rows. Either all rows or none are
-                in
-                the last :meth:`scratch` buffer.
+                in the last :meth:`scratch` buffer.
             receives: ranks and contiguous, non-empty receive buffers; or, on the CPU, an :class:`UpTo` for a message of bytes.
 
         Raises:
@@ -278,7 +277,7 @@ class ProcessTransport(Transport):
 
     @override
     def start_each(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Receive]]) -> Callable[[], None]:
-        memory, mark, remote = self._memory, self.watch.mark(), list[dist.P2POp]()  # NCCL knows no such marks
+        memory, mark, remote = self._memory, self.watch.mark(), list[dist.P2POp]()  # NCCL ignores marks
         varied: list[tuple[UpTo, Tensor]] = []
         expected: list[tuple[int, int]] = []
         for peer, rows in receives:

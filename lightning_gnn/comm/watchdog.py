@@ -147,8 +147,7 @@ def difference(first: int, one: State, second: int, other: State) -> str:
         if ours[number].name != theirs[number].name:
             return f"Rank {first} has come to: {ours[number].name}; where rank {second} has come to: {theirs[number].name}."
     for rank, state, peer, there in ((first, one, second, other), (second, other, first, one)):
-        # The rank waits for rows of a peer that is in a later operation, or that waits for rows which this rank has not sent
-        # either.
+        # The rank waits for rows of a peer. The peer is in a later operation, or waits for rows of this rank, too.
         later = there.operation and (
             there.number > state.number
             or (there.exchanges() and there.peer == rank and state.passed_over(there.operation, there.number))
@@ -230,8 +229,7 @@ class Watchdog:
             operation: name of the operation.
             errors: exception types of failed messages.
             joint: True if all ranks run it equally often and in the same order. False if other ranks may skip it, as long as no
-                rank waits
-                for their messages. None for an operation that is not recorded.
+                rank waits for their messages. None for an operation that is not recorded.
 
         Raises:
             CommunicationError: in place of an exception of type `errors`.

@@ -37,8 +37,7 @@ def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int | Tensor
         nodes: node of each key that is not drawn, int64 ``[n]``.
         count: number of draws for each key.
         num_nodes: number of nodes of the whole graph, at least 2. Or a number for each key, int64 ``[n, 1]``, to draw from the
-            first
-            nodes only.
+            first nodes only.
         seeds: other numbers that the draws depend on.
     """
     x = keys.view(-1, 1)
@@ -53,9 +52,8 @@ class OtherNodes:
     """Uniform draws of nodes other than the targets of edges, among the nodes that exist at the time of the edge.
 
     PyG also draws negatives like this if nodes have times. But PyG tries a few times and then takes the earliest node of all.
-    Here the
-    draw is exact, and the earliest other node is taken only if no other node exists. Draws depend on original ids, not on the
-    partition.
+    Here the draw is exact, and the earliest other node is taken only if no other node exists. Draws depend on original ids, not
+    on the partition.
 
     Args:
         n_id: original id of each node, ``[N]``.

@@ -26,8 +26,7 @@ class LazyIds(Tensor):
     """int64 ids that are stored as int32 until they are read, and as int64 afterwards.
 
     PyG's ``edge_index`` takes 16 bytes per edge, and ``e_id`` 8. Sums and attention over a rank's own edges do not read them.
-    They use
-    matrices, which are made from the stored ids, see :func:`stored_ids`. All other code gets int64 like PyG's.
+    They use matrices, which are made from the stored ids, see :func:`stored_ids`. All other code gets int64 like PyG's.
 
     Args:
         ids: int32, of any shape.

@@ -29,10 +29,8 @@ def split_edges(
     """Returns the graph with a random split of its edges: ``edge_train_mask``, ``edge_val_mask``, ``edge_test_mask``.
 
     Parallel edges are in the same split and, in an undirected graph, both directions, which would reveal each other. Self-loops,
-    which
-    carry no information, are in the training split. No edges are removed. In :class:`~lightning_gnn.LinkPredictor` and in all
-    batches
-    of ``strategy="sampling"``, only training edges carry messages.
+    which carry no information, are in the training split. No edges are removed. In :class:`~lightning_gnn.LinkPredictor` and in
+    all batches of ``strategy="sampling"``, only training edges carry messages.
 
     Args:
         data: graph; not changed.
@@ -42,8 +40,7 @@ def split_edges(
         seed: random seed; equal seeds give equal splits.
         edge_type: edge type of a ``HeteroData`` to split, which gets the masks.
         rev_edge_type: edge type with the reversed edges, if there is one. Reversed edges of held-out edges are held out as well:
-            the
-            type gets an ``edge_train_mask`` of the other edges. PyG's ``RandomLinkSplit`` has the same edges, but in another
+            the type gets an ``edge_train_mask`` of the other edges. PyG's ``RandomLinkSplit`` has the same edges, but in another
             order.
 
     Returns:
@@ -51,8 +48,7 @@ def split_edges(
 
     Raises:
         ValueError: fractions are out of range, or too small for the number of edges. An edge has a node id out of range. The
-            graph
-            does not have an edge type, or `rev_edge_type` does not connect the same node types in reverse.
+            graph does not have an edge type, or `rev_edge_type` does not connect the same node types in reverse.
     """
     if not (val >= 0 and test >= 0 and val + test < 1):
         raise ValueError(

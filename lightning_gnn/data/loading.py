@@ -240,7 +240,7 @@ class GraphSource:
         self.source = source
 
     def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Mapping[str, Any] | None]:
-        """Returns the graph and its index split, if it has one; temporary files go to the folder `store`."""
+        """Returns the graph and its index split, if it has one; files that loading must write go to the folder `store`."""
         return load_source(self.source, args)
 
     def method(self, layout: LayoutSpec) -> str:
@@ -268,8 +268,7 @@ class GraphSource:
         """Returns a digest of a source given by its path, of the file that defines it, and of the files that its arguments name.
 
         It identifies the graph without loading it. Files are compared by name, size and modification time. None if the arguments
-        are not
-        JSON.
+        are not JSON.
         """
         try:
             text = json.dumps([self.source, dict(args or {}), split], sort_keys=True)

@@ -197,8 +197,7 @@ def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
     """Returns the edge type whose edges are predicted, given the attributes of each edge type.
 
     It is the only type with an ``edge_val_mask`` or an ``edge_test_mask``, or else with an ``edge_train_mask``; None if there is
-    no such
-    type or several. For other types with an ``edge_train_mask``, its edges carry messages.
+    no such type or several. For other types with an ``edge_train_mask``, its edges carry messages.
     """
     for names in (EDGE_MASKS[1:], EDGE_MASKS[:1]):
         having = [kind for kind, has in of.items() if any(name in has for name in names)]
@@ -292,12 +291,10 @@ class CutInfo:
 
     Attributes:
         n_id: original ids of all ranks' nodes in rank order, without replicas, int64 ``[N]``. In a heterogeneous graph, type
-            after
-            type, see :meth:`Cut.ids_of`.
+            after type, see :meth:`Cut.ids_of`.
         e_id: original ids of all ranks' edges in the same order, int64 ``[E]``, or int32 if sufficient.
         mask_counts: number of labeled nodes of each rank, by mask: the weights of a mean loss. In a heterogeneous graph, of the
-            input
-            type. For edge masks, if there are any, the number of edges, of :attr:`edge_type` in a heterogeneous graph.
+            input type. For edge masks, if there are any, the number of edges, of :attr:`edge_type` in a heterogeneous graph.
         num_classes: number of classes of the whole graph's labels.
         types: numbers of nodes and edges of each type that each rank owns.
         digest: digest of the node assignment; equal on all ranks with shards of the same partition.
@@ -324,17 +321,13 @@ class Shard(CutInfo):
 
     Attributes:
         batch: rows of the rank, local nodes first, then replicas. ``edge_index`` has local ids, with halo nodes last. ``n_id``
-            and
-            ``e_id`` are the original ids of its nodes and edges. It has ``num_owned`` and boolean node masks, False for replicas.
-            Edge masks are unchanged: edges of replicas, whose targets are not local nodes, carry messages, too. For a
-            heterogeneous
-            graph, a ``HeteroData`` with the attributes of local nodes and their in-edges. Its ``edge_index`` has local ids of the
-            end
-            types, with halo nodes last, and is left out if steps read samples.
+            and ``e_id`` are the original ids of its nodes and edges. It has ``num_owned`` and boolean node masks, False for
+            replicas. Edge masks are unchanged: edges of replicas, whose targets are not local nodes, carry messages, too. For a
+            heterogeneous graph, a ``HeteroData`` with the attributes of local nodes and their in-edges. Its ``edge_index`` has
+            local ids of the end types, with halo nodes last, and is left out if steps read samples.
         rank: rank of this shard.
         halos: ids of the halo nodes of each rank, ascending, int64 ``[H]`` each; for planners. Ids number the rows of rank 0,
-            then the
-            rows of rank 1, and so on.
+            then the rows of rank 1, and so on.
         counts, edge_counts: numbers of local nodes and their edges of each rank.
         rows, edges: numbers of nodes and edges in each rank's batch, including replicas.
         holders: in a vertex cut, the rank that computes each edge of the batch, ``[E_r]``; None if the owner of the target does.
@@ -409,12 +402,10 @@ class Cut(CutInfo):
     Attributes:
         offsets, edge_offsets: first node and first edge of each rank and the end, ``[P + 1]``, in relabeled order.
         edge_index_of: function that returns the edges of a rank in local ids, local nodes first, then halo nodes, ``[2, E_r]``,
-            int32
-            if sufficient.
+            int32 if sufficient.
         halos: relabeled ids of the halo nodes of each rank, ascending.
         attributes: tensors by name, for ``"node"`` and ``"edge"`` in relabeled order, for ``"graph"`` unchanged. In a
-            heterogeneous
-            graph, by type keys, each in the order of its type's ids.
+            heterogeneous graph, by type keys, each in the order of its type's ids.
         scalars: attributes that are not tensors.
         left_out: by name, reasons why attributes of the user's graph are missing here.
         holders: in a vertex cut, the rank that computes each edge, int16 ``[E]`` in relabeled order.

@@ -193,8 +193,7 @@ def kept_attributes(
     """Returns the kept attributes of a graph on the CPU, the kinds of its tensors, and reasons for the other attributes.
 
     Warns about omitted and ambiguous attributes, unless `data` was prepared before. Raises ValueError for attributes that may
-    belong to
-    nodes or edges.
+    belong to nodes or edges.
     """
     kept: dict[str, Any] = {}
     told = data.__dict__.get("_kinds", {})

@@ -14,14 +14,11 @@ Entries are written under a temporary name, synchronized to disk and renamed. A 
 after a power loss. No file is a pickle.
 
 The manifest and file sizes are checked whenever an entry is opened. File contents and checksums are checked if a file differs
-from
-its record in ``verified.json``: size, and the change time that only the operating system sets. An archive cannot preserve this
-time, so an
-entry from elsewhere is always read before use.
+from its record in ``verified.json``: size, and the change time that only the operating system sets. An archive cannot preserve
+this time, so an entry from elsewhere is always read before use.
 
 Checksums detect damage, not manipulation: a user who can write an entry can recompute them, and store another graph. But nothing
-is
-unpickled, no file outside the folder is read, and no id exceeds its array.
+is unpickled, no file outside the folder is read, and no id exceeds its array.
 """
 
 from __future__ import annotations
@@ -241,7 +238,7 @@ def write_store(
 ) -> None:
     """Write the partition `part` of `data` to `folder`; the folder appears complete or not at all.
 
-    Removes remains of interrupted writers of the same folder, so only one process may write at a time.
+    Files of interrupted writers of the same folder are removed, so only one process may write at a time.
 
     Args:
         folder: target folder, which must not exist; its parent is created.
@@ -471,8 +468,7 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
 
     Raises:
         StoreError: the manifest is missing, unreadable or changed. The format, layout or number of parts differs, or the folder
-            was
-            renamed. A file is missing, of another size, changed, or has ids out of range.
+            was renamed. A file is missing, of another size, changed, or has ids out of range.
     """
     advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
     try:

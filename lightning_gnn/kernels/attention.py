@@ -3,8 +3,8 @@
 For devices with loops, see :func:`~lightning_gnn.kernels.run.has_loops`. 16-bit floats are summed in float32, on the CPU from
 copies; results have the dtype of the first argument.
 
-Edge values are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources).
-No tensor has edges times channels elements, while PyG's gather and scatter store several such tensors.
+Edge values are ``[E, H]`` in slot order of a CSR matrix of R rows (targets) and K columns (sources). No tensor has edges times
+channels elements, while PyG's gather and scatter store several such tensors.
 
 R rows, K columns of the matrix, E slots, H heads, C channels of a head.
 """

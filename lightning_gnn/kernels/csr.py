@@ -26,8 +26,7 @@ class CSR:
         indptr: first slot of each row and the end, int64 ``[R + 1]``.
         indices: column of each slot, int32 ``[E]``.
         edge: position of each slot's edge in the original edge list, int32 (or int64 for longer lists) ``[E]``; None if the list
-            is in
-            slot order.
+            is in slot order.
         num_cols: C.
     """
 
@@ -79,8 +78,7 @@ class CSR:
             num_first, num_last: number of columns of each half.
             in_list: whether to store the positions of edges in the list.
             self_loops: whether to omit self-loops in the list and append one to the row of each of the first columns. Requires as
-                many rows
-                as first columns; not with `in_list`.
+                many rows as first columns; not with `in_list`.
 
         Raises:
             ValueError: an id is outside of the matrix, or a half has more columns than int32 allows.

@@ -1,8 +1,7 @@
 """Loops over edges and rows, compiled by numba at first use and cached on disk; :mod:`lightning_gnn.kernels.run` calls them.
 
 Each loop processes rows `low` to `high`, usually of a CSR matrix, and writes only these rows of its result. Threads therefore
-share
-no output.
+share no output.
 
 R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C channels each.
 """
@@ -244,8 +243,7 @@ def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bo
     """Compute the gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
 
     x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: extrema; top_grad,
-    bottom_grad:
-    gradients of extrema, divided by the number of edges that attain them, or ``[0, F]``.
+    bottom_grad: gradients of extrema, divided by the number of edges that attain them, or ``[0, F]``.
     """
     columns, last = x.shape[1], len(indices) - 1
     # A literal 0 or 2 would be an integer, and with float32 give float64.
@@ -447,8 +445,8 @@ def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, hig
     Entry f is in byte ``f % B``, at bit ``bits * (f // B)``. Entries of one byte are B apart, so that packing vectorizes.
 
     x ``[R, F]``; ends ``[R, 2]``: minimum and maximum, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R,
-    2]``:
-    sums of squares of errors and of entries; rounding: relative error bound for entries that were quantized before; key uint64.
+    2]``: sums of squares of errors and of entries; rounding: relative error bound for entries that were quantized before; key
+    uint64.
     """
     columns, num_bytes, per_byte = x.shape[1], packed.shape[1], 8 // bits
     levels = 2**bits - 1

@@ -2,8 +2,7 @@
 
 Devices with loops (:func:`~lightning_gnn.kernels.run.has_loops`) use compiled loops: the CPU, and GPUs with Triton. Loops add a
 row's edges in an order that does not depend on timing or on the number of threads. On other devices, :func:`spmm` uses torch's
-own
-kernels, and :class:`RowStatistics` is not supported.
+own kernels, and :class:`RowStatistics` is not supported.
 
 R rows, C columns of the matrix, E slots, F columns of the dense operand; ``...`` stands for any trailing dimensions.
 """
@@ -164,8 +163,7 @@ def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: Row
         csr: matrix ``[R, C]`` of the forward pass.
         x: ``[C, F]`` of the forward pass.
         grads: gradient of each statistic, ``[R, F]``, with max and min divided by their :meth:`~RowStatistics.ties`; ``[0, F]``
-            for
-            none.
+            for none.
         extremes: statistics of the forward pass.
     """
     out, flipped = torch.empty_like(x), csr.transpose(in_list=False)

@@ -21,8 +21,7 @@ def _bounds(indptr, rows, starts, num_segments, SPLIT: tl.constexpr, HUBS: tl.co
     """Returns the row of a program, its first and last + 1 slot, and whether these are all slots of the row.
 
     Segments come before rows: the longest work starts first. Split rows have no slots of their own. In the second launch, rows
-    are hubs
-    and slots are segments.
+    are hubs and slots are segments.
     """
     unit = tl.program_id(0).to(tl.int64)
     if SECOND:

@@ -2,15 +2,13 @@
 
 Each function takes the CSR matrix in place of `indptr`, and otherwise the arguments of the loop with its name, except `low` and
 `high`. Tensors are contiguous, on the matrix's device. Floats may have any of four dtypes: bfloat16, float16 and float32 are
-summed
-in float32, float64 in float64. Results are rounded once, to the dtype of `out`. They have been compared with numba's loops in
-Triton's interpreter and on an H200.
+summed in float32, float64 in float64. Results are rounded once, to the dtype of `out`. They have been compared with numba's loops
+in Triton's interpreter and on an H200.
 
 A GPU program writes its own elements, without atomics. The order of its additions depends only on the matrix and the number of
 columns, so results are bitwise reproducible. Rows with more than :data:`SPLIT` edges are split into segments of this length. A
-second
-launch combines their partial results in order, so that the GPU does not wait for one program with a hub. Nothing is tuned at run
-time, because another tile size changes the order of additions.
+second launch combines their partial results in order, so that the GPU does not wait for one program with a hub. Nothing is tuned
+at run time, because another tile size changes the order of additions.
 
 R rows, K columns of the matrix, E slots, F columns of the dense operand; H heads of C channels each.
 """
@@ -157,8 +155,7 @@ def _tile(width: int, tiles: int = 1) -> tuple[dict[str, Any], int]:
     """Returns the number of edges and columns of a program with `tiles` tiles, and its number of warps.
 
     About 512 numbers, 16 per thread, so that enough loads are in progress where a warp has one row. The widest tiles use two
-    warps,
-    because sums and loaded numbers together must fit into registers.
+    warps, because sums and loaded numbers together must fit into registers.
     """
     block = min(128, triton.next_power_of_2(max(1, width)))
     edges = min(32, max(8, 512 // block)) // tiles

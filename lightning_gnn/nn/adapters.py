@@ -25,8 +25,7 @@ def patch_globals(method: Callable[..., Any], **names: Any) -> Callable[..., Any
 
     Raises:
         UnsupportedModelError: the method belongs to a subclass, uses none of the names and calls ``super()``, whose function
-            cannot
-            be replaced.
+            cannot be replaced.
     """
     function = method.__func__  # type: ignore[attr-defined]
     code, known = function.__code__, {**function.__globals__, **names}

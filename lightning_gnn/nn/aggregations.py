@@ -1,6 +1,7 @@
 """Several aggregations of the same rows in one pass over the edges, and PNA based on them.
 
 Source of PNA: Corso et al., "Principal Neighbourhood Aggregation for Graph Nets" (2020), as in PyG's PNAConv.
+
 N local nodes, H halo nodes, F features, T towers.
 """
 

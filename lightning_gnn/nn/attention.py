@@ -1,8 +1,7 @@
 """GAT, GATv2 and the graph transformer without a row per edge: kernels for scores, softmax and weighted sums.
 
 Results equal PyG's forward up to rounding, which stores several tensors of edges x heads x channels. PyG's own forward runs off
-the
-CPU, and with edge features in the messages (GATv2Conv and TransformerConv with ``edge_dim``).
+the CPU, and with edge features in the messages (GATv2Conv and TransformerConv with ``edge_dim``).
 
 N local nodes, H halo nodes, E edges, K heads of C channels.
 """

@@ -1,10 +1,8 @@
 """Binding: connects the convs and norms of an unmodified model to all ranks through an exchange, and undoes it.
 
-Each layer computes ``Z = A S H``. For every argument that `message` or `edge_update` reads at an edge's source (``x_j``), the
-bound
-conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. The exchange sends the arguments of `propagate`: rows after
-the
-linear map if the layer applies it first.
+Each layer computes ``Z = A S H``. The methods `message` and `edge_update` read arguments at an edge's source (``x_j``). For each
+of these, the bound conv replaces ``x`` by ``(S x, x)`` before PyG lifts rows to edges. The exchange sends the arguments of
+`propagate`: rows after the linear map if the layer applies it first.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ class CommNetConv(MessagePassing):
         h_i' = W h_i + U \frac{1}{|\{j \in N(i), j \ne i\}|} \sum_{j \in N(i), j \ne i} h_j
 
     Source: Sukhbaatar et al., "Learning Multiagent Communication with Backpropagation" (2016), equations 1 and 2. Neighbors in a
-    graph
-    replace all other agents, as in DGCL (EuroSys'21, section 2). The model applies the activation. The sum is 0 for a node
+    graph replace all other agents, as in DGCL (EuroSys'21, section 2). The model applies the activation. The sum is 0 for a node
     without other neighbors.
 
     Args:

@@ -3,8 +3,7 @@
 These computations are sums, max/min aggregations, attention and normalization.
 
 N local nodes, H halo nodes, E edges, F features; ``...`` stands for any trailing dimensions. T rows are targets of edges: the
-local
-nodes, except in heterogeneous graphs.
+local nodes, except in heterogeneous graphs.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class GraphContext:
     Attributes:
         propagations: number of propagations of each layer in this step, by layer name.
         on_loaded_edges: layers that compute the rank's loaded edges, by PyG's code or with edge data, even if the exchange
-            distributes
-            the edges of other layers over ranks.
+            distributes the edges of other layers over ranks.
         columns_at_once: number of columns of constant input in one message, so that messages stay about as small as in later
             layers.
         reverse: context of the same nodes in the graph with reversed edges; None if no layer reads out-edges.
@@ -327,9 +325,8 @@ class GraphContext:
 
         Args:
             edge_index: edges, ``[2, E]``.
-            step_bytes: function that returns the bytes that a training step sends, forward and backward, for a copy of a source's
-                row
-                and for the partial result of a target.
+            step_bytes: function that returns the bytes that a training step sends, in both passes, for a copy of a source's row
+                and for a target's partial result.
         """
         node_ids, target_ids = self._node_ids, self._target_ids
         products = self.exchange.products
@@ -404,8 +401,7 @@ class GraphContext:
         """Returns edges with self-loops and symmetric normalization by the degrees of the whole graph.
 
         All in-edges of a local node are on its rank, so its degree is local; the degree of a halo node comes from its owner. The
-        result for
-        the edges and weights of the batch is cached. With `as_scales`, sums may scale rows instead.
+        result for the edges and weights of the batch is cached. With `as_scales`, sums may scale rows instead.
         """
         self.check_rows(num_nodes, layer)
 
@@ -442,8 +438,7 @@ class GraphContext:
         """Returns the sum of :meth:`gcn_norm` as scales of rows; None if its weights do not factor.
 
         Weights factor for the edges of the batch without weights. The sum then reads no weight per edge and needs no second edge
-        list.
-        Scales would round dtypes shorter than float32 once more, so these use weights.
+        list. Scales would round dtypes shorter than float32 once more, so these use weights.
         """
         plain = edge_weight is None and not (improved and add_self_loops)
         if not plain or dtype not in (torch.float32, torch.float64):

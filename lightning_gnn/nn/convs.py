@@ -27,18 +27,14 @@ class ConvRule:
         sends_rows: whether messages are source rows, possibly times `weight`. SpMM computes their sums and means.
         weight: argument of `propagate` that multiplies messages; None for ones.
         forward: faster function equal to the conv's forward. It takes the rank's graph context and the layer's name before the
-            conv
-            and its arguments.
+            conv and its arguments.
         fits: function that returns whether the settings of a conv allow `forward`.
         maps: function that returns the linear maps whose weights `forward` reads; empty if they are unknown, None if `forward`
-            calls
-            all maps.
+            calls all maps.
         kernels: groups of :func:`lightning_gnn.kernels.warm_up.warm_up` that it runs.
         halo_columns: function that returns the number of exchanged columns, or None for the columns of x. Set only for convs that
-            take
-            ``(x_source, x_target)`` and map each source row separately, so that S x may be their input. Other convs may draw
-            random
-            numbers or compute statistics over rows, where copies of a row would count.
+            take ``(x_source, x_target)`` and map each source row separately, so that S x may be their input. Other convs may draw
+            random numbers or compute statistics over rows, where copies of a row would count.
         several_hops: whether a call propagates along edges several times; None if unknown.
         of_all_types: whether it is called on all node and edge types at once; `refused` then applies to homogeneous graphs.
         refused: reason why it is not exact on a part of a graph, and an alternative; empty if it is exact.
@@ -161,10 +157,8 @@ def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]
     """Decorator that registers the adapter of a conv class whose own code reads more than the edges of its nodes.
 
     A bound conv of this class, or of a subclass without an adapter of its own, has the methods that the adapter returns. They
-    take
-    precedence over the package's rule for the class. ``propagate`` and ``edge_updater`` are always wrapped; a conv that only
-    calls
-    them needs no adapter. docs/models.md has an example.
+    take precedence over the package's rule for the class. ``propagate`` and ``edge_updater`` are always wrapped; a conv that only
+    calls them needs no adapter. docs/models.md has an example.
 
     Args:
         kind: conv class.
@@ -204,8 +198,7 @@ def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable
         context: graph context of its rank.
         layer: name of the conv.
         own: forward of the conv otherwise, as a function of the conv. It runs in calls with hooks, and if linear maps are more
-            than
-            their weights. Both may change at any time, for example by pruning.
+            than their weights. Both may change at any time, for example by pruning.
     """
     rule = rule_of(type(conv), "forward", "message", "edge_update")
     if rule.forward is None or not rule.fits(conv):

@@ -1,9 +1,8 @@
 """Edges of a rank as matrices, and sums and max/min aggregations over edges that an exchange completes.
 
 Edges are at the owners of their targets, or distributed over ranks on a process grid or by a vertex cut. Source: CAGNET sections
-4.1
-and 4.2, Z = A^T H W; CDFGNN section 3. A sum or mean of messages that are rows, weighted or not, is a product with the graph's
-matrix. For max/min aggregation, the partial results of a node's edges are combined at its owner.
+4.1 and 4.2, Z = A^T H W; CDFGNN section 3. A sum or mean of messages that are rows, weighted or not, is a product with the
+graph's matrix. For max/min aggregation, the partial results of a node's edges are combined at its owner.
 
 N local nodes, H halo nodes, E edges, F features. T rows are targets of edges: the local nodes, except in heterogeneous graphs.
 """
@@ -304,8 +303,7 @@ class StatisticsOverRanks(torch.autograd.Function):
     """Several of :data:`~lightning_gnn.kernels.sums.STATISTICS` over edges that are distributed over ranks.
 
     Each rank aggregates its edges; owners add sums and compare maxima and minima. All ranks then receive the maxima and minima,
-    count
-    the edges that attain them, and divide gradients among these edges, as on one device.
+    count the edges that attain them, and divide gradients among these edges, as on one device.
 
     Returns:
         Statistics in the order of `wanted`, ``[N, F]`` each; 0 for the rows in `without`.

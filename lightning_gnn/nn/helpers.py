@@ -58,8 +58,8 @@ def gather_halo(x: Tensor) -> Tensor:
     """Returns the rows that ``batch.edge_index`` indexes: local rows, then copies of the halo rows.
 
     ``gather_halo(x)[batch.edge_index[0]]`` has the source row of every edge. ``x[batch.edge_index[0]]`` in a step has the same
-    result,
-    but the result of this function may be indexed several times. Differentiable: gradients of copies are summed at the owner.
+    result, but the result of this function may be indexed several times. Differentiable: gradients of copies are summed at the
+    owner.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.
@@ -117,10 +117,8 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
     """Returns the rows of any nodes of the whole graph, for example of the ends of negative edges.
 
     Differentiable: gradients of all ranks are summed at the owner. All ranks call it, each with any ids, possibly none; ids may
-    change
-    between steps. Each row is sent once, also for repeated ids, while ``x[ids]`` gathers all rows. For sources of
-    ``batch.edge_index``,
-    :func:`gather_halo` is cheaper.
+    change between steps. Each row is sent once, also for repeated ids, while ``x[ids]`` gathers all rows. For sources of
+    ``batch.edge_index``, :func:`gather_halo` is cheaper.
 
     Args:
         x: one row per node of the batch, ``[N, ...]``.

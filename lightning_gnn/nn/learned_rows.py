@@ -18,7 +18,7 @@ _trying_out = False
 
 @contextmanager
 def untrained_rows() -> Iterator[None]:
-    """Context manager that resets learned rows to their initial values and does not train them, for trial steps."""
+    """Context manager that uses the initial values of learned rows and does not train them, for trial steps."""
     global _trying_out
     before, _trying_out = _trying_out, True
     try:

@@ -5,10 +5,10 @@ ranks, because each rank's output depends on the rows of all ranks. N local node
 
 Aggregation modules outside convs read out the whole graph. Sum, mean, max and min over rows of several ranks are exact. Other
 readouts need all rows at once and raise an error when called. An aggregation over the edges of each node (an ``index`` with
-several
-groups) is local.
+several groups) is local.
 
 Linear attention is a sum over all nodes of small matrices, which ranks send; dense attention needs the rows of all nodes.
+
 n local nodes; B graphs, one; H heads with D channels each.
 """
 
@@ -343,8 +343,7 @@ def global_methods(module: torch.nn.Module, reads_out: bool = False) -> Mapping[
     """Returns replacement methods of a bound module that reads the nodes of all ranks, by name.
 
     The result is empty for modules that read one row at a time. It is also empty for classes that override these methods, to
-    which row
-    semantics apply.
+    which row semantics apply.
 
     Args:
         module: module to be bound.

@@ -1,8 +1,7 @@
 """Temporary attributes of modules for a run; a pickle contains the original module.
 
 Users pickle modules at any time: hyperparameters in a checkpoint, or ``torch.save(self.model)`` in a hook. The attributes refer
-to
-process groups and to the rank's shard, which no other process has.
+to process groups and to the rank's shard, which no other process has.
 """
 
 from __future__ import annotations

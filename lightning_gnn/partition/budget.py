@@ -1,8 +1,8 @@
 """Predicted memory and seconds of partitioners, and selection of a partitioner that fits this machine.
 
 Node partitioners store the coarse graphs of the graph to partition. How the graph shrinks differs most between graphs of equal
-size,
-so it is simulated: nodes are matched by reading the edges, with memory for nodes only.
+size, so it is simulated: nodes are matched by reading the edges, with memory for nodes only.
+
 N nodes, E directed edges; entries are the entries of a symmetric graph: both directions of each edge, once.
 """
 
@@ -36,8 +36,7 @@ CUT_WHOLE = 100_000
 """Number of nodes up to which KaMinPar partitions the graph itself in blocks, whose edges it copies.
 
 Its first clusters leave fewer than 8,000 of these nodes, where it begins to have eight parts. It partitions coarse graphs of
-larger
-graphs.
+larger graphs.
 """
 
 
@@ -119,8 +118,7 @@ class Levels:
         """Returns the levels of edges ``[2, E]``: `MATCHINGS` simulated levels, and extrapolated levels.
 
         Nodes are matched along the edges in their order; later levels extrapolate the last two. With more than `SAMPLED` edges,
-        entries are
-        estimated by distinct pairs whose hash is in a sample. Reads the edges 2 `MATCHINGS` + 1 times.
+        entries are estimated by distinct pairs whose hash is in a sample. Reads the edges 2 `MATCHINGS` + 1 times.
         """
         of, nodes, entries = np.arange(num_nodes, dtype=np.int32), [num_nodes], list[int]()
         while True:
@@ -190,12 +188,9 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
     """Returns the bytes of KaMinPar, whose wheels have 8-byte ids.
 
     Besides the symmetric graph, weights and parts, it stores its own graph. In addition, it first has the file from which it
-    reads the
-    graph. Later it has its working memory: tables of fixed size, clusters and coarse graphs, of 16 bytes per entry or more, and
-    copies
-    of blocks. The working memory is fitted. Label propagation leaves about all entries that matchings leave in large graphs,
-    fewer in
-    small graphs.
+    reads the graph. Later it has its working memory: tables of fixed size, clusters and coarse graphs, of 16 bytes per entry or
+    more, and copies of blocks. The working memory is fitted. Label propagation leaves about all entries that matchings leave in
+    large graphs, fewer in small graphs.
     """
     num_nodes, num_entries = levels.nodes[0], max(1, levels.entries[0])
     coarser = levels.entries[min(3, len(levels.entries) - 1)]

@@ -85,24 +85,20 @@ def assign_nodes(
 
             - ``"metis"``: of several balance settings, the setting with the lowest predicted epoch time
             - ``"metis_masks"``: the same, with settings that balance nodes, edges, the entries of each mask and the nodes of each
-              kind
-              at once (DistDGL, section III-B)
+              kind at once (DistDGL, section III-B)
             - ``"metis_cover"``: ``"metis"``, and then nodes move so that a cover sends fewer rows
               (:func:`~lightning_gnn.strategies.cover.refine.refine_for_cover`)
             - ``"kaminpar"``, and ``"kaminpar_compressed"`` with less memory: the better of balanced nodes and a balanced sum of
-              nodes
-              and edges
+              nodes and edges
             - one of :data:`~lightning_gnn.registry.PARTITIONERS`
             - ``"auto"``: the first of METIS, KaMinPar, KaMinPar compressed and the registry's partitioners whose predicted memory
-              is
-              free (:mod:`~lightning_gnn.partition.budget`)
+              is free (:mod:`~lightning_gnn.partition.budget`)
             - ``"random"``: equal parts
             - ``"contiguous"``: equal ranges
         seed: random seed of partitioners and of the random assignment.
         masks: masks, bool ``[N]`` each; every part gets a node of each mask with at least P nodes (not for a given assignment).
         groups: groups of ranks between which METIS cuts first; see :func:`assign_hierarchically`. Balance constraints are the
-            same, over
-            all ranks equally.
+            same, over all ranks equally.
         edge_masks: edge masks, bool ``[E]`` each, whose edges are counted at the owners of their targets.
         node_kinds: type number of each node, ``[N]``; None for a single type.
         others: replacements of the registry's partitioners, by name.
@@ -117,7 +113,7 @@ def assign_nodes(
         part = _checked(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
     if num_parts > 1:
-        from lightning_gnn.partition.budget import choose, most_seconds, predictions  # not by graphs that stay whole
+        from lightning_gnn.partition.budget import choose, most_seconds, predictions  # unused for one part
 
     if method == "auto" and num_parts > 1:
         method = choose(predictions(edge_index, num_nodes, num_parts, others), available_bytes()).method
@@ -231,8 +227,8 @@ def metis_candidates(
     """Yields METIS assignments under balance settings, the cheapest first, from which the caller selects.
 
     Full-graph step time depends on edges. With balanced nodes, METIS may give a rank up to four times the average on skewed
-    graphs,
-    while tightly balanced edges may cost far more cut edges. `shares`, weights ``[N]`` each, are balanced in all settings.
+    graphs. Tightly balanced edges may cost far more cut edges. `shares`, weights ``[N]`` each, are balanced in all
+    settings.
     """
     from lightning_gnn.partition.budget import check_metis
     from lightning_gnn.partition.metis import MetisUnavailable, part_graph

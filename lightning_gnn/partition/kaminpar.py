@@ -42,8 +42,7 @@ def part_graph(
     """Returns the part of each node, int32 ``[N]``, with balanced nodes or, if given, balanced node weights ``[N]``.
 
     Results may differ for equal seeds, even on the one thread that it uses. The library reads only files, so the graph is written
-    to the
-    folder for temporary files, 4 bytes per entry and 8 per node.
+    to the folder for temporary files, 4 bytes per entry and 8 per node.
 
     Args:
         graph: graph to partition.

@@ -28,8 +28,7 @@ class Types:
     """Numbers of nodes and edges of each type and rank.
 
     Rows of a rank are its nodes of the first type, then its nodes of the second, and so on, and similarly its edges. In addition,
-    nodes
-    of one type have ids from 0 on, first the nodes of rank 0, then of rank 1, and so on. The same holds for edges.
+    nodes of one type have ids from 0 on, first the nodes of rank 0, then of rank 1, and so on. The same holds for edges.
 
     Attributes:
         nodes, edges: counts by type, int64 ``[P]``, in the order of the types.
@@ -159,8 +158,7 @@ class LayoutSpec:
 
     Attributes:
         kind: ``"whole"``: one rank has everything. ``"edge_cut"``: a rank has all in-edges of its local nodes. ``"vertex_cut"``:
-            edges are
-            assigned to ranks, and a node is owned by its master.
+            edges are assigned to ranks, and a node is owned by its master.
         parts: number of ranks.
         groups: groups between which the partitioner cuts first; None for equal cuts between all ranks.
         method: default method that assigns nodes, or the edges of a vertex cut, to ranks. None for
@@ -171,8 +169,7 @@ class LayoutSpec:
         takes_types: whether the graph may be heterogeneous.
         samples: whether training steps use sampled neighborhoods, so that num_neighbors and a batch size apply.
         in_batches: whether no step of any stage reads the rank's own edges, which are then not loaded; None: only for
-            heterogeneous
-            graphs.
+            heterogeneous graphs.
     """
 
     kind: Literal["whole", "edge_cut", "vertex_cut"]
@@ -195,7 +192,7 @@ class LayoutSpec:
         return cls("edge_cut", parts, takes_types=True)
 
     def takes(self, has_types: bool) -> bool:
-        """Returns whether the layout supports a graph that has types, or none, depending on `has_types`."""
+        """Returns whether the layout supports a heterogeneous (`has_types`) or homogeneous graph."""
         return self.takes_types or not has_types
 
     def reads_edges(self, types: Types) -> bool:

@@ -4,8 +4,7 @@ Source: DGCL (EuroSys'21) section 3 (replication: each rank alone) and Table 5 (
 
 A rank's rows are its local nodes, then its replicas. It has all in-edges of its rows. A source that no rank of the group has is
 outside the neighborhood; one zero row represents all such sources. After the l-th of K propagations, rows within K - l hops of
-the
-group's nodes are correct. Rows further out are not, and no correct row reads them.
+the group's nodes are correct. Rows further out are not, and no correct row reads them.
 
 N nodes, E edges, P ranks, K hops.
 """

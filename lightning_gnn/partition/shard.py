@@ -1,14 +1,12 @@
 """Edge cut as data: rows and edges of each rank, and rows to exchange.
 
-The owner of a node has all of its in-edges (DGCL section 4.1: the tuples (d_i, d_j, V_ij) are `send_rows`).
-Pure functions of a graph. N nodes, E edges, P ranks, H halo nodes.
+The owner of a node has all of its in-edges (DGCL section 4.1: the tuples (d_i, d_j, V_ij) are `send_rows`). Pure functions of a
+graph. N nodes, E edges, P ranks, H halo nodes.
 
 Rows of a rank are ordered for cache reuse in SpMM: by community and, inside a community, with the nodes of highest degree first.
 Rows of a community read each other while they are in the cache, and consecutive rows of similar degree have loops of similar
-length.
-Alternatives were measured on five graphs: reverse Cuthill-McKee and degrees alone are slower on most, and communities by METIS
-are
-as fast with more set-up time.
+length. Alternatives were measured on five graphs: reverse Cuthill-McKee and degrees alone are slower on most, and communities by
+METIS are as fast with more set-up time.
 """
 
 from __future__ import annotations
@@ -84,8 +82,7 @@ class EdgeCutPart:
         edge_index: edges, ``[2, E_p]``, of :func:`id_dtype`; targets are local rows, ascending, sources local or halo rows.
         edge_ids: position of each edge in the whole graph's list, int64 ``[E_p]``, ascending for each target.
         halo: relabeled ids of the halo nodes, ascending and therefore grouped by owner, int64 ``[H_p]``. In order of first use,
-            gathering
-            and adding at the owners would cost more than readers would save.
+            gathering and adding at the owners would cost more than readers would save.
     """
 
     edge_index: ShortIds
@@ -164,12 +161,9 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     """Returns a relabeling in which rows of a rank that edges connect are close together.
 
     Communities are from one level of Louvain's method (Blondel et al. 2008, section 2), with at most `COMMUNITY` nodes. Each node
-    in
-    turn joins the community of its sources that increases modularity most. Only edges to the node are read: equivalent if edges
-    have
-    both directions, and half the work. Communities are ordered by their first nodes, which roughly preserves a good order of the
-    user.
-    The result is deterministic. Ids are original ids.
+    in turn joins the community of its sources that increases modularity most. Only edges to the node are read: equivalent if
+    edges have both directions, and half the work. Communities are ordered by their first nodes, which roughly preserves a good
+    order of the user. The result is deterministic. Ids are original ids.
     """
     num_nodes = len(part)
     inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that each community is on one rank
