@@ -212,9 +212,9 @@ def graph_case(rng: Rng) -> Case:
         loaded = module.load()
         shards = []
         if store_it:
-            cut = read_cut(module.store / module.build(TWO))
+            cut = read_cut(module.partition_dir / module.build(TWO))
             shards = [cut.shard(rank) for rank in range(2)]
-            shutil.rmtree(module.store)
+            shutil.rmtree(module.partition_dir)
         return loaded, shards
 
     said = "|".join(re.escape(repr(field) if field in NAMES else field) for field in fields)
@@ -290,7 +290,7 @@ def hetero_case(rng: Rng) -> Case:
     def run() -> HeteroData:
         module = GraphDataModule(data, partition_dir=tempfile.mkdtemp(dir=_scratch()))
         module.setup("fit")
-        cut = read_cut(module.store / module.build(LayoutSpec("edge_cut", 2, takes_types=True)))
+        cut = read_cut(module.partition_dir / module.build(LayoutSpec("edge_cut", 2, takes_types=True)))
         for rank in range(2):
             cut.shard(rank)
         return module.load()
@@ -704,7 +704,7 @@ def _entry() -> Path:
     """An entry of the store in which nothing is wrong."""
     if "entry" not in _made:
         module = GraphDataModule(graph(np.random.default_rng(7)), partition_dir=_scratch() / "good")
-        _made["entry"] = module.store / module.build(TWO)
+        _made["entry"] = module.partition_dir / module.build(TWO)
     return _made["entry"]
 
 

@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, refuse_old_names, renamed, shown
 from lightning_gnn.comm.entries import spread_entry
@@ -148,10 +148,6 @@ class GraphDataModule(L.LightningDataModule):
 
     built_from = ("source", "source_kwargs", "split", "split_index", "partition", "seed", "input_type", "partition_memory_limit")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        refuse_old_names(cls, kwargs, _REMOVED)
-        return super().__new__(cls)
-
     def __init__(
         self,
         source: Source,
@@ -166,8 +162,10 @@ class GraphDataModule(L.LightningDataModule):
         input_type: str | None = None,
         partition_memory_limit: int | str | None = None,
         feature_dtype: str | torch.dtype | None = None,
+        **removed: Any,
     ) -> None:
-        super().__init__()
+        refuse_old_names(type(self), removed, _REMOVED)
+        super().__init__(**removed)
         leave_out_missing_validation()
         self.prepare_data_per_node = False  # other machines receive the partition of rank 0
         self.num_neighbors, self.batch_size = checked_batches(num_neighbors, batch_size), batch_size

@@ -229,7 +229,7 @@ def test_small_graphs_predict_what_large_ones_keep(model):
         assert expected.peak().backward == pytest.approx(found.peak().backward, rel=0.1)
         # What is there in the backward is what is kept and two more; layers made again never take more.
         assert found.peak().backward > found.held_bytes + saved_bytes(found)
-        assert found.peak(checkpoint_convs=True).most <= found.peak().most
+        assert found.peak(recompute=True).most <= found.peak().most
 
 
 def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
@@ -297,7 +297,7 @@ def test_layers_made_again_keep_their_arguments():
     # By hand: messages of both layers, their inputs and tanh's outputs, on each edge; between the layers, a row of each node.
     inside = [edges * 4 * (2 * FEATURES + columns), edges * 4 * (2 * columns + CLASSES)]
     assert saved_bytes(found) > sum(inside)
-    spared = found.peak().backward - found.peak(checkpoint_convs=True).backward
+    spared = found.peak().backward - found.peak(recompute=True).backward
     assert spared > min(inside)  # one of them is there at a time
 
 
