@@ -1,9 +1,9 @@
 """CDFGNN's ablation: messages, bytes, epoch time and accuracy of a vertex cut with and without cache and codec.
 
-Rows, bytes and test accuracy, on ranks that are threads of one process; plots like Figures 6 to 8 with ``--plots FOLDER``::
+Rows, bytes and test accuracy, on ranks that are threads of one process::
 
     python benchmarks/vertex_cut.py [--graphs computers github cornell5 power-law] [--seeds 0 1 2] [--jobs 4]
-        [--json FILE] [--plots FOLDER]
+        [--json FILE]
 
 Epoch time on two emulated hosts of two ranks, by netlab (root only), a host's link 2.7 times as slow as one inside::
 
@@ -29,7 +29,6 @@ from typing import Any
 from common import SHARED, report, run_on_hosts, run_row
 from vertex_cut_runs import (
     CELLS,
-    EVERY,
     GRAPHS,
     OTHERS,
     REDRAWN,
@@ -144,58 +143,6 @@ def table(found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
     return lines
 
 
-def plot(found: list[dict[str, Any]], lines: list[dict[str, Any]], folder: Path) -> None:
-    """Writes Figure 7 (shares sent and threshold over epochs), 8 (validation accuracy) and 6 (bars) as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    graphs = list(dict.fromkeys(row["graph"] for row in found))
-    for cell in ("both", "largest"):
-        figure, axes = pyplot.subplots(1, len(graphs), figsize=(4.5 * len(graphs), 3.2), squeeze=False)
-        for graph, axis in zip(graphs, axes[0]):
-            runs = [row["epochs"] for row in found if (row["graph"], row["cell"]) == (graph, cell) and "epochs" in row]
-            if not runs:
-                continue
-            for name in sorted(name for name in runs[0][1] if name.startswith("comm/sent_fraction/")):
-                axis.plot([each.get(name, 1.0) for each in runs[0]], label=name.removeprefix("comm/sent_fraction/"))
-            axis.set(title=graph, xlabel="epoch", ylabel="share of messages sent", ylim=(0, 1.05))
-            axis.legend(fontsize=7)
-            if cell == "both":
-                threshold = axis.twinx()
-                threshold.plot([each["cache/epsilon"] for each in runs[0]], color="gray", linestyle=":")
-                threshold.set_ylabel("threshold (dotted)")
-        figure.tight_layout()
-        figure.savefig(folder / f"sent-{cell}.png", dpi=120)
-    figure, axes = pyplot.subplots(1, len(graphs), figsize=(4.5 * len(graphs), 3.2), squeeze=False)
-    for graph, axis in zip(graphs, axes[0]):
-        for cell in ("baseline", "cache", "codec", "both", "stale", *BESIDE):
-            runs = [
-                row["epochs"] for row in found if (row["graph"], row["cell"], row["host weight"]) == (graph, cell, 0.1)
-            ]
-            curves = [[each["val_acc"] for each in run if "val_acc" in each] for run in runs]
-            if curves and curves[0]:
-                means = [mean(values) for values in zip(*curves)]
-                axis.plot([EVERY * k for k in range(len(means))], means, label=cell, linewidth=1)
-        axis.set(title=graph, xlabel="epoch", ylabel="validation accuracy")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "accuracy-curves.png", dpi=120)
-    figure, axes = pyplot.subplots(2, len(graphs), figsize=(4.5 * len(graphs), 6), squeeze=False)
-    for graph, column in zip(graphs, axes.T):
-        for axis, name in zip(column, ("MB", "test acc")):
-            chosen = [
-                line for line in lines if line["graph"] == graph and line["host weight"] == 0.1 and line.get(name)
-            ]
-            axis.bar([line["cell"] for line in chosen], [line[name] for line in chosen])
-            axis.set(title=graph, ylabel=f"{name} per epoch" if name == "MB" else name)
-            axis.tick_params(axis="x", rotation=30, labelsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "ablation.png", dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", nargs="+", choices=[*GRAPHS], default=USUAL)
@@ -209,11 +156,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="of the model; not on emulated hosts")
     parser.add_argument("--jobs", type=int, default=1, help="graphs and seeds at a time; not on emulated hosts")
     parser.add_argument("--json")
-    parser.add_argument("--plots", type=Path)
     parser.add_argument("--netlab", help="netlab.py: measure epoch time on emulated hosts")
     parser.add_argument("--inner-mbit", type=float, default=135.0, help="of a link inside a host")
     parser.add_argument(
-        "--read", nargs="+", type=Path, help="measure nothing: the table and plots of what --json wrote"
+        "--read", nargs="+", type=Path, help="measure nothing: the table of what --json wrote"
     )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
@@ -230,8 +176,6 @@ def main() -> None:
     title = f"GCN of {options.layers} layers, {options.epochs} epochs, 4 ranks, {where}"
     columns = [name for name in COLUMNS if any(line.get(name) is not None for line in lines)]
     report(title, lines, columns, options.json, runs=found)
-    if options.plots:
-        plot(found, lines, options.plots)
 
 
 if __name__ == "__main__":
