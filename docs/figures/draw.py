@@ -1,7 +1,7 @@
 """The pictures of these pages: python docs/figures/draw.py [FOLDER], by default docs/images.
 
 ``docs/numbers.json`` has what benchmarks measured (``benchmarks/reproduce.py --write``), ``runs.json`` beside this file what
-``measure.py`` did.
+``measure.py`` did. Pictures are 8 inches wide, 768 pixels in a browser.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ matplotlib.use("svg")
 import networkx as nx
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.patches import ConnectionPatch, FancyBboxPatch, Patch
 
-from lightning_gnn.extensions.plans.pictures import draw_links
-from lightning_gnn.extensions.plans.plan_cost import link_loads
+from lightning_gnn.extensions.plans.plan import p2p
+from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.spst import spst
@@ -30,43 +32,19 @@ from lightning_gnn.strategies.vertex_cut.cutters import assign_edges
 
 HERE = Path(__file__).parent
 COLORS = ("#1f77b4", "#ff7f0e")  # of ranks
-GREY = "#9a9a9a"
+GREEN, GREY, LIGHT = "#2ca02c", "#9a9a9a", "#9ecae1"
+MEMORY = "Peak memory per process\n(MB, excluding imports)"
 # The same file whenever it is drawn.
 plt.rcParams.update(
-    {"svg.hashsalt": "lightning_gnn", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    {
+        "svg.hashsalt": "lightning_gnn",
+        "font.size": 10,
+        "axes.titlesize": 10.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
 )
-
-
-def two_ranks() -> Any:
-    """A graph on one device, and what two ranks hold of it."""
-    graph = nx.Graph(nx.karate_club_graph().edges)
-    place = nx.kamada_kawai_layout(graph)
-    both = np.array([*graph.edges, *((b, a) for a, b in graph.edges)]).T
-    owner = assign_nodes(both, len(graph), 2).part
-    cut = [edge for edge in graph.edges if owner[edge[0]] != owner[edge[1]]]
-    figure, axes = plt.subplots(1, 3, figsize=(9.5, 3.3))
-
-    def nodes(axis: Any, some: list[int], colors: Any, **how: Any) -> None:
-        nx.draw_networkx_nodes(graph, place, some, node_size=75, node_color=colors, ax=axis, **how)
-
-    axis = axes[0]
-    nx.draw_networkx_edges(graph, place, edge_color=GREY, width=0.7, ax=axis)
-    nodes(axis, [*graph], [COLORS[owner[node]] for node in graph])
-    axis.set_title("the graph: each node has one owner")
-    for rank, axis in enumerate(axes[1:]):
-        owned = [node for node in graph if owner[node] == rank]
-        halo = sorted({end for edge in cut for end in edge} - {*owned})
-        inside = [edge for edge in graph.edges if owner[edge[0]] == owner[edge[1]] == rank]
-        nx.draw_networkx_edges(graph, place, inside, edge_color=GREY, width=0.7, ax=axis)
-        nx.draw_networkx_edges(graph, place, cut, edge_color=COLORS[1 - rank], width=0.9, style="dashed", ax=axis)
-        nodes(axis, owned, COLORS[rank])
-        nodes(axis, halo, "white", edgecolors=COLORS[1 - rank], linewidths=1.4)
-        axis.set_title(f"rank {rank}: owns {len(owned)} nodes, halo of {len(halo)}")
-    limits = axes[0].get_xlim(), axes[0].get_ylim()
-    for axis in axes:
-        axis.set(xlim=limits[0], ylim=limits[1])
-        axis.axis("off")
-    return figure
+plt.rcParams.update({"figure.titlesize": 12, "figure.titleweight": "bold"})
 
 
 def measured(command: str) -> list[dict[str, Any]]:
@@ -79,72 +57,168 @@ def runs(name: str) -> Any:
     return json.loads((HERE / "runs.json").read_text())[name]
 
 
+def two_ranks() -> Any:
+    """A graph, and the local and halo nodes of two ranks."""
+    graph = nx.Graph(nx.karate_club_graph().edges)
+    place = nx.kamada_kawai_layout(graph)
+    both = np.array([*graph.edges, *((b, a) for a, b in graph.edges)]).T
+    owner = assign_nodes(both, len(graph), 2).part
+    cut = [edge for edge in graph.edges if owner[edge[0]] != owner[edge[1]]]
+    figure, axes = plt.subplots(1, 3, figsize=(8, 3.6))
+    figure.suptitle("Each rank stores its local nodes, and receives the features of its halo nodes")
+
+    def nodes(axis: Any, some: list[int], colors: Any, **how: Any) -> None:
+        nx.draw_networkx_nodes(graph, place, some, node_size=75, node_color=colors, ax=axis, **how)
+
+    axis = axes[0]
+    nx.draw_networkx_edges(graph, place, edge_color=GREY, width=0.7, ax=axis)
+    nodes(axis, [*graph], [COLORS[owner[node]] for node in graph])
+    axis.set_title("the graph")
+    halos = []
+    for rank, axis in enumerate(axes[1:]):
+        local = [node for node in graph if owner[node] == rank]
+        halos.append(sorted({end for edge in cut for end in edge} - {*local}))
+        inside = [edge for edge in graph.edges if owner[edge[0]] == owner[edge[1]] == rank]
+        nx.draw_networkx_edges(graph, place, inside, edge_color=GREY, width=0.7, ax=axis)
+        nx.draw_networkx_edges(graph, place, cut, edge_color=COLORS[1 - rank], width=0.9, style="dashed", ax=axis)
+        nodes(axis, local, COLORS[rank])
+        nodes(axis, halos[rank], "white", edgecolors=COLORS[1 - rank], linewidths=1.6)
+        axis.set_title(f"rank {rank}: {len(local)} local nodes,\n{len(halos[rank])} halo nodes")
+    for axis in axes:
+        axis.set(xlim=(-0.8, 0.8), ylim=(-1.25, 1.15))
+        axis.axis("off")
+    sent = max(halos[1], key=lambda node: place[node][0])  # one of the local nodes of rank 0, and its copy
+    style = {"arrowstyle": "-|>", "mutation_scale": 16, "color": "black", "linewidth": 1.6, "shrinkA": 5, "shrinkB": 5}
+    ends = {"xyA": place[sent], "xyB": place[sent], "coordsA": "data", "coordsB": "data"}
+    figure.add_artist(ConnectionPatch(axesA=axes[1], axesB=axes[2], connectionstyle="arc3,rad=0.42", zorder=9, **ends, **style))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.text(0.667, 0.115, "halo features are sent\nbefore each layer", ha="center", va="bottom")
+    mark = {"marker": "o", "linestyle": "", "markersize": 8}
+    marks = [Line2D([], [], color=color, **mark) for color in COLORS]
+    marks.append(Line2D([], [], markerfacecolor="white", markeredgecolor="black", markeredgewidth=1.4, **mark))
+    names = ("local nodes of rank 0", "local nodes of rank 1", "halo nodes, in the color of the owner")
+    figure.legend(marks, names, ncols=3, loc="lower center", frameon=False)
+    return figure
+
+
+EPOCHS = (  # sections of time_and_memory: system and "ranks x threads" in docs/numbers.json, label
+    ("1 core", ("PyG, edge_index", "1x1", "PyG, edge_index"), ("PyG, torch.sparse_csr", "1x1", "PyG, sparse_csr")),
+    ("1 core", ("DGL 2.1.0", "1x1", "DGL"), ("dgcl", "1x1", "dgcl, cached")),
+    ("2 cores", ("DGL 2.1.0", "1x2", "DGL"), ("dgcl anew", "2x1", "dgcl, not cached"), ("dgcl", "1x2", "dgcl, cached")),
+    ("2 cores", ("dgcl", "2x1", "dgcl, cached")),
+)
+
+
 def time_and_memory() -> Any:
-    """Seconds of an epoch and memory of a process, beside PyG."""
-    rows = [
-        row
-        for row in measured("python benchmarks/epoch_time.py")
-        if row["system"] == "dgcl" or row["system"].startswith(("PyG", "DGL"))
-    ]
-    labels = [f"{row['system']}, {row['ranks x threads'].replace('x', ' x ')}" for row in rows]
-    colors = [COLORS[0] if label.startswith("dgcl") else GREY for label in labels]
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.6), sharey=True)
-    for axis, name, title in zip(
-        axes, ("s/epoch", "peak MB/rank above imports"), ("seconds of an epoch", "MB of a process above imports")
-    ):
-        bars = axis.barh(labels, [row[name] for row in rows], color=colors)
-        axis.bar_label(bars, fmt="{:,.3g}" if name == "s/epoch" else "{:,.0f}", padding=3, fontsize=8)
-        axis.set(title=title, xticks=[])
+    """Epoch time and memory of dgcl, with and without cached aggregation, beside PyG and DGL."""
+    rows = {(row["system"], row["ranks x threads"]): row for row in measured("python benchmarks/epoch_time.py")}
+    shown = [(cores, *system) for cores, *systems in EPOCHS for system in systems]
+    labels = [f"{label}, {size.replace('x', ' x ')}" for _, _, size, label in shown]
+    at = [number + 0.9 * (cores == "2 cores") for number, (cores, *_) in enumerate(shown)]
+    colors = [COLORS[0] if "not cached" in label else LIGHT if "dgcl" in label else GREY for label in labels]
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4.6), sharey=True)
+    limits = {"s/epoch": 3.3, "peak MB/rank above imports": 1600}
+    for axis, (name, limit), title in zip(axes, limits.items(), ("Epoch time (s)\n", MEMORY)):
+        values = [rows[system, size][name] for _, system, size, _ in shown]
+        axis.barh(at, [min(value, limit) for value in values], color=colors)
+        for y, value, (_, _, size, _) in zip(at, values, shown):
+            text = f"{value:.3g}" if name == "s/epoch" else f"{value:,.0f}"
+            text += " in each of 2" if name != "s/epoch" and size == "2x1" else ""
+            if value > limit:
+                axis.text(limit * 0.97, y, f"{text}, bar cut off", ha="right", va="center", color="white", weight="bold")
+                axis.plot([limit] * 2, [y - 0.4, y + 0.4], color="white", linestyle=(0, (2, 2)), linewidth=4)
+            else:
+                axis.text(value + limit * 0.02, y, text, va="center")
+        axis.set(title=title, xticks=[], xlim=(0, limit * 1.05))
         axis.spines.bottom.set_visible(False)
-        axis.margins(x=0.12)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_yticks(at, labels)
     axes[0].invert_yaxis()
+    for cores in ("1 core", "2 cores"):
+        first = min(y for y, each in zip(at, shown) if each[0] == cores)
+        axes[0].text(-0.03, first - 0.72, cores, weight="bold", ha="right", va="center", transform=axes[0].get_yaxis_transform())
+    dgl = rows["DGL 2.1.0", "1x2"]["s/epoch"]
+    plain, cached = (rows[system, "2x1"]["s/epoch"] / dgl for system in ("dgcl anew", "dgcl"))
+    figure.suptitle(
+        f"On 2 cores, a dgcl epoch takes {100 * plain:.0f} % of DGL's time, {100 * cached:.0f} % with cached aggregation"
+    )
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    marks = [Patch(color=color) for color in (GREY, COLORS[0], LIGHT)]
+    names = ("PyG and DGL", "dgcl, not cached", "dgcl, cached: first layer's aggregation (default)")
+    figure.legend(marks, names, ncols=3, loc="lower center", frameon=False, bbox_to_anchor=(0.5, 0.08))
+    note = "ranks x threads: 2 x 1 is two processes of one thread each, 1 x 2 is one process of two threads.\n"
+    note += "Not measured: PyG with two threads, dgcl without caching on one core, cached baselines."
+    figure.text(0.5, 0.015, note, ha="center", va="bottom", fontsize=9, color="0.3")
     return figure
 
 
 def by_ranks() -> Any:
-    """Seconds of an epoch and memory of a process against the number of ranks, of three models."""
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.8))
-    for model, color in zip(("gcn", "sage", "gat"), (*COLORS, "#2ca02c")):
-        found = measured("python benchmarks/epoch_time.py" + ("" if model == "gcn" else f" --model {model}"))
-        runs_of = [row for row in found if row["system"] == "dgcl" and row["ranks x threads"].endswith("x1")]
-        rows = {int(row["ranks x threads"].split("x")[0]): row for row in runs_of}
-        for axis, name in zip(axes, ("s/epoch", "peak MB/rank above imports")):
-            axis.plot([*rows], [row[name] for row in rows.values()], "o-", color=color, label=model.upper())
-    for axis, title in zip(axes, ("seconds of an epoch", "MB of a process above imports")):
-        axis.set(title=title, xlabel="ranks, of one thread each, on 2 cores", xticks=(1, 2, 4), yscale="log")
-        axis.legend(frameon=False)
+    """Epoch time and memory of 1, 2 and 4 ranks on two cores, of three models."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.7))
+    models, sizes = ("gcn", "sage", "gat"), ("1x1", "2x1", "4x1")
+    for axis, name, label in zip(axes, ("s/epoch", "peak MB/rank above imports"), ("Epoch time (s)\n", MEMORY)):
+        for number, model in enumerate(models):
+            found = measured("python benchmarks/epoch_time.py" + ("" if model == "gcn" else f" --model {model}"))
+            values = {row["ranks x threads"]: row[name] for row in found if row["system"] == "dgcl"}
+            for place, (size, color) in enumerate(zip(sizes, (LIGHT, COLORS[0], COLORS[1]))):
+                bars = axis.bar(number + 0.31 * (place - 1), values[size], 0.29, color=color)
+                axis.bar_label(bars, fmt="{:.2f}" if name == "s/epoch" else "{:,.0f}", fontsize=8, padding=1)
+        axis.set_xticks(range(len(models)), [model.upper() for model in models])
+        axis.tick_params(axis="x", length=0)
+        axis.set(title=label, yticks=[])
+        axis.margins(y=0.1)
+        axis.spines.left.set_visible(False)
+    figure.suptitle("Oversubscribed: N ranks on 2 cores\n4 ranks are slower than 2, but each needs less memory")
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    marks = [Patch(color=color) for color in (LIGHT, *COLORS)]
+    names = ("1 rank, 1 core", "2 ranks, 2 cores", "4 ranks, 2 cores (oversubscribed)")
+    figure.legend(marks, names, ncols=3, loc="lower center", frameon=False)
     return figure
 
 
-# Questions, whose answers lead to a strategy or to the next question.
+# Questions; yes leads to a strategy, no to the next question.
 QUESTIONS = (
-    ("Does a step on the whole graph\nfit into your devices' memory?", "no", "sampling", "batches of neighbourhoods"),
-    ("Are all ranks equally fast, and\ndo they live through the training?", "no", "gossip", "nobody waits for all"),
-    ("Do ranks wait for messages?", "no", "dgcl", "the rows that are read"),
-    ("Must all numbers be exact?", "no", 'dgcl, codec="int8"\nvertex_cut_cached', "fewer bytes a row; fewer rows"),
-    ("Does a rank read nearly all rows\nof the others?", "yes", "spmm", "a matrix on a grid of ranks"),
-    ("Do a few nodes have\nmost of the edges?", "yes", "vertex_cut", "edges of hubs are divided"),
+    ("Does a rank run out of memory,\neven with memory_limit?", "sampling", "mini-batches of neighbors"),
+    ("Does the log name a rank that keeps\nothers waiting, or do ranks fail?", "gossip", "workers train independently"),
+    ("Is comm/wait_fraction\nbelow 0.3?", "dgcl", "keep it: ranks rarely wait"),
+    ("Are approximate results\nacceptable?", 'dgcl, codec="int8"\nvertex_cut_cached', "fewer bytes,\nor fewer features"),
+    ("lightning-gnn partition: is each\nhalo nearly the whole graph?", "spmm", "products on a process grid"),
+    ("Do a few nodes (hubs) have\nmost of the edges?", "vertex_cut", "divides the edges of a node"),
 )
 
 
 def which_strategy() -> Any:
-    """A tree that leads to a strategy."""
-    figure, axis = plt.subplots(figsize=(7.5, 5.6))
-    box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": GREY}
-    arrow = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 3}
-    last = len(QUESTIONS)
-    for row, (question, leaves, strategy, why) in enumerate(QUESTIONS):
-        axis.text(0, -row, question, ha="center", va="center", bbox=box)
-        axis.annotate("", (1.15, -row), (0.62, -row), arrowprops=arrow)
-        axis.text(0.87, 0.05 - row, leaves, ha="center", va="bottom", color=COLORS[1])
-        axis.text(1.2, -row, strategy, va="center", family="monospace", color=COLORS[0], weight="bold")
-        axis.text(2.15, -row, why, va="center", color="0.35")
-        axis.annotate("", (0, -row - 0.7), (0, -row - 0.3), arrowprops=arrow)
-        axis.text(0.05, -row - 0.5, "yes" if leaves == "no" else "no", va="center", color=COLORS[1])
-    axis.text(0, -last, "cover", ha="center", va="center", family="monospace", color=COLORS[0], weight="bold")
-    axis.text(0.25, -last, "the fewest rows", va="center", color="0.35")
-    axis.set(xlim=(-0.75, 3.1), ylim=(-last - 0.3, 0.5))
+    """Questions that lead to a strategy."""
+    figure, axis = plt.subplots(figsize=(8, 7.4))
+    figure.suptitle("Start with dgcl; change the strategy when the logs show a reason")
+    arrow = {"arrowstyle": "-|>", "color": "0.35", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 14, "linewidth": 1.3}
+    height, half, left, right = 0.31, 1.75, 2.7, 4.9  # half the height and width of a question, the sides of an answer
+
+    def box(x: float, y: float, half: float, text: str, **how: Any) -> None:
+        code = "color" in how
+        style = {"facecolor": "#eaf3fa" if code else "white", "edgecolor": how.get("color", "0.35"), "linewidth": 1.2}
+        low = (x - half, y - height)
+        axis.add_patch(FancyBboxPatch(low, 2 * half, 2 * height, "round,pad=0,rounding_size=0.12", **style))
+        axis.text(x, y, text, ha="center", va="center", **(how | {"family": "monospace", "weight": "bold"} if code else how))
+
+    def down(row: float, text: str) -> None:
+        axis.annotate("", (0, -row - 1 + height), (0, -row - height), arrowprops=arrow)
+        axis.text(0.1, -row - 0.5, text, va="center", color="0.35")
+
+    box(0, 1, 1.0, "start: dgcl", color=COLORS[0])
+    down(-1, "")
+    for row, (question, strategy, why) in enumerate(QUESTIONS):
+        box(0, -row, half, question)
+        axis.annotate("", (left, -row), (half, -row), arrowprops=arrow)
+        axis.text((half + left) / 2, 0.06 - row, "yes", ha="center", va="bottom", color="0.35")
+        box((left + right) / 2, -row, (right - left) / 2, strategy, color=COLORS[0])
+        axis.text(right + 0.12, -row, why, va="center", color="0.35")
+        down(row, "no")
+    box(0, -len(QUESTIONS), 1.0, "cover", color=COLORS[0])
+    axis.text(1.12, -len(QUESTIONS), "sends the fewest features and partial aggregates", va="center", color="0.35")
+    axis.set(xlim=(-half - 0.05, 7.5), ylim=(-len(QUESTIONS) - 0.4, 1.4))
     axis.axis("off")
+    figure.tight_layout()
     return figure
 
 
@@ -152,102 +226,160 @@ def losses() -> Any:
     """Training losses of one device and of several ranks, on one another."""
     curves = runs("losses")
     first, *others = curves
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.8))
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2))
+    figure.suptitle("Training losses on 2 and 4 ranks equal the losses of one device up to rounding")
     for (name, losses), width, color in zip(curves.items(), (7, 3.5, 1.2), (GREY, *COLORS)):
         axes[0].plot(losses, label=name, linewidth=width, color=color, alpha=0.6 if name == first else 1)
     for name, color in zip(others, COLORS):
         difference = np.abs(np.subtract(curves[name], curves[first]))
         axes[1].semilogy(np.maximum(difference, 1e-9), ".", label=name, color=color)
     axes[0].set(title="training loss", xlabel="epoch")
-    axes[1].set(title="its difference from that of one device (0 is drawn at 1e-9)", xlabel="epoch", ylim=(5e-10, 1))
+    axes[1].set(title="absolute difference to one device", xlabel="epoch (0 is drawn at 1e-9)", ylim=(5e-10, 1))
     for axis in axes:
         axis.legend(frameon=False)
+    figure.tight_layout()
     return figure
 
 
 def losses_by_seconds() -> Any:
-    """Validation losses of strategies against seconds of training."""
-    figure, axis = plt.subplots(figsize=(7.5, 2.8))
-    for (name, curve), color in zip(runs("losses_by_seconds").items(), (*COLORS, "#2ca02c", "#9467bd")):
-        axis.plot(curve["seconds"], curve["loss"], label=name, color=color)
-    axis.set(xlabel="seconds of training, 2 ranks", ylabel="validation loss", xscale="log")
+    """Validation losses of strategies against training time; ``gossip`` validates on clusters, so it is not comparable."""
+    figure, axis = plt.subplots(figsize=(8, 3.4))
+    curves = {name: curve for name, curve in runs("losses_by_seconds").items() if name != "gossip"}
+    figure.suptitle("Full-graph steps reach a lower loss on this graph, sooner than sampling")
+    for (name, curve), color, dashes in zip(curves.items(), (*COLORS, GREEN), ("-", "--", "-")):
+        label = f"{name}: {curve['loss'][-1]:.2f} after {curve['seconds'][-1]:.1f} s"
+        axis.plot(curve["seconds"], curve["loss"], dashes, label=label, color=color, linewidth=2)
+        axis.plot(curve["seconds"][-1], curve["loss"][-1], "o", color=color)
+    axis.set(
+        xlabel="training time (s): 40 epochs on 2 ranks, 50,000 nodes", ylabel="validation loss", xscale="log", ylim=(0, 2.1)
+    )
+    ticks = (0.2, 0.5, 1, 2, 5, 10, 20)
+    axis.set_xticks(ticks, map(str, ticks), minor=False)
+    axis.minorticks_off()
     axis.legend(frameon=False)
+    figure.tight_layout()
     return figure
 
 
+KIND = {
+    "cnr-2000": "web graph",
+    "ego-twitter": "social network",
+    "gowalla-bipartite": "check-ins",
+    "soc-slashdot0902": "social network",
+}
+
+
 def cover_and_halo() -> Any:
-    """Rows that ``cover`` sends of those that ``dgcl`` does, by parts."""
-    figure, axis = plt.subplots(figsize=(7.5, 2.8))
-    for name, by_parts in runs("rows_of_cover").items():
-        axis.plot([*map(int, by_parts)], [100 * cover / halo for halo, cover in by_parts.values()], "o-", label=name)
+    """Rows that ``cover`` sends relative to ``dgcl``, by number of ranks."""
+    figure, axis = plt.subplots(figsize=(8, 3.6))
+    found = runs("rows_of_cover")
+    shares = {name: [100 * cover / halo for halo, cover in by_parts.values()] for name, by_parts in found.items()}
+    low, high = (end(end(each) for each in shares.values()) for end in (min, max))
+    figure.suptitle(f"cover sends {low:.0f} to {high:.0f} % of what dgcl sends for the same partition")
+    axis.axhline(100, color=GREY, linestyle="--")
+    axis.text(2, 98, "dgcl", va="top", color="0.35")
+    labels: list[tuple[float, str, str]] = []
+    for (name, share), color, mark in zip(shares.items(), (*COLORS, GREEN, "#9467bd"), "os^D"):
+        axis.plot([*map(int, found[name])], share, mark + "-", color=color)
+        labels.append((share[-1], f"{name} ({KIND[name]})", color))
+    at = -np.inf
+    for last, label, color in sorted(labels):
+        at = max(last, at + 8)  # on a line of its own
+        axis.text(35, at, label, va="center", color=color)
     ticks = (2, 4, 8, 16, 32)
-    axis.set(xlabel="parts", ylabel="% of the halo rows", xscale="log", ylim=(0, 100))
+    axis.set(xlabel="ranks", ylabel="features sent, % of dgcl\n(lower is better)", xscale="log", ylim=(0, 105))
     axis.set_xticks(ticks, map(str, ticks), minor=False)
     axis.minorticks_off()
-    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
     return figure
 
 
 # A small graph of directed edges. Under an edge cut, rank 0 owns the nodes of the first line.
-SMALL = {"a": (0, 0.7), "b": (0.3, 2.6), "c": (0.8, 2.0), "h": (0.2, 1.5)}
-SMALL |= {"d": (2.2, 0.1), "e": (2.7, 0.5), "f": (2.6, 1.1), "g": (2.1, 1.5), "i": (2.2, 2.4)}
-SMALL_EDGES = ("ad", "ae", "af", "ag", "bi", "ci", "hi", "bc", "ch", "ha", "de", "ef", "fg", "gi")
+SMALL = {"a": (0.1, 0.75), "b": (0, 2.75), "c": (0.75, 2.1), "h": (0.25, 1.45)}
+SMALL |= {"d": (2.0, 0.1), "e": (2.5, 0.5), "f": (2.55, 1.1), "g": (2.0, 1.75), "i": (2.35, 2.45)}
+SMALL_EDGES = ("ha", "ab", "hi", "ch", "gi", "bi", "ae", "ci", "af", "bc", "ag", "ad")
+APART = 4.6  # of the two ranks
+
+
+def _draw_scheme(axis: Any, ends: Any, computed_by: Any, owner: Any, whole: bool) -> tuple[int, int]:
+    """Draws what two ranks have and send under a scheme; returns the numbers of features and partial aggregates sent."""
+    names = [*SMALL]
+    sent = [0, 0]
+    for rank in range(2):
+        mine = ends[:, computed_by == rank]
+        needed = np.arange(len(names)) if whole else np.unique(mine[0])
+        copies, results = ({int(node) for node in some if owner[node] != rank} for some in (needed, np.unique(mine[1])))
+        held = {int(node) for node in np.flatnonzero(owner == rank)} | copies | results
+        place = {node: (SMALL[names[node]][0] + APART * rank, SMALL[names[node]][1]) for node in held}
+        edge = {"arrowstyle": "-|>", "color": "0.6", "shrinkA": 6, "shrinkB": 7, "linewidth": 0.9}
+        for source, target in mine.T:
+            axis.annotate("", place[target], place[source], arrowprops=edge)
+        for node, (x, y) in place.items():
+            local, color = owner[node] == rank, COLORS[owner[node]]
+            face = color if local else "white"
+            axis.plot(x, y, "s" if node in results - copies else "o", ms=11, color=face, mec=color, mew=1.5, zorder=4)
+            axis.text(
+                x, y - 0.01, names[node], ha="center", va="center", fontsize=8, color="white" if local else "black", zorder=5
+            )
+        away = APART if rank == 0 else -APART  # to the other rank
+        message = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 7, "shrinkB": 7, "linewidth": 1.5}
+        for some, style in ((copies, "-"), (results, (0, (3, 2)))):
+            for node in some:
+                here, there = place[node], (place[node][0] + away, place[node][1])
+                begin, end = (there, here) if some is copies else (here, there)
+                color = COLORS[owner[node]] if some is copies else GREEN
+                axis.annotate("", end, begin, arrowprops=message | {"color": color, "linestyle": style}, zorder=3)
+        sent[0] += len(copies)
+        sent[1] += len(results)
+        count = int((computed_by == rank).sum())
+        axis.text(1.25 + APART * rank, 3.2, f"rank {rank}: {count} edges", ha="center", va="center", color=COLORS[rank])
+    return sent[0], sent[1]
 
 
 def steps_of_schemes() -> Any:
-    """Expand, aggregate and reduce of four schemes: which edges each rank computes, and the rows that travel before and after."""
+    """The edges that two ranks compute, and what they send, under four strategies."""
     names = [*SMALL]
     ends = np.array([[names.index(end) for end in edge] for edge in SMALL_EDGES]).T
-    part = np.array([0] * 4 + [1] * 5)
-    cut = assign_edges(ends, len(names), 2, "dbh")
+    owner = np.array([0] * 4 + [1] * 5)
+    cut = assign_edges(ends, len(names), 2, "ebv")
+    assert (cut.master == owner).all()  # nodes have the same colors in all panels
     schemes = {
-        "dgcl": (part[ends[1]], part),
-        "spmm_1d, whole blocks": (part[ends[1]], part),
-        "cover": (cover_edges(ends, part, 2), part),
-        "vertex_cut": (cut.part, cut.master),
+        "dgcl": (owner[ends[1]], "halo nodes only"),
+        "spmm_1d": (owner[ends[1]], "all nodes"),
+        "cover": (cover_edges(ends, owner, 2), "features or partial aggregates"),
+        "vertex_cut": (cut.part, "edges balanced"),
     }
-    figure, axes = plt.subplots(2, 2, figsize=(9.5, 6.6))
-    for axis, (name, (computed_by, owner)) in zip(axes.flat, schemes.items()):
-        counts = [0, 0]
-        for rank in range(2):
-            mine = ends[:, computed_by == rank]
-            needed = np.arange(len(names)) if "blocks" in name else np.unique(mine[0])
-            copies, results = ({node for node in some if owner[node] != rank} for some in (needed, np.unique(mine[1])))
-            held = {int(node) for node in np.flatnonzero(owner == rank)} | copies | results
-            place = {node: (SMALL[names[node]][0] + 4.2 * rank, SMALL[names[node]][1]) for node in held}
-            for source, target in mine.T:
-                axis.annotate(
-                    "",
-                    place[target],
-                    place[source],
-                    arrowprops={
-                        "arrowstyle": "-|>",
-                        "color": COLORS[rank],
-                        "shrinkA": 6,
-                        "shrinkB": 6,
-                        "linewidth": 0.9,
-                    },
-                )
-            for node, at in place.items():
-                own = owner[node] == rank
-                axis.plot(*at, "o", ms=11, color=COLORS[rank] if own else "white", mec=COLORS[owner[node]], mew=1.3)
-                axis.text(*at, names[node], ha="center", va="center", fontsize=7, color="white" if own else "black")
-                if node in copies:  # it comes before the sum ...
-                    axis.text(at[0] + 0.2, at[1] - 0.32, "S", fontsize=8, color=COLORS[owner[node]], weight="bold")
-                if node in results:  # ... or leaves after it
-                    axis.text(at[0] + 0.2, at[1] + 0.14, "R", fontsize=8, color="#2ca02c", weight="bold")
-            counts[0] += len(copies)
-            counts[1] += len(results)
-            axis.text(1.4 + 4.2 * rank, 3.0, f"rank {rank}", ha="center", color=COLORS[rank])
-        axis.axvline(3.5, color="0.85", linewidth=1)
-        axis.set_title(f"{name}: rows moved by S {counts[0]}, by R {counts[1]}")
-        axis.set(xlim=(-0.4, 7.4), ylim=(-0.4, 3.2))
+    figure, axes = plt.subplots(2, 2, figsize=(8, 7.4))
+    figure.suptitle("One layer on two ranks: what each strategy sends")
+    for axis, (name, (computed_by, why)) in zip(axes.flat, schemes.items()):
+        features, partial = _draw_scheme(axis, ends, computed_by, owner, name == "spmm_1d")
+        text = f"{features} feature{'s' * (features > 1)}"
+        text += f", {partial} partial aggregate{'s' * (partial > 1)}" * (partial > 0)
+        name += " (sparsity_aware=False)" * (name == "spmm_1d")
+        axis.set_title(f"{name}: {why}\n{text} sent", weight="bold")
+        border = (2.75 + APART) / 2
+        axis.axvline(border, color="0.75", linewidth=1, linestyle=":")
+        axis.set(xlim=(-0.4, APART + 3), ylim=(-0.25, 3.4))
         axis.axis("off")
+    figure.tight_layout(rect=(0, 0.09, 1, 1), h_pad=2)
+    mark = {"linestyle": "", "markersize": 9, "markeredgewidth": 1.4, "markeredgecolor": "black"}
+    marks = [
+        Line2D([], [], marker="o", markerfacecolor="black", **mark),
+        Line2D([], [], marker="o", markerfacecolor="white", **mark),
+        Line2D([], [], marker="s", markerfacecolor="white", **mark),
+        Line2D([], [], color="0.6", linewidth=1),
+        Line2D([], [], color=COLORS[0], linewidth=1.8),
+        Line2D([], [], color=GREEN, linewidth=1.8, linestyle="--"),
+    ]
+    texts = ("local node", "copy of another rank's node", "partial aggregate for another rank's node")
+    texts += ("edge", "features sent, owner's color", "partial aggregate sent to the owner")
+    order = (0, 3, 1, 4, 2, 5)
+    figure.legend([marks[k] for k in order], [texts[k] for k in order], ncols=3, loc="lower center", frameon=False)
     return figure
 
 
 def plan_on_dgx1() -> Any:
-    """What a plan puts on the links of a DGX-1."""
+    """The load of each link of a DGX-1 in an exchange, under two plans."""
     graph = nx.barabasi_albert_graph(4000, 8, seed=0)
     both = np.array([*graph.edges, *((b, a) for a, b in graph.edges)]).T
     part = assign_nodes(both, len(graph), 8).part
@@ -256,9 +388,32 @@ def plan_on_dgx1() -> Any:
     number[order] = np.arange(len(order))
     offsets = np.concatenate([[0], np.bincount(part, minlength=8).cumsum()])
     topology, row_bytes = find_topology("dgx1", num_ranks=8), 256
-    plan = spst(Relation.from_edges(number[both], offsets), topology)
-    title = f"spst over {topology.name}, rows of {row_bytes} bytes"
-    return draw_links(link_loads(plan, topology, row_bytes), topology, title)
+    relation = Relation.from_edges(number[both], offsets)
+    costs = {"p2p": plan_cost(p2p(relation, topology), topology), "SPST": plan_cost(spst(relation, topology), topology)}
+    loads = {name: 1e6 * row_bytes * cost.hop_seconds.sum(0) for name, cost in costs.items()}
+    kinds = {"qpi": "QPI, between sockets", "pcie": "PCIe", "nvlink": "NVLink"}
+    place = sorted(range(len(topology.hops)), key=lambda hop: ([*kinds].index(topology.hops[hop].kind), -loads["p2p"][hop]))
+    colors = dict(zip(kinds, ("#d62728", COLORS[1], COLORS[0])))
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.8), sharey=True)
+    busiest = {name: load.max() for name, load in loads.items()}
+    figure.suptitle(
+        f"On a DGX-1, SPST spreads the load: busiest link {busiest['p2p']:.0f} µs before, {busiest['SPST']:.0f} µs after"
+    )
+    titles = {"p2p": "before: p2p, direct messages", "SPST": "after: SPST, relayed over NVLink"}
+    inner = axes[1].inset_axes((0.14, 0.4, 0.84, 0.42))
+    for axis, name in ((axes[0], "p2p"), (axes[1], "SPST"), (inner, "SPST")):
+        axis.bar(range(len(place)), loads[name][place], 0.8, color=[colors[topology.hops[hop].kind] for hop in place])
+        axis.set(xticks=[], xlim=(-1, len(place)))
+    for axis, name in zip(axes, costs):
+        axis.set_title(f"{titles[name]}\npredicted exchange: {1e6 * costs[name].seconds(row_bytes):.0f} µs")
+        axis.set_xlabel(f"{len(place) // 2} links, each in two directions")
+    axes[0].set_ylabel("load: time that a link is busy\nin one exchange (µs)")
+    inner.set_title("the same bars, enlarged", fontsize=9)
+    inner.set_ylim(0, 6)
+    marks = [Patch(color=color) for color in colors.values()]
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(marks, kinds.values(), ncols=3, loc="lower center", frameon=False)
+    return figure
 
 
 def trace_of_an_epoch() -> Any:
@@ -267,19 +422,29 @@ def trace_of_an_epoch() -> Any:
     colors = {"forward": COLORS[0], "backward": COLORS[1], "optimizer": "#2ca02c"}
     colors |= {"send": "#9467bd", "wait": "#d62728", "sum of gradients": "0.6"}
     begin = min(each["ts"] for each in events)
-    figure, axis = plt.subplots(figsize=(9.5, 2.6))
+    figure, axis = plt.subplots(figsize=(8, 2.6))
     for each in events:
         at, width, row = (each["ts"] - begin) / 1e3, each["dur"] / 1e3, 2.3 * each["pid"] + each["tid"]
         if each["cat"] in colors:
             axis.broken_barh([(at, width)], (row, 0.9), color=colors[each["cat"]])
         else:  # a conv, within the forward pass
             axis.broken_barh([(at, width)], (row + 0.25, 0.4), color="white", alpha=0.45, zorder=2)
-            axis.text(at + width / 2, row + 0.45, each["args"]["layer"], ha="center", va="center", fontsize=7, zorder=3)
+            axis.text(
+                at + width / 2,
+                row + 0.45,
+                each["args"]["layer"].removeprefix("model."),
+                ha="center",
+                va="center",
+                fontsize=7,
+                zorder=3,
+            )
     axis.set_yticks([0.45, 1.45, 2.75, 3.75], ["rank 0: compute", "communication", "rank 1: compute", "communication"])
-    axis.set_xlabel("milliseconds")
+    axis.set_xlabel("time (ms)")
     axis.invert_yaxis()
     marks = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    axis.legend(marks, colors, ncols=len(colors), frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+    narrow = {"columnspacing": 1.3, "handlelength": 1.2}
+    axis.legend(marks, colors, ncols=len(colors), frameon=False, loc="lower center", bbox_to_anchor=(0.45, 1), **narrow)
+    figure.tight_layout()
     return figure
 
 
@@ -301,8 +466,6 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "images"
     for name, draw in PICTURES.items():
         figure = draw()
-        if figure.get_layout_engine() is None:
-            figure.tight_layout()
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
 
