@@ -35,6 +35,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/size.py
+	$(BIN)/python .ci/language.py
 
 docs: $(STAMP) $(TUTORIALS)
 	$(BIN)/python docs/figures/draw.py
