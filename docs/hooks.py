@@ -1,22 +1,29 @@
 """Hooks of MkDocs: the site shows the files that a code host shows, with the same links.
 
 The README is its first page; files that pages link to outside of this folder are copied. So MkDocs checks every link. Tutorials
-are shown as `make docs` has run them.
+are shown as `make docs` has run them. reference.py generates tables, and a page for each public name.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import reference  # noqa: E402
+
 LINKED = ("LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "configs/**/*.yaml", "examples/*.py")
 RUN = ROOT / "build" / "tutorials"
 
 
 def on_files(files, config):
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    for name, content in reference.public_pages().items():
+        files.append(File.generated(config, name, content=content))
     for pattern in LINKED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
@@ -33,6 +40,8 @@ def on_page_markdown(markdown, page, **_):
     """The README's folder and this one are one folder on the site, and a tutorial is a page."""
     if page.file.src_uri.startswith("tutorials/"):
         return re.sub(r"(?<=\]\()(\w+)\.py(?=\))", r"\1.md", markdown.replace("](../../", "](../"))
+    if page.file.src_uri in reference.PAGES:
+        markdown = reference.with_links_to_pages(reference.updated(markdown))
     of_the_root = page.is_homepage or page.file.src_uri in LINKED
     markdown = re.sub(r"(?<=\]\()docs/" if of_the_root else r"(?<=\]\()\.\./", "", markdown)
     return re.sub(r"(?<=\]\()tutorials/(\w+)\.py", r"tutorials/\1.md", markdown)

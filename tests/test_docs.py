@@ -62,9 +62,7 @@ def test_each_table_has_a_command():
 
 def test_commands_of_the_numbers():
     assert reproduce.variants("python a.py --x 1 [--model sage|gat] [--large]") == [
-        f"python a.py --x 1{model}{large}"
-        for model in ("", " --model sage", " --model gat")
-        for large in ("", " --large")
+        f"python a.py --x 1{model}{large}" for model in ("", " --model sage", " --model gat") for large in ("", " --large")
     ]
     blocks = re.findall(r"^    (python .*)", reproduce.PAGE.read_text(), re.MULTILINE)
     assert {reproduce.variants(each)[0] for each in blocks} <= {each.text for each in reproduce.commands()}
@@ -76,6 +74,18 @@ def test_tables_are_those_of_the_numbers():
     assert reproduce.made(page, reproduce.kept()) == page, "python benchmarks/reproduce.py --list --write"
     ends = re.findall(r"^\|.*\n\n?(?!\|)(.*)", page, re.MULTILINE)
     assert ends and not [end for end in ends if not re.match(r"\*\d{4}-\d\d-\d\d: ", end)]
+
+
+def test_the_reference_is_that_of_the_code():
+    """Options, support matrix and index of the API; and each public name has a page."""
+    reference = runpy.run_path(str(REPOSITORY / "docs" / "reference.py"))
+    for name in reference["PAGES"]:
+        page = (REPOSITORY / "docs" / name).read_text()
+        assert reference["updated"](page) == page, "python docs/reference.py --write"
+    for page in reference["public_pages"]().values():
+        assert exists(re.search(r"^::: (.*)", page, re.MULTILINE)[1])
+    linked = re.findall(r"\(api/(\w+)\.md\)", reference["with_links_to_pages"]((REPOSITORY / "docs" / "api.md").read_text()))
+    assert sorted(f"api/{name}.md" for name in linked) == sorted(reference["public_pages"]())
 
 
 TINY = """
@@ -135,9 +145,7 @@ def test_a_tutorial_is_a_notebook(tutorial: Path):
             continue
         for part in ast.walk(ast.parse(re.sub(r"^!.*", "", cell.source, flags=re.MULTILINE))):
             if isinstance(part, ast.ImportFrom):
-                absent += [
-                    f"{part.module}:{each.name}" for each in part.names if not exists(f"{part.module}:{each.name}")
-                ]
+                absent += [f"{part.module}:{each.name}" for each in part.names if not exists(f"{part.module}:{each.name}")]
     assert not absent
 
 
