@@ -145,7 +145,7 @@ def brief(text: str) -> str:
     sentence = re.split(r"(?<!e\.g)\.\s+(?=[A-Z`(])", text)[0].rstrip(".:;")
     if len(sentence.split()) > MAX_WORDS:  # the name's own page has the rest
         sentence = re.split(r"[,;:](?= [^,;:]*$)", " ".join(sentence.split()[:MAX_WORDS]))[0] + " ..."
-    return re.sub(r"^[a-z](?=[a-z])", lambda match: match[0].upper(), sentence).replace("|", r"\|")
+    return re.sub(r"^[a-z](?![,.])", lambda match: match[0].upper(), sentence).replace("|", r"\|")
 
 
 def value(default: Any) -> str:
@@ -181,7 +181,7 @@ def table_of_options() -> str:
 def table_of_data_options() -> str:
     """Returns one line for each argument of GraphDataModule."""
     kind, lines = lightning_gnn.GraphDataModule, []
-    for name, each in inspect.signature(kind).parameters.items():
+    for name, each in [*inspect.signature(vars(kind)["__init__"]).parameters.items()][1:]:
         default = "required" if each.default is each.empty else value(each.default)
         lines.append((f"`{name}`", default, brief(meaning(kind, name))))
     return rows(("argument", "default", "meaning"), *lines)
