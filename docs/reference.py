@@ -38,20 +38,12 @@ RANKS = (4, 8)
 
 PROBES: Mapping[str, Mapping[str, Any]] = {
     "checkpoint_convs": {"checkpoint_convs": True},
-    "recompute": {"recompute": True},
     "memory_limit": {"memory_limit": "4GB"},
     "spill_dir": {"memory_limit": "4GB", "spill_dir": "."},
-    "host_memory": {"host_memory": "4GB"},
-    "host_memory_dir": {"host_memory": "4GB", "host_memory_dir": "."},
     "codec": {"codec": "int8"},
     "stochastic_rounding": {"codec": "int8", "stochastic_rounding": True},
 }
 """Arguments by which a strategy is constructed to find out whether it accepts the first one; others by their default."""
-
-_BYTES = 'Memory limit of all ranks of the machine, in bytes or as text such as `"4GB"`; enables out-of-core training.'
-_FOLDER = "Folder for the data of out-of-core training. Default: the Trainer's `default_root_dir`."
-UNDOCUMENTED = {"memory_limit": _BYTES, "host_memory": _BYTES, "spill_dir": _FOLDER, "host_memory_dir": _FOLDER}
-"""Meaning of arguments that no docstring describes."""
 
 _ONE_RANK, _SHARED = "1 rank, or ranks that share a GPU", "ranks that share a GPU"
 GPU = {"dgcl": _ONE_RANK, "spmm_15d": _SHARED, "vertex_cut": _SHARED, "vertex_cut_cached": _SHARED, "sampling": _SHARED}
@@ -61,7 +53,7 @@ EDGE_FEATURES = {"spmm": "yes, by halo exchange", "vertex_cut": "yes, on the tar
 """By the beginning of a strategy's name; from spmm.md and vertex-cut.md, "Limits"."""
 
 NOT_DERIVED = {("auto_gnn", "HeteroData"): "no", ("auto_gnn", "embeddings"): "untested"}
-"""From advise.md: auto_gnn rehearses steps, on graphs of one type."""
+"""From choosing.md: auto_gnn rehearses steps, on graphs of one type."""
 
 GROUPS: Mapping[str, Callable[[str], bool] | tuple[str, ...]] = {
     "Strategies": lambda name: name.endswith("Strategy"),
@@ -135,7 +127,7 @@ def meaning(kind: type, name: str) -> str:
         path, _, last = reference[1].rpartition(".")
         other = getattr(import_module(path or each.__module__), last)
         return meaning(other, name)
-    return UNDOCUMENTED[name]
+    raise LookupError(f"{kind.__name__} does not document {name!r}: add it to Args")
 
 
 def brief(text: str) -> str:
@@ -181,7 +173,8 @@ def table_of_options() -> str:
 def table_of_data_options() -> str:
     """Returns one line for each argument of GraphDataModule."""
     kind, lines = lightning_gnn.GraphDataModule, []
-    for name, each in [*inspect.signature(vars(kind)["__init__"]).parameters.items()][1:]:
+    given = [*inspect.signature(vars(kind)["__init__"]).parameters.items()][1:]
+    for name, each in [(name, each) for name, each in given if each.kind is not each.VAR_KEYWORD]:
         default = "required" if each.default is each.empty else value(each.default)
         lines.append((f"`{name}`", default, brief(meaning(kind, name))))
     return rows(("argument", "default", "meaning"), *lines)
@@ -255,8 +248,8 @@ def capabilities(name: str, kind: Any) -> Iterator[tuple[str, str]]:
     yield "tested on a GPU", GPU.get(name, "test suite only") if supports_cuda(kind()) else "no: CPU only"
     yield "several machines", yes_or_no[layout(strategy, 2) is not None]
     yield "`codec`", yes_or_no["codec" in known]
-    yield "`checkpoint_convs`", yes_or_no["checkpoint_convs" in known or "recompute" in known]
-    yield "out-of-core", yes_or_no["memory_limit" in known or "host_memory" in known]
+    yield "`checkpoint_convs`", yes_or_no["checkpoint_convs" in known]
+    yield "out-of-core", yes_or_no["memory_limit" in known]
 
 
 def table_of_support() -> str:

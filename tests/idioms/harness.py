@@ -201,7 +201,7 @@ def partition_lopsided(datamodule: GraphDataModule, kind: str) -> None:
     """Has a datamodule partition its graph so, unless it is told how, or its graph has types."""
     if datamodule.partition is not None:
         return
-    assigned, datamodule.store = datamodule.assigned, datamodule.store / kind
+    assigned, datamodule.partition_dir = datamodule.assigned, datamodule.partition_dir / kind
 
     def lopsided(data: Any, layout: Any) -> Any:
         if isinstance(data, HeteroData) or layout.parts == 1:

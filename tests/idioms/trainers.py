@@ -219,7 +219,7 @@ def loaded_from_a_checkpoint() -> Case:
     def program(trainer_with: Callable[..., L.Trainer], module: Any, data: Any) -> Any:
         trainer = trainer_with()
         trainer.fit(module, datamodule=data)
-        path = data.store / "by_hand.ckpt"  # a folder that all ranks see
+        path = data.partition_dir / "by_hand.ckpt"  # a folder that all ranks see
         trainer.save_checkpoint(path)
         kept = torch.load(path, weights_only=False)
         return kept["state_dict"], kept["epoch"], Sized.load_from_checkpoint(path, weights_only=False).state_dict()
