@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--columns", type=int, default=128)
-    parser.add_argument("--num_neighbors", type=int, nargs="+", default=[15, 10, 5])
+    parser.add_argument("--fanouts", dest="num_neighbors", type=int, nargs="+", default=[15, 10, 5])
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)

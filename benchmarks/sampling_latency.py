@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--delays-ms", type=floats, default=[0.0, 1.0])
     parser.add_argument("--hosts", type=ints, default=[2, 4])
     parser.add_argument("--sizes", type=ints, default=[32, 1000], help="seeds of a batch")
-    parser.add_argument("--num_neighbors", type=ints, default=[15, 10, 5])
+    parser.add_argument("--fanouts", dest="num_neighbors", type=ints, default=[15, 10, 5])
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--graph", default="planted-200000")
     parser.add_argument("--cache-mb", type=float, default=64.0)

@@ -165,7 +165,7 @@ def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
     hosts: dict[str, Any] = {} if cluster else {"hosts": 2, "cache_within_hosts": True}
     if stale:
         made = VertexCutStrategy(**hosts, **options)
-        made.scheme = StaleScheme(made.scheme.partition, made.scheme.hosts, 0.1, 0.0, "train_acc", True, not cluster)
+        made.scheme = StaleScheme(made.scheme.partition, made.scheme.num_machines, 0.1, 0.0, "train_acc", True, not cluster)
         return made
     return VertexCutStrategy(**hosts, **{"monitor": "train_acc", **options})
 

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import lightning_gnn.strategies  # noqa: F401  registers their names
-from lightning_gnn.arguments import renamed
 from lightning_gnn.launching import join_parent
 from lightning_gnn.private_lightning import leave_out
 from lightning_gnn.registry import home_of
@@ -61,25 +60,16 @@ leave_out()
 
 __version__ = "0.2.0"
 
-_REMOVED = {
-    "CommunicationTrace": "Trainer(profiler=PyTorchProfiler(...)) writes a trace with the same spans (docs/logging.md)",
-    "StagedStrategy": "Fit under the first strategy, and continue under the second with another Trainer, "
-    "fit(..., ckpt_path=...): docs/stages.md",
-    "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
-    "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
-    "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
-    **renamed("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes
-num_nodes=global_num_nodes reduce=reduce_halo substitute=patch_globals"""),
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _REMOVED:
-        raise ImportError(f"lightning_gnn.{name} was removed. {_REMOVED[name]}.")
     if name in __all__:
         return getattr(import_module(home_of(name)), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
+    from lightning_gnn.old_names import OF_PACKAGE
+
+    if name in OF_PACKAGE:
+        raise ImportError(f"lightning_gnn.{name} was removed. {OF_PACKAGE[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

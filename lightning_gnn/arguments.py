@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
@@ -127,15 +127,3 @@ def checked_fanouts(num_neighbors: Any) -> Fanouts:
             check_whole(num_neighbors=fanout)
             check_fanout(fanout, 0 if typed else 1)
     return found if typed else found[None]
-
-
-def renamed(pairs: str) -> dict[str, str]:
-    """Returns the replacements of earlier names, from ``"old=new old=new"``; for :func:`refuse_old_names`."""
-    return {old: f"Use {new}" for old, new in (each.split("=") for each in pairs.split())}
-
-
-def refuse_old_names(kind: type, given: Iterable[str], removed: Mapping[str, str]) -> None:
-    """Raises TypeError for an argument of an earlier version; `removed` has its replacement, by name."""
-    for name in given:
-        if name in removed:
-            raise TypeError(f"{kind.__name__}({name}=...) was removed. {removed[name]}.")

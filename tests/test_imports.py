@@ -114,4 +114,4 @@ def test_every_name_of_the_package_is_there():
 
     for name in lightning_gnn.__all__:
         assert getattr(lightning_gnn, name).__name__.replace("_", "").lower() in (name.replace("_", "").lower(),)
-    assert lightning_gnn.nn.expand is lightning_gnn.gather_halo  # as of packages that are imported with their parent
+    assert lightning_gnn.nn.gather_halo is lightning_gnn.gather_halo  # as of packages that are imported with their parent

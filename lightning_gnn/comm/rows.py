@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from lightning_gnn.comm.call import Direction, halo_exchange, known_call
 from lightning_gnn.comm.exchange import start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment
-
-if TYPE_CHECKING:
-    from lightning_gnn.comm.channel import GroupChannel
 
 
 class TransportChannel:
@@ -100,7 +97,7 @@ class OwnedRows:
         channel: channel that sends the rows.
     """
 
-    def __init__(self, first: Tensor, channel: TransportChannel | GroupChannel) -> None:
+    def __init__(self, first: Tensor, channel: Any) -> None:
         self._first, self._channel = first, channel
 
     def request(self, places: Tensor, layer: str = "") -> Request:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, refuse_old_names, renamed, shown
+from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import handed_over
@@ -65,12 +65,6 @@ Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 
 
 STAGE_MASKS = {"fit": "train_mask", "validate": "val_mask", "test": "test_mask"}
-
-
-_REMOVED = renamed(
-    "partition_memory=partition_memory_limit source_args=source_kwargs split_column=split_index store=partition_dir"
-)
-"""Arguments of earlier versions, and their replacements."""
 
 
 class OneBatch:
@@ -164,7 +158,10 @@ class GraphDataModule(L.LightningDataModule):
         feature_dtype: str | torch.dtype | None = None,
         **removed: Any,
     ) -> None:
-        refuse_old_names(type(self), removed, _REMOVED)
+        if removed:
+            from lightning_gnn.old_names import check_argument_names
+
+            check_argument_names(type(self), removed)
         super().__init__(**removed)
         leave_out_missing_validation()
         self.prepare_data_per_node = False  # other machines receive the partition of rank 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_flags, refuse_old_names, renamed
+from lightning_gnn.arguments import check_choice, check_flags
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
@@ -40,18 +40,6 @@ from lightning_gnn.strategy.ranks import RankStrategy
 from lightning_gnn.strategy.run_config import log_run, part_sizes
 from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme, bind_module
 from lightning_gnn.strategy.steps import NoSteps, Steps
-
-_REMOVED = {
-    "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
-    "replan": "Plans are made once: pass topology= with a file that `lightning-gnn topology measure` has written",
-    **renamed("""averaging_interval=average_every_n_batches cache_mb=remote_cache clusters=num_clusters fanouts=num_neighbors
-feature_cache=local_cache final=final_weights halo=historical_embeddings hops=num_hops host_memory=memory_limit
-host_memory_dir=spill_dir hosts=num_machines keep_constant=cache_input_aggregation keep_memory=reuse_buffers
-lease=heartbeat_timeout method=sampler patience=partner_timeout permute=node_order prefetch=prefetch_batches
-recompute=checkpoint_convs redraw_every=dropout_seed_every_n_epochs replication=replication_factor restarts=max_restarts
-samplers=num_workers score=edge_score_fn"""),
-}
-"""Arguments of earlier versions, and their replacements."""
 
 
 def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
@@ -144,7 +132,10 @@ class GNNStrategy(RankStrategy):
         spill_dir: str | Path | None = None,
         **plugins: Any,
     ) -> None:
-        refuse_old_names(type(self), plugins, _REMOVED)
+        if plugins:
+            from lightning_gnn.old_names import check_argument_names
+
+            check_argument_names(type(self), plugins)
         super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, reuse_buffers=reuse_buffers, stochastic_rounding=stochastic_rounding)

@@ -103,9 +103,9 @@ def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]
     least = needed(True)
     if least <= available:
         yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
-    replication = getattr(run.scheme, "replication", None)
+    replication = getattr(run.scheme, "replication_factor", None)
     if replication is not None and replication > 1:
-        yield f"a smaller replication than {replication}"
+        yield f"a replication_factor below {replication}"
     for times in _TIMES_RANKS:
         # Assumes the current number of halo nodes for each rank, an upper bound.
         least = needed(run.checkpoint_convs, times)

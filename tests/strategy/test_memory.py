@@ -255,8 +255,8 @@ def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        (SpMM15DStrategy, {"replication": 1}),
-        (SpMM15DStrategy, {"replication": 2}),
+        (SpMM15DStrategy, {"replication_factor": 1}),
+        (SpMM15DStrategy, {"replication_factor": 2}),
         (SpMM2DStrategy, {}),
         (VertexCutStrategy, {}),
         (CoverStrategy, {}),
@@ -273,7 +273,7 @@ def test_memory_is_that_of_the_scheme(strategy, options, model):
     rehearsed = rehearse(module, shards, partial(bind_module, scheme, meter=Meter()), quiet_trainer("dgcl", 1))
     expected = max(steps.footprint(sizes).peak().backward for sizes in Sizes.of_ranks(cut, module))
     found = max(each.peak().backward for each in rehearsed.footprints)
-    assert expected == pytest.approx(found, rel=0.05 if options == {"replication": 1} else 0.35)
+    assert expected == pytest.approx(found, rel=0.05 if options == {"replication_factor": 1} else 0.35)
 
 
 def test_memory_is_that_of_the_precision():

@@ -87,6 +87,6 @@ def test_what_nothing_is_registered_for_has_defaults():
 
 
 def test_what_is_registered_holds_for_derived_classes():
-    twin = twin_of(Derived("replicate", topology=None, hops=2))
-    assert isinstance(twin, DGCLScheme) and twin.hops > 2 and twin.plan == "replicate"
-    assert "communicate instead" in memory_advice(Derived("replicate", topology=None, hops=2)).less(2)
+    twin = twin_of(Derived("replicate", topology=None, num_hops=2))
+    assert isinstance(twin, DGCLScheme) and twin.num_hops > 2 and twin.plan == "replicate"
+    assert "communicate instead" in memory_advice(Derived("replicate", topology=None, num_hops=2)).less(2)

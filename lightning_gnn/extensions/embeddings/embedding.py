@@ -28,11 +28,11 @@ from torch_geometric.typing import NodeType
 from typing_extensions import override
 
 from lightning_gnn.arguments import check_choice
-from lightning_gnn.comm.channel import GroupChannel
 from lightning_gnn.comm.group import World, num_ranks
 from lightning_gnn.comm.rows import AnyRows, OwnedRows
 from lightning_gnn.data.ahead import Background
 from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.extensions.embeddings.channel import GroupChannel
 from lightning_gnn.nn.learned_rows import LearnedRows, are_untrained
 from lightning_gnn.rows.mode import active_mode, place, placement_of
 from lightning_gnn.rows.placement import REPLICATED

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.comm.channel import GroupChannel
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut
+from lightning_gnn.extensions.embeddings.channel import GroupChannel
 from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of

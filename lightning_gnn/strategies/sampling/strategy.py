@@ -217,8 +217,8 @@ class SamplingStrategy(GNNStrategy):
         self.replace, self.directed, self.sampler = replace, directed, sampler
         self.walk_length, self.num_clusters, self.num_workers = walk_length, num_clusters, num_workers
         self.prefetch_batches, self.seed = prefetch_batches, seed
-        self.remote_cache = checked_bytes("remote_cache", remote_cache or 0, 0)
-        self.local_cache = checked_bytes("local_cache", local_cache or 0, 0)
+        self.remote_cache = checked_bytes("remote_cache", remote_cache, 0)
+        self.local_cache = checked_bytes("local_cache", 0 if local_cache is None else local_cache, 0)
         self._choose(None, None)
         self._loaders: dict[str | None, SampledBatches] = {}
         self._predicted: tuple[Tensor, list[int]] | None = None

@@ -48,7 +48,7 @@ def partition(arguments: Sequence[str]) -> None:
         console.print(*_predicted(found, method), sep="\n", soft_wrap=True)
         return
     began = time.perf_counter()
-    before = {manifest.parent.name for manifest in data.store.glob("*/manifest.json")}
+    before = {manifest.parent.name for manifest in data.partition_dir.glob("*/manifest.json")}
     with in_a_line():
         folder = data.partition_for(layout)
     console.print(*_report(folder, cli.config.columns), sep="\n", soft_wrap=True)

@@ -215,7 +215,7 @@ class Twice(MessagePassing):
     [
         (Twice(), "propagates several times in a call"),
         (DirGNNConv(GraphConv(FEATURES, 16)), "reads out-edges"),
-        (ChebConv(FEATURES, 16, K=2), "sums over the out-edges"),
+        (ChebConv(FEATURES, 16, K=2), "reads out-edges"),
     ],
     ids=["own", "directed", "chebyshev"],
 )
@@ -228,8 +228,8 @@ def test_refused_models(graph, conv, message):
 def test_refused_options():
     with pytest.raises(ValueError, match="max_restarts is not supported"):
         GossipStrategy(historical_embeddings=True, max_restarts=1)
-    with pytest.raises(ValueError, match="halo must be None or 'history' .got 'stale'"):
-        GossipStrategy(halo="stale")
+    with pytest.raises(ValueError, match="historical_embeddings must be .*'stale'"):
+        GossipStrategy(historical_embeddings="stale")
 
 
 # One device ###################################################################

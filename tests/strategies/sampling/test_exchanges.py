@@ -103,12 +103,12 @@ NEIGHBORS: dict[str, Any] = {"num_neighbors": [3, 2, 2]}
         (awkward_graph, THREE, {"num_neighbors": [-1, 2, -1]}, 0, 4),
         (awkward_graph, THREE, {"num_neighbors": [3, 2], "directed": False}, 0, 8),
         (awkward_graph, THREE, {"num_neighbors": [3, 2, 2, 2, 2]}, 1000, 12),
-        (awkward_graph, THREE, {"num_neighbors": [3, 2], "sampler": "shadow"}, 0, 8),
-        (awkward_graph, THREE, {"num_neighbors": [3, 2], "sampler": "edges"}, 1000, 4),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2], "method": "shadow"}, 0, 8),
+        (awkward_graph, THREE, {"num_neighbors": [3, 2], "method": "edges"}, 1000, 4),
         (typed_graph, TWO, {"num_neighbors": [3, 2]}, 0, None),
         (typed_graph, THREE, {"num_neighbors": [2, 3, 2], "cut off": True}, 300, None),
-        (typed_links, THREE, {"num_neighbors": [3, 2], "sampler": "edges"}, 300, 4),
-        (typed_links, TWO, {"num_neighbors": [2, 2, 2, 2, 2], "sampler": "edges"}, 0, None),
+        (typed_links, THREE, {"num_neighbors": [3, 2], "method": "edges"}, 300, 4),
+        (typed_links, TWO, {"num_neighbors": [2, 2, 2, 2, 2], "method": "edges"}, 0, None),
     ],
 )
 def test_batches_of_several_machines_are_those_of_one(tmp_path, graph, machines, options, cache_bytes, exchanges):

@@ -184,7 +184,7 @@ def test_sizes_that_cannot_be(near_bytes, free, message, tmp_path, monkeypatch):
     assert on_threads([[0, 1, 2]], of_rank)[0] == [True] * 3
 
 
-@pytest.mark.parametrize("wrong", ["2 lots", "0 GB", -1, False, 1.5, [1]])
+@pytest.mark.parametrize("wrong", ["2 lots", -1, False, 1.5, [1]])
 def test_what_is_no_size(wrong):
     with pytest.raises(ValueError, match="local_cache must be a number of bytes"):
         SamplingStrategy(local_cache=wrong)

@@ -147,7 +147,7 @@ def test_edges_are_predicted_from_neighbourhoods_only(ranks):
     with pytest.raises(
         AssertionError, match="sampler='shadow' makes batches of nodes, and LinkPredictor predicts edges"
     ):
-        ranks.run(1, links_sampled, "uniform", False, None, method="shadow")
+        ranks.run(1, links_sampled, "uniform", False, None, sampler="shadow")
 
 
 # Samplers #####################################################################
@@ -214,7 +214,7 @@ def test_ranks_draw_by_numbers_of_sources(ranks):
         nodes[method] = sum(len(batch.n_id) for batch in batches)
         drawn[method] = sum(batch.num_sampled_edges[0] for batch in batches)
     assert drawn["labor"] == drawn["neighbor"] and nodes["labor"] < nodes["neighbor"]
-    [(batches, *_)] = ranks.run(1, links_sampled, "uniform", False, None, method="labor")
+    [(batches, *_)] = ranks.run(1, links_sampled, "uniform", False, None, sampler="labor")
     assert len(batches) > 1
 
 

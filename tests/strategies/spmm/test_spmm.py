@@ -221,7 +221,7 @@ def test_same_seed_same_bits(ranks, products):
 def test_from_yaml(tmp_path):
     asked = "{class_path: lightning_gnn.SpMM15DStrategy, init_args: {replication_factor: 2, sparsity_aware: false}}"
     scheme = strategy_of_config(tmp_path / "config.yaml", asked).scheme
-    assert (scheme.replication, scheme.sparsity_aware, scheme.permute) == (2, False, "random")
+    assert (scheme.replication_factor, scheme.sparsity_aware, scheme.node_order) == (2, False, "random")
 
 
 # Products #####################################################################
@@ -592,9 +592,9 @@ def test_too_little_memory_is_told_with_the_legal_factors(monkeypatch):
     monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 40_000)
     module = NodeClassifier(build("gcn"), num_classes=CLASSES).double()
     trainer = quiet_trainer(SpMM15DStrategy(replication_factor=2, sparsity_aware=False), 2)
-    with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication .legal: 1, 2."):
+    with pytest.raises(ValueError, match=r"need at least .* GB are available. Set a smaller replication_factor .legal: 1, 2."):
         trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
 
 
 def test_1d_is_replication_1():
-    assert SpMM1DStrategy().scheme.replication == 1  # type: ignore[attr-defined]
+    assert SpMM1DStrategy().scheme.replication_factor == 1  # type: ignore[attr-defined]

@@ -87,10 +87,10 @@ def test_cells_of_several_sizes():
 
 
 @pytest.mark.parametrize(
-    ("runs", "message"),
+    ("cells", "message"),
     [
-        ([], "cells is a list"),
-        ("dgcl", "cells is a list"),
+        ([], "runs is a list"),
+        ("dgcl", "runs is a list"),
         ([{"devices": 2}], "has the key strategy"),
         (["dgkl"], "unknown strategy 'dgkl', did you mean 'dgcl'"),
         ([{"strategy": "dgcl", "devices": 0}], "at least 1, or a list \\(got 0\\)"),
@@ -113,7 +113,7 @@ def test_cells_that_cannot_be(cells, message):
         ({"epochs": 0}, "epochs is at least 1"),
         ({"warmup": 3}, "fewer than epochs=3 \\(got 3\\)"),
         ({"timeout": 0}, "timeout is a number above 0"),
-        ({"again": "sometimes"}, "again is one of none, failed, all"),
+        ({"rerun": "sometimes"}, "rerun is one of none, failed, all"),
         ({"trainer": {"max_epochs": 3, "logger": True}}, "logger, max_epochs cannot be set here"),
     ],
 )
@@ -124,7 +124,7 @@ def test_settings_that_cannot_be(changes, message):
 
 def test_key_is_of_all_that_decides_a_cell(tmp_path, monkeypatch):
     base = comparison()
-    auto, dgcl = base.cells[:2]
+    auto, dgcl = base.runs[:2]
     same = [comparison(timeout=5, tolerance=1.0, warmup=0, output=Path("elsewhere"), rerun="failed")]
     assert {each.key(dgcl) for each in [base, *same]} == {base.key(replace(dgcl, label="other"))}
     other_model = copy.deepcopy(SETTINGS["model"])
