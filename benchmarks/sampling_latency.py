@@ -1,6 +1,6 @@
 """How fast ranks on several machines make batches, where messages take their time: batches/s, exchanges and bytes of a batch.
 
-    python benchmarks/sampling_latency.py --netlab NETLAB.py [--delays-ms 0,1] [--hosts 2,4] [--sizes 32,1000] [--num_neighbors
+    python benchmarks/sampling_latency.py --netlab NETLAB.py [--delays-ms 0,1] [--hosts 2,4] [--sizes 32,1000] [--fanouts
     15,10,5]
 
 Ranks on emulated hosts (root only), one each, make batches, which nobody trains on, none ahead. Links have netlab's bandwidths.
@@ -141,7 +141,7 @@ def main() -> None:
         return
     data = GraphDataModule("sampling_epochs.load", {"name": options.graph})
     own = ["--batches", str(options.batches), "--cache-mb", str(options.cache_mb)]
-    own += ["--num_neighbors", ",".join(map(str, options.num_neighbors))]
+    own += ["--fanouts", ",".join(map(str, options.num_neighbors))]
     rows = []
     for size in options.sizes:
         for hosts, delay in [(hosts, delay) for hosts in options.hosts for delay in (None, *options.delays_ms)]:
