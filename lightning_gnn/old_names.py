@@ -19,7 +19,7 @@ OF_PACKAGE = {
     **_renamed("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes
 num_nodes=global_num_nodes reduce=reduce_halo substitute=patch_globals"""),
 }
-"""Of the package."""
+"""Names of the package."""
 
 OF_ARGUMENTS = {
     "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
@@ -32,7 +32,7 @@ recompute=checkpoint_convs redraw_every=dropout_seed_every_n_epochs replication=
 samplers=num_workers score=edge_score_fn
 partition_memory=partition_memory_limit source_args=source_kwargs split_column=split_index store=partition_dir"""),
 }
-"""Of strategies and of GraphDataModule."""
+"""Arguments of strategies and of GraphDataModule."""
 
 
 def check_argument_names(kind: type, given: Iterable[str]) -> None:
