@@ -21,7 +21,7 @@ def check_whole(least: int | None = None, /, **arguments: Any) -> None:
     """Raises ValueError for the first argument that is not an integer, or below `least`."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ValueError(f"{name} must be a whole number (got {shown(value)}).")
+            raise ValueError(f"{name} must be an integer (got {shown(value)}).")
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least} (got {value}).")
 
@@ -30,7 +30,7 @@ def check_numbers(**arguments: Any) -> None:
     """Raises ValueError for the first argument that is not a finite number."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a number (got {shown(value)}).")
+            raise ValueError(f"{name} must be a finite number (got {shown(value)}).")
 
 
 def checked_bytes(name: str, size: Any, least: int = 1) -> int:
@@ -48,7 +48,7 @@ def checked_dtype(name: str, dtype: Any) -> torch.dtype:
     """Returns a floating-point dtype, from a dtype or its name."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f'{name} must be a floating dtype of torch, such as "float32" (got {shown(dtype)}).')
+        raise ValueError(f'{name} must be a floating-point dtype of torch, such as "float32" (got {shown(dtype)}).')
     return found
 
 
@@ -56,7 +56,7 @@ def check_seed(seed: Any) -> None:
     """Raises ValueError unless `seed` is an integer from 0 to 2^63 - 1."""
     check_whole(seed=seed)
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be a whole number from 0 to 2^63 - 1 (got {shown(seed)}).")
+        raise ValueError(f"seed must be an integer from 0 to 2^63 - 1 (got {shown(seed)}).")
 
 
 def check_flags(**arguments: Any) -> None:
@@ -70,7 +70,7 @@ def check_words(**arguments: Any) -> None:
     """Raises ValueError for the first argument that is not a non-empty string."""
     for name, value in arguments.items():
         if not isinstance(value, str) or not value:
-            raise ValueError(f"{name} must be a word (got {shown(value)}).")
+            raise ValueError(f"{name} must be a non-empty string (got {shown(value)}).")
 
 
 def is_one_of(value: Any, known: Sequence[Any]) -> bool:
@@ -88,7 +88,7 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
 def check_fanout(fanout: int, minimum: int = 1) -> None:
     """Raises ValueError for a fan-out that is neither -1 nor at least `minimum`."""
     if fanout != -1 and fanout < minimum:
-        raise ValueError(f"A fan-out is a number of edges from {minimum} on, or -1 for all (got {fanout}).")
+        raise ValueError(f"A fan-out must be at least {minimum}, or -1 for all edges (got {fanout}).")
 
 
 Fanouts: TypeAlias = list[int] | dict[tuple[str, str, str], list[int]]
@@ -100,7 +100,7 @@ def checked_batches(num_neighbors: Any, batch_size: int | None) -> Fanouts | Non
     if batch_size is not None:
         check_whole(batch_size=batch_size)
         if batch_size < 1:
-            raise ValueError(f"batch_size is a number of seeds, at least 1 (got {batch_size}).")
+            raise ValueError(f"batch_size must be at least 1 (got {batch_size}).")
     return None if num_neighbors is None else checked_fanouts(num_neighbors)
 
 
@@ -108,20 +108,20 @@ def checked_fanouts(num_neighbors: Any) -> Fanouts:
     """Returns fan-outs; edge types may be written as ``"author__writes__paper"``."""
     if not isinstance(num_neighbors, (Mapping, Sequence)) or isinstance(num_neighbors, str):
         raise ValueError(
-            f"num_neighbors must be a list of numbers of edges, one per layer, such as [15, 10] (got {shown(num_neighbors)})."
+            f"num_neighbors must be a list of integers, one per layer, such as [15, 10] (got {shown(num_neighbors)})."
         )
     typed, found = isinstance(num_neighbors, Mapping), dict[Any, list[int]]()
     for kind, each in num_neighbors.items() if isinstance(num_neighbors, Mapping) else [(None, num_neighbors)]:
         key = tuple(kind.split("__")) if isinstance(kind, str) else kind
         is_list = isinstance(each, Sequence) and not isinstance(each, str)
         if typed and not (isinstance(key, tuple) and len(key) == 3 and is_list):
-            by_type = "lists by three names, such as {('author', 'writes', 'paper'): [15, 10]}"
-            raise ValueError(f"num_neighbors by edge type must be {by_type} (got {shown(kind)}: {shown(each)}).")
+            by_type = "map edge types to lists, such as {('author', 'writes', 'paper'): [15, 10]}"
+            raise ValueError(f"num_neighbors must {by_type} (got {shown(kind)}: {shown(each)}).")
         found[key] = list(each)
     if not found or not all(found.values()):
-        raise ValueError(f"num_neighbors must have a number for each layer of the model, such as [15, 10] (got {num_neighbors}).")
+        raise ValueError(f"num_neighbors must have one number per layer of the model, such as [15, 10] (got {num_neighbors}).")
     if len({len(each) for each in found.values()}) != 1:
-        raise ValueError(f"All edge types have fan-outs for equally many hops (got {num_neighbors}).")
+        raise ValueError(f"num_neighbors must have the same number of hops for all edge types (got {num_neighbors}).")
     for each in found.values():
         for fanout in each:
             check_whole(num_neighbors=fanout)

@@ -68,9 +68,9 @@ class LazyIds(Tensor):
             except (MemoryError, torch.cuda.OutOfMemoryError) as error:
                 left = "" if free is None else f", and {free / 1e9:.3g} GB are available"
                 raise MemoryError(
-                    f"batch.{self.attribute} as int64 takes {num_bytes / 1e9:.3g} GB on this rank{left}. It is made because "
-                    "your model's code, or a conv that runs by PyG's own code, reads ids of edges; docs/memory.md says which "
-                    "convs do not."
+                    f"batch.{self.attribute} as int64 takes {num_bytes / 1e9:.3g} GB on this rank{left}. It is created "
+                    "because the model, or a conv that runs PyG's own code, reads edge ids. docs/memory.md lists the convs that "
+                    "do not read them."
                 ) from error
         return self.ids
 

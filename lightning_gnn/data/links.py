@@ -52,7 +52,7 @@ def split_edges(
     """
     if not (val >= 0 and test >= 0 and val + test < 1):
         raise ValueError(
-            f"val and test are fractions of the edges whose sum is below 1, the rest is for training (got {val} and {test})."
+            f"val and test must be fractions of the edges with a sum below 1, the rest is for training (got {val} and {test})."
         )
     edges, num_sources, num_targets = _edges_of(data, edge_type, rev_edge_type)
     edge_index = checked_edges(edges.edge_index, max(num_sources, num_targets)).cpu()
@@ -60,14 +60,14 @@ def split_edges(
     if undirected is None:
         undirected = within and bool(is_undirected(edge_index, num_nodes=num_targets))
     if undirected and not within:
-        raise ValueError(f"undirected=True is for edges between nodes of one type (got edge_type={edge_type}).")
+        raise ValueError(f"undirected=True requires edges between nodes of one type (got edge_type={edge_type}).")
     key = _keys(edge_index, num_targets, undirected)
     distinct, group = key.unique(return_inverse=True)
     splittable = (group[edge_index[0] != edge_index[1]] if within else group).unique()
     sizes = [round(share * len(splittable)) for share in (val, test)]
     for name, share, size in zip(("val", "test"), (val, test), sizes):
         if share > 0 and size == 0:
-            raise ValueError(f"{name}={share} of {len(splittable)} different edges is none. Give a larger fraction, or 0.")
+            raise ValueError(f"{name}={share} of {len(splittable)} distinct edges selects no edge. Use a larger fraction, or 0.")
     drawn = splittable[torch.from_numpy(np.random.default_rng(seed).permutation(len(splittable)))]
     parts = drawn[: sum(sizes)].split(sizes)
     held = [torch.isin(group, part) for part in parts]
@@ -87,22 +87,22 @@ def _edges_of(data: Any, edge_type: EdgeType | None, rev_edge_type: EdgeType | N
     """Returns the store of the edges to split, and the numbers of possible source and target nodes."""
     if isinstance(data, HeteroData):
         if edge_type not in data.edge_types:
-            raise ValueError(f"edge_type says which edges of a HeteroData are split, one of {data.edge_types} (got {edge_type}).")
+            raise ValueError(f"edge_type must be the edge type to split, one of {data.edge_types} (got {edge_type}).")
         assert edge_type is not None
         source, _, target = edge_type
         if rev_edge_type is not None:
             fits = rev_edge_type in data.edge_types and (rev_edge_type[2], rev_edge_type[0]) == (source, target)
             if not fits or rev_edge_type == edge_type:
                 raise ValueError(
-                    f"rev_edge_type has the edges of {edge_type} the other way round: another edge type, from {target!r} to "
-                    f"{source!r}, of {data.edge_types} (got {rev_edge_type})."
+                    f"rev_edge_type must be another edge type, with the reverse edges of {edge_type}: of {data.edge_types}, "
+                    f"from {target!r} to {source!r} (got {rev_edge_type})."
                 )
         return data[edge_type], int(data[source].num_nodes), int(data[target].num_nodes)
     if edge_type is not None or rev_edge_type is not None:
-        raise ValueError("edge_type and rev_edge_type are of a HeteroData, but the graph has no types. Leave them out.")
+        raise ValueError("edge_type and rev_edge_type require a HeteroData, but the graph has no types. Remove them.")
     if not isinstance(data, Data) or data.edge_index is None:
         raise ValueError(
-            f"split_edges takes a Data with edge_index, or a HeteroData, of torch_geometric.data (got {type(data).__name__})."
+            f"split_edges requires a Data with edge_index, or a HeteroData, of torch_geometric.data (got {type(data).__name__})."
         )
     num_nodes = int(data.num_nodes or 0)
     return data, num_nodes, num_nodes

@@ -56,7 +56,7 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
             source = getattr(importlib.import_module(module), function)
         except Exception as error:  # the import of a user's module may raise anything
             raise ValueError(
-                f"source={source!r} cannot be imported ({error}). Give the import path of a class or function, "
+                f"source={source!r} cannot be imported ({error}). Use the import path of a class or function, "
                 "such as 'torch_geometric.datasets.Planetoid'."
             ) from error
     loaded: Any = source
@@ -66,8 +66,8 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in (args or {}).items())
             raise ValueError(
-                f"Loading the graph failed: {name}({called}) raised {type(error).__name__}: {error}. Call it yourself to "
-                "see where; its arguments are GraphDataModule's source_kwargs."
+                f"Loading the graph failed: {name}({called}) raised {type(error).__name__}: {error}. Call it directly "
+                "to debug it; its arguments are GraphDataModule's source_kwargs."
             ) from error
     elif args:
         raise ValueError(f"source_kwargs={dict(args)} needs a callable or an import path as source (got {name}).")
@@ -82,18 +82,18 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
         split = graphs.get_idx_split() if hasattr(graphs, "get_idx_split") else None
     except Exception as error:
         raise ValueError(
-            f"{name} cannot give its graph: {type(error).__name__}: {error}. Look at dataset[0] and "
-            "dataset.get_idx_split(), or give the graph itself, a torch_geometric.data.Data."
+            f"{name} cannot load its graph: {type(error).__name__}: {error}. Check dataset[0] and "
+            "dataset.get_idx_split(), or pass the graph itself, a torch_geometric.data.Data."
         ) from error
     of_links = first if isinstance(first, (tuple, list)) else loaded if isinstance(loaded, (tuple, list)) else ()
     if any(isinstance(each, BaseData) and "edge_label" in " ".join(each.keys()) for each in of_links):
         raise ValueError(
-            f"{name} gives {len(of_links)} graphs with edge_label_index, as RandomLinkSplit makes them of one. Leave that "
-            f"transform out. {TO_PREDICT_LINKS}."
+            f"{name} returned {len(of_links)} graphs with edge_label_index, as from RandomLinkSplit. Remove that transform. "
+            f"{TO_PREDICT_LINKS}."
         )
     if len(graphs) and not isinstance(first, Graph):
         raise ValueError(
-            f"{name} gives a {type(first).__name__}; GraphDataModule takes PyG's graphs, torch_geometric.data.Data or HeteroData."
+            f"{name} returned a {type(first).__name__}; GraphDataModule requires a torch_geometric.data.Data or HeteroData."
         )
     if len(graphs) != 1:
         raise ValueError(
@@ -193,10 +193,10 @@ def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: 
     differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
     if differing:
         raise ValueError(
-            f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the one that this run "
-            "began with, and all stages and ranks need one graph. What draws at random may draw from the global streams of "
-            "torch, numpy and python, which are seeded while the graph is loaded, or from a generator with a seed of its own; "
-            "a random split is best left to GraphDataModule(..., split=(0.6, 0.2, 0.2))."
+            f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the graph that this run "
+            "began with, and all stages and ranks need the same graph. For random values, use the global generators of torch, "
+            "numpy and python, which are seeded while the graph is loaded, or a generator with a seed of its own. For a random "
+            "split, use GraphDataModule(..., split=(0.6, 0.2, 0.2))."
         )
 
 

@@ -225,11 +225,10 @@ def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
             return having[0]
         if having:
             raise ValueError(
-                f"Node types {having} have a {name}. Say whose nodes are predicted: GraphDataModule(..., "
-                f"input_type={having[0]!r})."
+                f"Node types {having} have a {name}. Set the type to predict: GraphDataModule(..., input_type={having[0]!r})."
             )
     raise ValueError(
-        f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or give a "
+        f"No node type of {types} has a train_mask. Set one, data['{types[0]}'].train_mask (bool, one entry per node), or use a "
         "random split of one type: GraphDataModule(..., split=(0.6, 0.2, 0.2), input_type=...). To predict links, split the "
         f"edges of one type: GraphDataModule(split_edges(data, edge_type={data.edge_types[0]}))."
     )

@@ -27,8 +27,8 @@ OF_BATCHES = ("n_id", "e_id", "num_owned", "batch_size")
 """Names of attributes that batches set themselves."""
 
 _NO_SEEDS = (
-    "a batch of the full graph has no seed nodes that come first, so out[:batch.batch_size] would be nodes of all masks. Write "
-    "out[batch.train_mask], which is right in mini-batches, too, where masks are of the seeds alone; and leave batch_size out of "
+    "a full-graph batch does not begin with seed nodes, so out[:batch.batch_size] would be nodes of all masks. Use "
+    "out[batch.train_mask], which is also correct in mini-batches, where masks select seed nodes only. Remove batch_size from "
     "self.log, whose values are weighted by the nodes of the stage's mask"
 )
 
@@ -101,8 +101,8 @@ def check_kinds(ambiguous: Sequence[str], num_nodes: int) -> None:
     if ambiguous:
         first = ambiguous[0]
         raise ValueError(
-            f"{', '.join(ambiguous)}: {num_nodes} rows, and the graph has as many nodes as edges, so these may be of either. A "
-            f"rank has the rows of its nodes, or of its edges. Say which by the name: data.node_{first} = data.{first}, or "
+            f"{', '.join(ambiguous)}: {num_nodes} rows, and the graph has as many nodes as edges, so these may belong to nodes "
+            f"or edges. A rank has the rows of its nodes, or of its edges. Rename them: data.node_{first} = data.{first}, or "
             f"data.edge_{first} = data.{first}, and del data.{first}."
         )
 
@@ -128,23 +128,23 @@ def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | 
     if isinstance(value, (str, int, float, np.generic)):
         return _NO_SEEDS if name == "batch_size" else None
     if isinstance(value, np.ndarray):
-        return f"it is a numpy array, and only tensors go with nodes and edges. Set data.{name} = torch.from_numpy(data.{name})"
+        return f"it is a numpy array, and only tensors are partitioned. Set data.{name} = torch.from_numpy(data.{name})"
     if not isinstance(value, Tensor):
         return (
-            f"it is a {type(value).__name__}, and only tensors, numbers and words are kept. batch.n_id and batch.e_id are ids in "
-            "the whole graph: they tell which of its entries a batch has, where your module holds it"
+            f"it is a {type(value).__name__}, and only tensors, numbers and strings are kept. Store it in your module, and "
+            "select the entries of a batch by batch.n_id and batch.e_id, which are ids in the whole graph"
         )
     if value.layout != torch.strided:
-        return "it is a sparse matrix over all nodes. Layers take batch.edge_index, with edge_weight or edge_attr for values"
+        return "it is a sparse matrix over all nodes. Use batch.edge_index, with edge_weight or edge_attr for values"
     if name == "ptr":
-        return "it says where graphs begin in a list of nodes, and a batch is of one graph"
+        return "it has the first node of each of several graphs, and a batch is one graph"
     if _holds_ids(name, value):
         rows = value.size(0) if value.dim() else -1
         if rows in (num_nodes, num_edges) and torch.equal(value.cpu(), torch.arange(rows, dtype=value.dtype)):
             return None  # ids that equal the positions
         return _ids_left_out(name, value)
     if re.match(r"(pos_|neg_)?edge_label", name) and value.dim() and value.size(0) != num_edges:
-        return f"it belongs to pairs of nodes, of which a batch has none. {TO_PREDICT_LINKS}"
+        return f"it has values of node pairs, and a batch has no pairs. {TO_PREDICT_LINKS}"
     return None
 
 
@@ -156,7 +156,7 @@ def _holds_ids(name: str, value: Tensor) -> bool:
 
 
 TO_PREDICT_LINKS = (
-    "To predict links, split the edges of the graph itself, GraphDataModule(split_edges(data)) of lightning_gnn, and use "
+    "To predict links, split the edges of the graph, GraphDataModule(split_edges(data)) of lightning_gnn, and use "
     "LinkPredictor (docs/links.md)"
 )
 
@@ -164,13 +164,13 @@ TO_PREDICT_LINKS = (
 def _ids_left_out(name: str, value: Tensor) -> str:
     holds = "it holds ids of the whole graph, which a batch would read as its own rows"
     stem = re.sub(r"_?(edge_)?(index|idx|indices)$", "", name) or name
-    fetched = f"for gather_nodes(x, ids), call it {stem}_n_id: a name that ends in n_id holds ids of the whole graph"
+    fetched = f"for gather_nodes(x, ids), rename it to {stem}_n_id: names that end in n_id hold ids of the whole graph"
     if "label" in name and "edge" in name:
         return f"{holds}. {TO_PREDICT_LINKS}; or {fetched}"
     if value.dim() == 2 and value.size(0) == 2:
         return (
-            f"{holds}. Put all edges into data.edge_index, with an attribute that tells them apart, data.edge_kind say, and take "
-            f"batch.edge_index[:, batch.edge_kind == 0]. {TO_PREDICT_LINKS}; or {fetched}"
+            f"{holds}. Put all edges into data.edge_index, with an attribute such as data.edge_kind that distinguishes them, and "
+            f"use batch.edge_index[:, batch.edge_kind == 0]. {TO_PREDICT_LINKS}; or {fetched}"
         )
     if "edge" in name:
         return f"{holds}. Make a mask of them, one entry per edge: data.{stem}_mask[data.{name}] = True"
@@ -202,7 +202,7 @@ def kept_attributes(
     warnings, ambiguous = [], []
     for name, value in given.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
-            warnings.append(f"{name} is what a batch calls ids of its own, in the graph that it is part of: rename it to keep it")
+            warnings.append(f"{name} is reserved for the ids that batches set: rename the attribute to keep it")
             continue
         is_known = name in kinds or name == "edge_index"
         reason = None if is_known else why_left_out(name, value, num_nodes, num_edges)
@@ -219,8 +219,8 @@ def kept_attributes(
         kind = kinds[name] = kind_by_rows(name, value, num_nodes, num_edges)
         if kind == "graph" and looks_like_ids(name, kept[name], max(num_nodes, num_edges)):
             warnings.append(
-                f"{name} {list(value.shape)} has a row neither per node nor per edge, so every rank gets all of it: if it holds "
-                "ids of nodes or edges, these are ids in the whole graph, and no rows of a batch (docs/models.md)"
+                f"{name} {list(value.shape)} does not have one row per node or edge, so every rank has all of it. If it holds "
+                "ids of nodes or edges, these are ids in the whole graph, not rows of a batch (docs/models.md)"
             )
         elif num_nodes == num_edges and kind != "graph" and name in told:
             kinds[name] = told[name]
@@ -249,7 +249,7 @@ def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int
         reason = why_left_out(name, value, num_nodes, num_edges)
         of_rows = isinstance(value, Tensor) and kind_by_rows(name, value, num_nodes, num_edges) != "graph"
         if reason is None and not of_rows:
-            reason = "it has no row for each node or edge of its type, which are all that batches of a HeteroData have"
+            reason = "it does not have one row per node or edge of its type, which batches of a HeteroData require"
         if reason is None:
             check_storable(name, value)
             kept[name] = value.detach().cpu()
@@ -263,14 +263,14 @@ def warn_of_left_out(left_out: Mapping[str, str], of: str) -> None:
     """Warn about attributes of a graph or a type that batches lack; `left_out` has the reasons by name."""
     if left_out:
         name, reason = next(iter(left_out.items()))
-        rank_zero_warn(f"Of {of}, batches will not have {', '.join(left_out)}. Of {name}: {reason}.")
+        rank_zero_warn(f"Batches do not have {', '.join(left_out)} of {of}. Reason for {name}: {reason}.")
 
 
 def check_storable(name: str, value: Tensor) -> None:
     """Raises ValueError for a tensor that the files of a partitioned graph cannot store."""
     if re.fullmatch(r"[\w .+-]+", name) is None or len(name.encode()) > 100:  # no path, no control characters
         raise ValueError(
-            f"The graph has an attribute {name!r}, and files are called after attributes. Rename it: at most 100 letters, "
+            f"The graph has an attribute {name!r}, and files are named after attributes. Rename it: at most 100 letters, "
             "digits, spaces, '_', '-', '+' and '.'."
         )
     try:
@@ -358,7 +358,7 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
             assert mask is not None
             masks[SPLITS[part]] = masks[SPLITS[part]] | mask if SPLITS[part] in masks else mask
         names = " and ".join(dict.fromkeys(SPLITS[part] for part in parts))
-        left_out[name] = f"the batch has {names} for it, over its own rows: out[batch.{SPLITS[next(iter(parts))]}]"
+        left_out[name] = f"the batch has {names} instead, over its own rows: out[batch.{SPLITS[next(iter(parts))]}]"
     labels_of = {name: found_part for name in given if (found_part := split_labels(name)) and found_part in lists}
     for name, of_part in labels_of.items():
         value, ids = rest[name], lists[of_part]
@@ -406,14 +406,14 @@ def prepare_graph(
     """
     if data.edge_index is None:
         of_split = [name for name in data.to_dict() if "pos_edge" in name]
-        hint = f" Its {of_split[0]} is of a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
+        hint = f" Its {of_split[0]} is from a split of edges. {TO_PREDICT_LINKS}." if of_split else ""
         raise ValueError(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
             f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{hint}"
         )
     if data.x is None:
         raise ValueError(
-            "The graph has no node features x. Add some before: data.x = torch.randn(data.num_nodes, 128), "
+            "The graph has no node features x. Add them: data.x = torch.randn(data.num_nodes, 128), "
             "or apply torch_geometric.transforms.OneHotDegree."
         )
     for name in ("x", "edge_index", "y", "edge_weight", "edge_attr", *MASKS):
@@ -423,7 +423,7 @@ def prepare_graph(
     num_nodes = x.size(0)
     if given.pop("num_nodes", num_nodes) != num_nodes:
         raise ValueError(
-            f"The graph says num_nodes={data.num_nodes}, but x has {num_nodes} rows. Give x one row per node, "
+            f"The graph has num_nodes={data.num_nodes}, but x has {num_nodes} rows. Set one row of x per node, "
             "zeros where a node has no features."
         )
     edge_index = checked_edges(data.edge_index.cpu(), num_nodes, short_ids)
@@ -471,7 +471,7 @@ def features(x: Tensor) -> Tensor:
     if len(bad):
         raise ValueError(
             f"x holds NaN or infinite values in {len(bad)} of {x.size(0)} rows, first in row {bad[0]}. "
-            "Fill them in: data.x = torch.nan_to_num(data.x, 0.0, 0.0, 0.0), or leave these nodes out."
+            "Fill them in: data.x = torch.nan_to_num(data.x, 0.0, 0.0, 0.0), or remove these nodes."
         )
     return x
 
@@ -502,7 +502,7 @@ def edge_values(name: str, values: Tensor, num_edges: int, dtype: torch.dtype) -
     if values.dim() == 0 or values.size(0) != num_edges:
         rows = f"{values.size(0)} rows" if values.dim() else "a single value"
         raise ValueError(
-            f"{name} has {rows}, but edge_index has {num_edges} columns: one row per edge is needed. Make it again "
+            f"{name} has {rows}, but edge_index has {num_edges} columns: one row per edge is needed. Compute it "
             "after the last change of edge_index, such as added self-loops."
         )
     if name == "edge_weight" and values.dim() != 1:
@@ -528,20 +528,20 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
             f"y must have shape [N] for classes or [N, C] for targets (got {list(y.shape)}). One row per node is needed."
         )
     if y.size(0) != num_nodes:
-        hint = " A label of the whole graph cannot be learned here." if y.size(0) == 1 else ""
+        hint = " Labels of whole graphs are not supported." if y.size(0) == 1 else ""
         raise ValueError(
             f"y has {y.size(0)} rows, but x has {num_nodes}: node labels are needed, one row per node, "
-            f"-1 for nodes without one.{hint}"
+            f"-1 for unlabeled nodes.{hint}"
         )
     if y.is_complex():
-        raise ValueError(f"y is {_dtype(y)}; labels are integers, targets real numbers. Convert it first.")
+        raise ValueError(f"y is {_dtype(y)}; labels must be integers, and targets real numbers. Convert it first.")
     if not y.is_floating_point():
         low, _ = _range(y) if y.dtype != torch.bool else (0, 1)
         if low < -1:
             first = (y < -1).view(num_nodes, -1).any(1).nonzero()[0].item()
             raise ValueError(
-                f"y holds labels down to {low}, first in row {first}. Labels are numbered from 0, and -1 marks a node without "
-                "one: data.y[data.y < 0] = -1."
+                f"y holds labels down to {low}, first in row {first}. Labels start at 0, and -1 marks an unlabeled "
+                "node: data.y[data.y < 0] = -1."
             )
         return y.long() if of_classes else y
     bad = _non_finite_rows(y)
@@ -551,8 +551,8 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
     if of_classes and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
         return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's unlabeled nodes
     raise ValueError(
-        f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks a node without "
-        "a class only where y is [N] and holds whole numbers. Fill these targets in, and leave the rows out of the masks."
+        f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks an unlabeled "
+        "node only if y is [N] and holds integers. Replace these targets, and exclude the rows from the masks."
     )
 
 
@@ -596,7 +596,7 @@ def masks_of(
     masks = {name: _mask(name, data[name], num_nodes, column) for name in MASKS if data.get(name) is not None}
     if "train_mask" not in masks and needed:
         raise ValueError(
-            "The graph has no train_mask. Give a random split, GraphDataModule(..., split=(0.6, 0.2, 0.2)), "
+            "The graph has no train_mask. Use a random split, GraphDataModule(..., split=(0.6, 0.2, 0.2)), "
             "or set data.train_mask, data.val_mask and data.test_mask (bool, one entry per node). To predict links, split the "
             "edges: GraphDataModule(split_edges(data))."
         )
@@ -605,7 +605,7 @@ def masks_of(
 
 def set_edge_masks(data: Data | BaseStorage, num_edges: int, complete: bool = True) -> None:
     """Check the masks of a graph's edges, or of an edge type; with `complete`, missing masks become empty masks."""
-    advice = "split_edges(data) of lightning_gnn makes all three"
+    advice = "split_edges(data) of lightning_gnn creates all three"
     for name in EDGE_MASKS if complete else [name for name in EDGE_MASKS if name in data]:
         mask = data.get(name)
         if mask is None:
@@ -613,15 +613,15 @@ def set_edge_masks(data: Data | BaseStorage, num_edges: int, complete: bool = Tr
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (num_edges,):
             found = f"{_dtype(mask)} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"{name} must be bool, one entry per edge, [{num_edges}] (got {found}). Make it again after the last change of "
+                f"{name} must be bool, one entry per edge, [{num_edges}] (got {found}). Compute it after the last change of "
                 f"edge_index; {advice}."
             )
     held = torch.stack([data[name] for name in EDGE_MASKS if name in data]).sum(0)
     if (held > 1).any():
         first = int((held > 1).nonzero()[0])
         raise ValueError(
-            f"{int((held > 1).sum())} edges are in more than one of {', '.join(EDGE_MASKS)}, first edge {first}: what is tested "
-            f"would be learnt. {advice[0].upper()}{advice[1:]}, without overlap."
+            f"{int((held > 1).sum())} edges are in more than one of {', '.join(EDGE_MASKS)}, first edge {first}, so test edges "
+            f"would be used for training. Remove the overlap; {advice}."
         )
 
 
@@ -682,7 +682,7 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
             first = int(ids.bincount().gt(1).nonzero()[0])
             raise ValueError(
                 f"{where} lists {len(ids) - int(mask.sum())} node ids more than once, first id {first}. "
-                "Give each once: ids.unique()."
+                "Remove duplicates: ids.unique()."
             )
         masks[SPLITS[key]] |= mask
     return masks

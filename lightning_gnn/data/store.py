@@ -91,7 +91,7 @@ def plain_size(file: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is no plain file")
+        raise ValueError(f"{file} is not a regular file")
     return found.st_size
 
 
@@ -113,7 +113,7 @@ def read_array(file: Path, by_rows: bool = False) -> np.ndarray:
     size = begin + dtype.itemsize * math.prod(shape)
     # Numpy also multiplies the other sizes of an empty shape.
     if size != file.stat().st_size or math.prod(max(each, 1) for each in shape) >= 2**48:
-        raise ValueError(f"{file}: by its header, {list(shape)} of {dtype}, it has {size} bytes, not {file.stat().st_size}")
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, but by its header, {list(shape)} of {dtype}, {size}")
     array = np.memmap(file, dtype, "c", begin, shape, "F" if found[2] == "True" else "C")
     if by_rows and array.nbytes and hasattr(mmap, "MADV_RANDOM"):
         array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def check_names(manifest: Mapping[str, Any]) -> None:
     expected += [f"{kind}.{name}" for kind, names in manifest["attributes"].items() for name in names]
     wrong = [*({f"{name}.npy" for name in expected} ^ files.keys()), *(n for n in files if Path(n).name != n)]
     if wrong:
-        raise ValueError(f"files is not what this graph has in its folder: look at {shown(sorted(wrong)[:2])}")
+        raise ValueError(f"files has missing or unexpected names, such as {shown(sorted(wrong)[:2])}")
 
 
 def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ def writing(root: Path, num_bytes: int | None = None) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(root, num_bytes) from error
         raise StoreError(
-            f"The store {root} cannot be written ({error}). Name a folder that you may write to: "
+            f"The partition directory {root} cannot be written ({error}). Use a folder with write permission: "
             "GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
         ) from error
 
@@ -220,8 +220,8 @@ def _disk_full(root: Path, num_bytes: int | None) -> StoreError:
     with suppress(OSError):
         needed += f"{shutil.disk_usage(root).free:,} bytes are free. "
     return StoreError(
-        f"The disk of the store {root} is full. {needed}Free some, delete entries of the store that you no longer need, or "
-        "name a folder on another disk: GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
+        f"The disk of the partition directory {root} is full. {needed}Free disk space, remove old partitions from it, or "
+        "use a folder on another disk: GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
     )
 
 
@@ -343,13 +343,13 @@ def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, 
         StoreError: the disk is full, or the folder cannot be written; the manifest or a file differs from the original.
     """
     advice = (
-        f"has arrived from {source} with other bytes than were written there, and nothing was kept. Run again; if it happens "
-        f"again, look at the network between the machines, and remove {folder.name} from the store of {source}"
+        f"arrived from {source} with different bytes than were written there, and nothing was stored. Run again. If it recurs, "
+        f"check the network between the machines, and remove {folder.name} from the partition directory of {source}"
     )
     try:
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or manifest.get("checksum") != _manifest_checksum(manifest):
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum differs")
     except (ValueError, RecursionError) as error:
         raise StoreError(f"manifest.json of {folder.name} {advice} ({error}).") from error
     _check_form(folder, manifest, None, f"Use one version of lightning_gnn on {source} and here.")
@@ -361,7 +361,7 @@ def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, 
                 for piece in bytes_of(name, size):
                     file.write(piece)
             if file.checksum != checksum:
-                raise StoreError(f"{name} of {folder.name} {advice} (its checksum is another).")
+                raise StoreError(f"{name} of {folder.name} {advice} (its checksum differs).")
         _complete(scratch, manifest)
 
 
@@ -470,14 +470,14 @@ def read_manifest(folder: Path, layout: LayoutSpec | None = None) -> dict[str, A
         StoreError: the manifest is missing, unreadable or changed. The format, layout or number of parts differs, or the folder
             was renamed. A file is missing, of another size, changed, or has ids out of range.
     """
-    advice = f"Remove the folder {folder} and run again: the graph is then partitioned anew."
+    advice = f"Remove the folder {folder} and run again: the graph is then partitioned again."
     try:
         manifest = _parse(folder / "manifest.json")
         checksum = _manifest_checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"The partitioned graph in {folder} has no readable manifest ({error}). {advice}") from error
     if manifest.get("format") == FORMAT and manifest.get("checksum") != checksum:
-        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum is another. {advice}")
+        raise StoreError(f"{folder / 'manifest.json'} has been altered: its checksum differs. {advice}")
     _check_form(folder, manifest, layout, advice)
     try:
         _check_files(folder, manifest)
@@ -536,7 +536,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
         return
     for name, (_, checksum) in files.items():
         if known.get(name) != seen[name] and checksum_of(folder / name) != checksum:
-            raise ValueError(f"{folder / name} has been altered or damaged: its checksum is another")
+            raise ValueError(f"{folder / name} has been altered or damaged: its checksum differs")
     check_arrays(folder, manifest)
     try:
         _remember(folder, seen)

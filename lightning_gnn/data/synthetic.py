@@ -37,11 +37,13 @@ def planted_partition(
         ``x`` float32 ``[N, F]``, ``edge_index`` int64 ``[2, E]``, ``y`` int64 ``[N]``, boolean masks ``[N]``.
     """
     if num_nodes < 2 or num_classes < 1 or num_features < 1:
-        raise ValueError(f"Needs at least 2 nodes, 1 class and 1 feature (got {num_nodes}, {num_classes} and {num_features}).")
+        raise ValueError(
+            f"There must be at least 2 nodes, 1 class and 1 feature (got {num_nodes}, {num_classes} and {num_features})."
+        )
     if not 0 <= homophily <= 1:
-        raise ValueError(f"homophily is a share from 0 to 1 (got {homophily}).")
+        raise ValueError(f"homophily must be from 0 to 1 (got {homophily}).")
     if not 0 < average_degree < num_nodes:
-        raise ValueError(f"average_degree must lie between 0 and num_nodes={num_nodes} (got {average_degree}).")
+        raise ValueError(f"average_degree must be between 0 and num_nodes={num_nodes} (got {average_degree}).")
     if len(split) != 3 or min(split) < 0 or sum(split) > 1 + 1e-9:
         raise ValueError(f"split needs three fractions that sum to at most 1 (got {tuple(split)}).")
     rng = np.random.default_rng(seed)

@@ -298,28 +298,28 @@ class GraphDataModule(L.LightningDataModule):
         mask = self._counted(STAGE_MASKS[stage])
         if mask in EDGE_MASKS and not sum(self._shard.mask_counts.get(mask, ())):
             raise ValueError(
-                f"The graph has no edges in {mask}, and links are to be predicted. Split them, "
+                f"The graph has no edges in {mask}, which link prediction requires. Split them, "
                 "GraphDataModule(split_edges(data, val=0.05, test=0.1)), or set data.edge_train_mask, data.edge_val_mask and "
                 "data.edge_test_mask (bool, one entry per edge)."
             )
         if sum(self._shard.mask_counts[mask]) == 0:
-            raise ValueError(f"{mask} holds no labelled node. Give another split=(train, val, test), or set data.{mask}.")
+            raise ValueError(f"{mask} holds no labeled node. Use another split=(train, val, test), or set data.{mask}.")
 
     def _check_sampled(self, layout: LayoutSpec) -> None:
         """Raises ValueError for sampling options that the strategy ignores, and for BatchSizeFinder without a batch size."""
         callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
             raise ValueError(
-                "BatchSizeFinder has nothing to find: GraphDataModule has no batch_size, so the whole graph is one batch. Leave "
-                "the callback out."
+                "BatchSizeFinder requires GraphDataModule(batch_size=...): without it, the whole graph is one batch. Remove the "
+                "callback."
             )
         given = {"num_neighbors": self.num_neighbors, "batch_size": self.batch_size}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if options and self.trainer is not None and not layout.samples:
             strategy = type(self.trainer.strategy).__name__
             raise ValueError(
-                f"GraphDataModule({options}) asks for batches of sampled neighbourhoods, and {strategy} makes none. "
-                'Use Trainer(strategy="sampling"), or leave it out.'
+                f"GraphDataModule({options}) requires sampled mini-batches, and {strategy} does not support them. "
+                'Use Trainer(strategy="sampling"), or remove the options.'
             )
 
     def _counted(self, mask: str) -> str:
@@ -337,7 +337,7 @@ class GraphDataModule(L.LightningDataModule):
                 shard = self._shard  # unchanged since the last stage, like the whole graph on one device
                 shard.batch.cpu()
             else:
-                self.tell_of_changes("the parts are other ones now")
+                self.tell_of_changes("the partition has changed")
                 self._shard = None  # release the memory before the next shard is read
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types)
@@ -374,9 +374,9 @@ class GraphDataModule(L.LightningDataModule):
             name = next(filter(None, names), None)
             if name is not None:
                 return ValueError(
-                    f"{type(optimizer).__name__} is to train {name} of the graph, and batches have copies of it, whose gradients "
-                    "do not reach it. Let the module learn a row per node: DistributedEmbedding(num_nodes, dim), called with "
-                    f"batch.n_id (docs/embeddings.md). If the module learns {name} by itself, give the graph a copy: "
+                    f"{type(optimizer).__name__} optimizes {name} of the graph, but batches have copies of it, whose gradients "
+                    "do not reach it. To learn one row per node, use DistributedEmbedding(num_nodes, dim), called with "
+                    f"batch.n_id (docs/embeddings.md). If {name} is a parameter of the module, pass the graph a copy: "
                     f"data.{name} = data.{name}.detach().clone()."
                 )
         return None
@@ -390,9 +390,9 @@ class GraphDataModule(L.LightningDataModule):
         changed = [name for name, version in versions.items() if now.get(name, version) != version]
         if changed:
             rank_zero_warn(
-                f"batch.{', batch.'.join(changed)} changed in place during this stage, and the next one begins with the graph as "
-                f"it was loaded: {why}. On one device such a change stays. Make a new tensor in each step that needs it, such as "
-                f"batch.{changed[0]} = batch.{changed[0]} * 0.5, which changes nothing for later steps."
+                f"batch.{', batch.'.join(changed)} changed in place during this stage, but the next stage starts with the graph "
+                f"as it was loaded: {why}. On one device such a change persists. Create a new tensor in each step that needs it, "
+                f"such as batch.{changed[0]} = batch.{changed[0]} * 0.5, which does not affect later steps."
             )
 
     # Loading and storing the graph ##################################
@@ -450,7 +450,7 @@ class GraphDataModule(L.LightningDataModule):
         if not isinstance(data, Data):
             return feature("prepare_hetero")(data, self.input_type, *options)
         if self.input_type is not None:
-            raise ValueError(f"input_type={self.input_type!r} is of a HeteroData, but the graph has no types. Leave it out.")
+            raise ValueError(f"input_type={self.input_type!r} requires a HeteroData, but the graph has no types. Remove it.")
         return prepare_graph(data, index_split, *options, self.origin.short_ids)
 
     def _load(self) -> Graph:
@@ -459,7 +459,7 @@ class GraphDataModule(L.LightningDataModule):
             graph = self._prepared_graph()
             self.drew = has_drawn()
         if self._digests is not None and not self.is_given:
-            check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded once more,")
+            check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded again,")
         return graph
 
     def changed_in_stage(self) -> list[str]:
@@ -471,9 +471,9 @@ class GraphDataModule(L.LightningDataModule):
         changed = [] if self.is_given or self._digests is None else self._versions_of_source.changed()
         if changed:
             raise ValueError(
-                f"{', '.join(changed)} of the graph that {described(self.source)} gave changed in place after it was "
-                "partitioned, and a source is asked for its graph once. Give the graph itself, GraphDataModule(data), whose "
-                "changes between calls of the Trainer are followed, or make a new GraphDataModule after each change."
+                f"{', '.join(changed)} of the graph that {described(self.source)} returned changed in place after it was "
+                "partitioned, but a source is loaded once. Pass the graph itself, GraphDataModule(data), whose changes between "
+                "calls of the Trainer take effect, or create a new GraphDataModule after each change."
             )
 
     def _seed_of_draws(self) -> int:
@@ -597,7 +597,7 @@ class GraphDataModule(L.LightningDataModule):
     def _build_in_subprocess(self, layout: LayoutSpec) -> str:
         """Run :meth:`build` in a separate process, which releases its memory at the end."""
         self._draw_seed = self._seed_of_draws()
-        rank_zero_info(f"Loading {self.source}, in a process of its own, to partition it")
+        rank_zero_info(f"Loading {self.source} in a separate process to partition it")
         request = {
             "datamodule": {name: getattr(self, name) for name in self.built_from} | {"partition_dir": str(self.partition_dir)},
             "layout": layout.as_dict(),
@@ -698,24 +698,24 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
-            raise ValueError(f"{name}(edge_type={edge_type}) is for a HeteroData, but the graph has no types. Leave it out.")
+            raise ValueError(f"{name}(edge_type={edge_type}) requires a HeteroData, but the graph has no types. Remove it.")
         return
     if not samples:
         raise ValueError(
-            f'{name} predicts edges, and those of a HeteroData are predicted on samples only: use Trainer(strategy="sampling"). '
-            "With other strategies, nodes are predicted."
+            f"{name} predicts edges, and edges of a HeteroData are predicted in mini-batch steps only. Use "
+            'Trainer(strategy="sampling"); with other strategies, predict nodes.'
         )
     if of.edge_type is None:
         raise ValueError(
-            f"{name} predicts edges of one type: the one with an edge_val_mask or an edge_test_mask, or else the only one with "
-            "an edge_train_mask, and the graph has none, or several. Split one, GraphDataModule(split_edges(data, edge_type="
-            f"{next(iter(of.types.edges))})), or set the masks of edges (bool, one entry per edge) of one type."
+            f"{name} predicts edges of one type: the type with an edge_val_mask or an edge_test_mask, or else the only type "
+            "with an edge_train_mask. The graph has none, or several. Split one, GraphDataModule(split_edges(data, edge_type="
+            f"{next(iter(of.types.edges))})), or set the edge masks (bool, one entry per edge) of one type."
         )
     if ready and edge_type != of.edge_type:
         given = "calls model(x, edge_index)" if edge_type is None else f"has edge_type={edge_type}"
         raise ValueError(
-            f"{name} {given}, but of this HeteroData edges of type {of.edge_type} are predicted, as their masks tell. Say "
-            f"{name}(model, edge_type={of.edge_type}), or split those of another type."
+            f"{name} {given}, but the edge masks of this HeteroData select type {of.edge_type}. Use "
+            f"{name}(model, edge_type={of.edge_type}), or split the edges of another type."
         )
 
 
@@ -726,11 +726,11 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     ready = hasattr(module, "is_ready_made")  # a module of this package
     if not types.is_hetero:
         if ready and node_type is not None:
-            raise ValueError(f"{name}(node_type={node_type!r}) is for a HeteroData, but the graph has no types. Leave it out.")
+            raise ValueError(f"{name}(node_type={node_type!r}) requires a HeteroData, but the graph has no types. Remove it.")
     elif ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(
-            f"{name} {given}, but of this HeteroData nodes of type {types.input_type!r} are predicted. Say "
+            f"{name} {given}, but the input_type of this HeteroData is {types.input_type!r}. Use "
             f"{name}(model, node_type={types.input_type!r}), or GraphDataModule(..., input_type=...) for another type."
         )
     learned_rows(module, of)

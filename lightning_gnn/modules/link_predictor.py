@@ -134,14 +134,14 @@ class LinkPredictor(GraphModule):
             raise ValueError(f"decoder must be 'dot', 'distmult' or a torch.nn.Module (got {decoder!r}).")
         check_choice("loss", loss, ("bce", "margin"))
         if margin <= 0:
-            raise ValueError(f"margin is above 0 (got {margin}).")
+            raise ValueError(f"margin must be above 0 (got {margin}).")
         if (decoder == "distmult") != (num_relations is not None):
             raise ValueError(
-                f"decoder='distmult' needs num_relations, and no other does (got {decoder!r}, num_relations={num_relations})."
+                f"num_relations requires decoder='distmult', and the reverse (got {decoder!r}, num_relations={num_relations})."
             )
         if edge_type is not None and (num_relations is not None or filtered):
             raise ValueError(
-                f"decoder='distmult' and filtered=True are for graphs of one type (got edge_type={edge_type}). Use another "
+                f"decoder='distmult' and filtered=True require a graph without types (got edge_type={edge_type}). Use another "
                 "decoder, and filtered=False."
             )
         check_choice("negatives", negatives, ("uniform", "in_batch"))
@@ -159,7 +159,7 @@ class LinkPredictor(GraphModule):
         if num_relations is not None:
             width = getattr(model, "out_channels", None)
             if not isinstance(width, int):
-                raise ValueError(f"decoder='distmult' needs {type(model).__name__} to tell its out_channels (got {width!r}).")
+                raise ValueError(f"{type(model).__name__} must have out_channels for decoder='distmult' (got {width!r}).")
             self.relations = torch.nn.Embedding(num_relations, width)
             torch.nn.init.xavier_uniform_(self.relations.weight)
         self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
@@ -178,20 +178,20 @@ class LinkPredictor(GraphModule):
         if self.edge_type is None:
             check_width(self.model, data.num_features)
         if (sum(data.shard.counts) if self.edge_type is None else types.total(self.edge_type[2])) < 2:
-            raise ValueError("Edges have one node for a target, and so there is no pair of nodes that could be joined.")
+            raise ValueError("LinkPredictor requires at least 2 target nodes: negative edges need another target.")
         if self.relations is not None:
             _check_types(data.shard.batch.get("edge_type"), self.relations.num_embeddings)
         in_batches = getattr(self.trainer.strategy, "trains_on_batches", False)
         if stage == "fit" and self.negatives == "in_batch" and not in_batches:
             raise ValueError(
-                'negatives="in_batch" are the targets of other edges of a mini-batch, but this strategy trains on the whole '
-                'graph at once. Use negatives="uniform", or Trainer(strategy="sampling").'
+                'negatives="in_batch" uses targets of other edges of a mini-batch, but this strategy has full-graph steps. '
+                'Use negatives="uniform", or Trainer(strategy="sampling").'
             )
         choice = getattr(self.trainer.strategy, "choice", None)
         if choice is not None and choice.time_attr is not None and (self.filtered or self.negatives == "in_batch"):
             raise ValueError(
-                f"With time_attr, a negative is a node as it was at the time of its edge, and all of them are drawn (got "
-                f"negatives={self.negatives!r}, filtered={self.filtered}). Use negatives='uniform' and filtered=False."
+                f"time_attr requires negatives='uniform' and filtered=False, since negatives are nodes at the time of their edge "
+                f"(got negatives={self.negatives!r}, filtered={self.filtered})."
             )
 
     @property
@@ -326,8 +326,8 @@ class LinkPredictor(GraphModule):
         rows = self(batch)
         if of not in rows:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} returned rows of {', '.join(rows)}, and those of {of!r} are predicted. Return "
-                "these, too, or say GraphDataModule(..., input_type=...)."
+                f"{type(self.model).__name__} returned rows of {', '.join(rows)}, but not of {of!r}, the predicted type. "
+                "Return these rows, too, or set GraphDataModule(..., input_type=...)."
             )
         return rows[of]
 

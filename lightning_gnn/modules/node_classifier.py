@@ -60,7 +60,7 @@ class NodeClassifier(GraphModule):
         self.save_hyperparameters(ignore=["model", "optimizer"])
         num_classes = num_classes or getattr(model, "out_channels", None)
         if num_classes is None:
-            raise ValueError(f"{type(model).__name__} has no out_channels: say NodeClassifier(model, num_classes=...).")
+            raise ValueError(f"{type(model).__name__} has no out_channels. Use NodeClassifier(model, num_classes=...).")
         self.model, self.task, self.optimizer, self.num_classes = model, task, optimizer, num_classes
         self.lr, self.weight_decay, self.node_type = lr, weight_decay, node_type
         kinds: dict[str, tuple[Any, Any]] = {
@@ -98,27 +98,27 @@ class NodeClassifier(GraphModule):
             if y.dim() != 1 and y.shape[1:] != (1,):
                 raise ValueError(
                     f"task='multiclass' needs one integer label per node, but {found}. For targets of 0 and 1 per class, "
-                    "say NodeClassifier(model, task='multilabel')."
+                    "use NodeClassifier(model, task='multilabel')."
                 )
             if y.is_floating_point():
                 raise ValueError(
-                    f"task='multiclass' needs integer labels, but {found}. Convert it: data.y = data.y.long(). To predict "
-                    "numbers, write a LightningModule with a loss for them."
+                    f"task='multiclass' needs integer labels, but {found}. Convert it: data.y = data.y.long(). For "
+                    "regression, write a LightningModule with a regression loss."
                 )
             if classes > self.num_classes:
                 raise ValueError(
-                    f"The graph's labels run from 0 to {classes - 1}, {classes} classes, but {self._name} gives "
-                    f"{self.num_classes}. Make the model with out_channels={classes}, or correct the labels."
+                    f"The graph's labels run from 0 to {classes - 1}, {classes} classes, but {self._name} has "
+                    f"{self.num_classes} outputs. Create the model with out_channels={classes}, or correct the labels."
                 )
         elif y.dim() != 2:
             raise ValueError(
-                f"task='multilabel' needs targets [N, C] of 0 and 1, but {found}. For one class per node, say "
+                f"task='multilabel' needs targets [N, C] of 0 and 1, but {found}. For one class per node, use "
                 "NodeClassifier(model)."
             )
         elif classes != self.num_classes:
             raise ValueError(
-                f"The graph's targets have {classes} columns, but {self._name} gives {self.num_classes}. "
-                f"Make the model with out_channels={classes}."
+                f"The graph's targets have {classes} columns, but {self._name} has {self.num_classes} outputs. "
+                f"Create the model with out_channels={classes}."
             )
 
     @property

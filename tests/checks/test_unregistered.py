@@ -178,7 +178,7 @@ def test_workers_of_gossip_too(ranks):
 
 def test_one_device_refuses_to_train_the_graph():
     for strategy in ("auto", "dgcl"):
-        with pytest.raises(ValueError, match="SGD is to train x of the graph, and batches have copies of it"):
+        with pytest.raises(ValueError, match="SGD optimizes x of the graph, but batches have copies of it"):
             fitted(0, 1, OfTheGraph, strategy)
 
 

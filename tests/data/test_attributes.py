@@ -210,25 +210,25 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "edge_label_index": (PAIRS, r"GraphDataModule\(split_edges\(data\)\)"),
     "edge_label": (torch.ones(40), r"GraphDataModule\(split_edges\(data\)\)"),
     "neg_edge_label_index": (PAIRS, r"split_edges"),
-    "pos_edge_index": (PAIRS, r"data.edge_kind say.*split_edges"),
-    "train_edge_index": (PAIRS, r"data.edge_kind say"),
+    "pos_edge_index": (PAIRS, r"data.edge_kind that.*split_edges"),
+    "train_edge_index": (PAIRS, r"data.edge_kind that"),
     "held_out_edge_idx": (torch.arange(5), r"one entry per edge: data.held_out_mask\[data.held_out_edge_idx\] = True"),
     "hub_index": (torch.arange(5), r"data.hub_mask\[data.hub_index\] = True; or .*gather_nodes.*hub_n_id"),
     "parent_idx": (torch.arange(60).roll(1), "ids of the whole graph.*parent_n_id"),
     "face": (torch.randint(0, 60, (3, 8)), "ids of the whole graph"),
-    "ptr": (torch.tensor([0, 60]), "a batch is of one graph"),
+    "ptr": (torch.tensor([0, 60]), "a batch is one graph"),
     "adj": (torch.eye(60).to_sparse(), "sparse matrix"),
     "names": (["a"] * 60, "it is a list.*batch.n_id"),
     "table": ({"a": 1}, "it is a dict"),
     "heights": (np.ones(60), r"data.heights = torch.from_numpy\(data.heights\)"),
-    "batch_size": (60, "no seed nodes that come first"),
+    "batch_size": (60, "does not begin with seed nodes"),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_no_part_can_have_is_told_and_says_what_to_write(name):
     value, words = LEFT_OUT[name]
-    with pytest.warns(UserWarning, match=f"Of the graph, batches will not have {name}. Of {name}: "):
+    with pytest.warns(UserWarning, match=f"Batches do not have {name} of the graph. Reason for {name}: "):
         data = prepare_graph(graph(**{name: value}))
     for batch in (whole_graph(data).batch, split_graph(data, HALVES, LayoutSpec("edge_cut", 2))[1].batch):
         with pytest.raises(LeftOutError, match=f"The batch has no {name}: .*{words}"):
@@ -258,7 +258,7 @@ def test_whole_numbers_that_may_be_ids_are_told(value, told):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         data = prepare_graph(graph(anchors=value))
-    assert any("anchors [3] has a row neither per node nor per edge" in str(each.message) for each in heard) == told
+    assert any("anchors [3] does not have one row per node or edge" in str(each.message) for each in heard) == told
     assert torch.equal(data.anchors, value)
 
 
@@ -269,7 +269,7 @@ def test_nothing_is_told_of_an_ordinary_graph():
 
 
 def test_ids_that_a_loader_has_left_are_told():
-    with pytest.warns(UserWarning, match="n_id is what a batch calls ids of its own"):
+    with pytest.warns(UserWarning, match="n_id is reserved for the ids that batches set"):
         data = prepare_graph(graph(n_id=torch.arange(100, 160)))
     assert whole_graph(data).batch.n_id.tolist() == list(range(60))
 
@@ -289,13 +289,13 @@ class Links:
 )
 def test_random_link_split_is_refused_by_name(source):
     with pytest.raises(
-        ValueError, match=r"gives 3 graphs with edge_label_index, as RandomLinkSplit.*split_edges\(data\)"
+        ValueError, match=r"returned 3 graphs with edge_label_index, as from RandomLinkSplit.*split_edges\(data\)"
     ):
         load_source(source)
 
 
 def test_a_split_of_edges_without_edges_is_refused_by_name():
-    with pytest.raises(ValueError, match="no edge_index.*Its train_pos_edge_index is of a split of edges.*split_edges"):
+    with pytest.raises(ValueError, match="no edge_index.*Its train_pos_edge_index is from a split of edges.*split_edges"):
         prepare_graph(graph(edge_index=None, train_pos_edge_index=PAIRS))
 
 
@@ -311,8 +311,8 @@ def test_types_are_told_of_what_is_left_out():
         warnings.simplefilter("always")
         found = prepare_hetero(data, "paper")["paper"]
     told = " ".join(str(each.message) for each in heard)
-    assert "Of node type 'paper', batches will not have names, parent_idx, by_class. Of names: it is a list" in told
-    assert "batches will not have train_idx. Of train_idx: the batch has train_mask for it" in told
+    assert "Batches do not have names, parent_idx, by_class of node type 'paper'. Reason for names: it is a list" in told
+    assert "Reason for train_idx: the batch has train_mask instead" in told
     assert torch.equal(found.train_mask, expected) and torch.equal(found.node_id, paper.node_id)
     assert not {"train_idx", "names", "parent_idx", "by_class"} & set(found.keys())
 
@@ -422,8 +422,8 @@ class Reads(OGBModule):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Seeds, "The batch has no batch_size: a batch of the full graph has no seed nodes that come first"),
-        (Reads, "The batch has no train_idx: the batch has train_mask for it"),
+        (Seeds, "The batch has no batch_size: a full-graph batch does not begin with seed nodes"),
+        (Reads, "The batch has no train_idx: the batch has train_mask instead"),
     ],
 )
 def test_a_step_that_asks_for_what_is_left_out_is_refused_before_training(ranks, module, words):

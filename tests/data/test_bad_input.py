@@ -77,7 +77,7 @@ TARGETS = torch.zeros(6, 4)
 
 GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     # features
-    "x_missing": ({"x": None}, "no node features x. Add some"),
+    "x_missing": ({"x": None}, "no node features x. Add them"),
     "x_list": ({"x": [[1.0]] * 6}, "x must be a tensor .got list.. Convert it: data.x = torch.as_tensor"),
     "x_objects": ({"x": np.array([["a", "b"]] * 6, object)}, "x must be a tensor .got ndarray"),
     "x_sparse": ({"x": X.to_sparse()}, r"x must be dense .got torch.sparse_coo.. Convert it: data.x = data.x.to_dense"),
@@ -94,7 +94,7 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     "x_empty": ({"x": torch.empty(0, 2)}, "The graph has no nodes"),
     "x_too_long": ({"x": torch.ones(7, 2)}, "y has 6 rows, but x has 7"),
     "x_too_short": ({"x": torch.ones(5, 2)}, "ids from 0 to 5, but there are 5 nodes"),
-    "x_other_num_nodes": ({"num_nodes": 9}, "says num_nodes=9, but x has 6 rows. Give x one row per node"),
+    "x_other_num_nodes": ({"num_nodes": 9}, "has num_nodes=9, but x has 6 rows. Set one row of x per node"),
     # edges
     "edges_missing": ({"edge_index": None}, "no edge_index. If it holds an adjacency `adj_t`"),
     "edges_list": ({"edge_index": [[0], [1]]}, "edge_index must be a tensor .got list"),
@@ -122,21 +122,21 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     # labels
     "y_list": ({"y": [0, 1, 2, 0, 1, 0]}, "y must be a tensor .got list"),
     "y_short": ({"y": Y[:5]}, "y has 5 rows, but x has 6: node labels are needed, one row per node"),
-    "y_of_the_graph": ({"y": torch.tensor([1])}, "y has 1 rows.*label of the whole graph cannot be learned"),
+    "y_of_the_graph": ({"y": torch.tensor([1])}, "y has 1 rows.*Labels of whole graphs are not supported"),
     "y_long_column": ({"y": torch.zeros(7, 1)}, "y has 7 rows, but x has 6"),
     "y_scalar": ({"y": torch.tensor(1)}, r"y must have shape \[N\] for classes or \[N, C\] for targets .got \[\]"),
     "y_three_dimensions": ({"y": torch.zeros(6, 2, 2)}, r"y must have shape .* .got \[6, 2, 2\]"),
     "y_no_columns": ({"y": torch.zeros(6, 0)}, r"y must have shape .* .got \[6, 0\]"),
-    "y_complex": ({"y": Y.to(torch.complex64)}, "y is complex64; labels are integers"),
+    "y_complex": ({"y": Y.to(torch.complex64)}, "y is complex64; labels must be integers"),
     "y_below": ({"y": set_(Y, 3, -7)}, "y holds labels down to -7, first in row 3"),
     "y_targets_below": ({"y": set_(TARGETS.long(), (2, 1), -100)}, "y holds labels down to -100, first in row 2"),
     "y_targets_nan": ({"y": set_(TARGETS, (1, 3), NAN)}, "y holds NaN or infinite targets in 1 of 6 rows, first in row 1"),
     "y_inf": ({"y": set_(Y.float(), 2, INF)}, "y holds NaN or infinite targets in 1 of 6 rows, first in row 2"),
-    "y_nan_and_fractions": ({"y": torch.tensor([0.5, NAN, 1, 2, 3, 4])}, "only where y .* holds whole numbers"),
+    "y_nan_and_fractions": ({"y": torch.tensor([0.5, NAN, 1, 2, 3, 4])}, "only if y .* holds integers"),
     "y_float_below": ({"y": torch.tensor([-3.0, NAN, 1, 2, 3, 4])}, "y holds labels down to -3, first in row 0"),
     # masks
-    "no_masks": (dict.fromkeys(("train_mask", "val_mask", "test_mask")), "no train_mask. Give a random split"),
-    "no_train_mask": ({"train_mask": None}, "no train_mask. Give a random split"),
+    "no_masks": (dict.fromkeys(("train_mask", "val_mask", "test_mask")), "no train_mask. Use a random split"),
+    "no_train_mask": ({"train_mask": None}, "no train_mask. Use a random split"),
     "mask_list": ({"train_mask": [True] * 6}, "train_mask must be a tensor .got list"),
     "mask_short": ({"val_mask": torch.ones(5).bool()}, "val_mask has 5 entries, but x has 6 rows"),
     "mask_of_ids": ({"train_mask": torch.tensor([0, 4])}, "train_mask has 2 entries.*mask.ids. = True"),
@@ -147,9 +147,9 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     "mask_scalar": ({"train_mask": torch.tensor(True)}, r"train_mask must have shape \[N\] or \[N, splits\] .got \[\]"),
     "mask_three_dimensions": ({"train_mask": torch.ones(6, 2, 2).bool()}, r"train_mask must have shape .* .got \[6, 2, 2\]"),
     "mask_no_columns": ({"train_mask": torch.ones(6, 0).bool()}, "split_index=0, but train_mask has 0 columns"),
-    "mask_empty": ({"train_mask": torch.zeros(6).bool()}, "train_mask holds no labelled node. Give another split"),
-    "mask_unlabelled": ({"train_mask": torch.arange(6) == 5}, "train_mask holds no labelled node"),
-    "no_labels_at_all": ({"y": -torch.ones(6).long()}, "train_mask holds no labelled node"),
+    "mask_empty": ({"train_mask": torch.zeros(6).bool()}, "train_mask holds no labeled node. Use another split"),
+    "mask_unlabelled": ({"train_mask": torch.arange(6) == 5}, "train_mask holds no labeled node"),
+    "no_labels_at_all": ({"y": -torch.ones(6).long()}, "train_mask holds no labeled node"),
     # anything else
     "other_bfloat16": ({"noise": torch.ones(6).bfloat16()}, "noise is bfloat16, which the files"),
 }  # fmt: skip
@@ -168,7 +168,7 @@ def test_a_stage_without_nodes(stage):
     datamodule.setup("fit")
     assert datamodule.val_dataloader() == []  # training goes without
     refused(
-        lambda: datamodule.setup(stage), f"{stage[:3] if stage == 'validate' else stage}_mask holds no labelled node"
+        lambda: datamodule.setup(stage), f"{stage[:3] if stage == 'validate' else stage}_mask holds no labeled node"
     )
 
 
@@ -239,8 +239,8 @@ INDEX_SPLITS: dict[str, tuple[Any, str]] = {
     "matrix": ({"train": [0], "valid": [[1], [2]]}, r"'valid' must hold integer node ids, .*\[2, 1\]"),
     "words": ({"train": ["a"]}, "'train' must be a list of node ids"),
     "twice": ({"train": [0, 3, 1, 3, 3]}, "'train' lists 2 node ids more than once, first id 3"),
-    "nobody": ({"train": [], "valid": [1]}, "train_mask holds no labelled node"),
-    "raises": (OSError("no split.csv"), "WithSplit cannot give its graph: OSError: no split.csv"),
+    "nobody": ({"train": [], "valid": [1]}, "train_mask holds no labeled node"),
+    "raises": (OSError("no split.csv"), "WithSplit cannot load its graph: OSError: no split.csv"),
 }
 
 
@@ -257,29 +257,29 @@ def raises(kind: str = "ValueError") -> Data:
 SOURCES: dict[str, tuple[Any, Any, str]] = {
     "unknown_module": ("no.such.module", None, "source='no.such.module' cannot be imported"),
     "unknown_name": ("test_bad_input.nothing", None, "cannot be imported .* has no attribute 'nothing'"),
-    "name_only": ("Planetoid", None, "cannot be imported.*Give the import path"),
+    "name_only": ("Planetoid", None, "cannot be imported.*Use the import path"),
     "relative": ("..graphs.make", None, "cannot be imported"),
     "empty_path": ("", None, "source='' cannot be imported"),
     "broken_module": ("broken_module.make", None, "cannot be imported .*division by zero"),
-    "path_to_a_number": ("math.pi", None, "math.pi gives a float; GraphDataModule takes PyG's graphs"),
-    "path_to_a_module": ("torch_geometric.datasets", None, "gives a module"),
-    "raises": (raises, None, r"Loading the graph failed: raises\(\) raised ValueError: no such file. Call it yourself"),
+    "path_to_a_number": ("math.pi", None, "math.pi returned a float; GraphDataModule requires"),
+    "path_to_a_module": ("torch_geometric.datasets", None, "returned a module"),
+    "raises": (raises, None, r"Loading the graph failed: raises\(\) raised ValueError: no such file. Call it directly"),
     "path_raises": ("test_bad_input.raises", {"kind": "KeyError"}, r"raises\(kind='KeyError'\) raised KeyError"),
     "unknown_argument": (small, 5, "source_kwargs must be a dict of keyword arguments .got 5"),
     "wrong_argument": (raises, {"root": "x"}, r"raises\(root='x'\) raised TypeError.*unexpected keyword argument"),
     "number_as_argument": (raises, {1: 2}, "raised TypeError.*keywords must be strings"),
     "arguments_of_a_graph": (small(), {"root": "x"}, "needs a callable or an import path as source .got Data"),
-    "nothing": (None, None, "gives a NoneType"),
-    "returns_nothing": (lambda: None, None, "gives a NoneType"),
-    "number": (5, None, "gives a int"),
-    "tensor": (torch.ones(1, 3), None, "gives a Tensor"),
-    "dict": ({"x": X}, None, "gives a dict"),
+    "nothing": (None, None, "returned a NoneType"),
+    "returns_nothing": (lambda: None, None, "returned a NoneType"),
+    "number": (5, None, "returned a int"),
+    "tensor": (torch.ones(1, 3), None, "returned a Tensor"),
+    "dict": ({"x": X}, None, "returned a dict"),
     "no_graphs": ([], None, "list holds 0 graphs"),
     "two_graphs": ([small(), small()], None, "list holds 2 graphs.*Pick one: GraphDataModule.dataset.0.."),
     "many_graphs": ([small()] * 188, None, "holds 188 graphs"),
     "hetero": (HeteroData(), None, "The HeteroData has no edge types"),
     "dataset_of_hetero": ([HeteroData()], None, "The HeteroData has no edge types"),
-    "dataset_without_files": (Broken(None), None, "Broken cannot give its graph: FileNotFoundError: raw/graph.npz"),
+    "dataset_without_files": (Broken(None), None, "Broken cannot load its graph: FileNotFoundError: raw/graph.npz"),
 }
 
 
@@ -305,8 +305,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "split_zeros": ({"split": (0, 0, 0)}, FRACTIONS),
     "split_words": ({"split": "public"}, FRACTIONS),
     "split_dict": ({"split": {"train": 0.6}}, FRACTIONS),
-    "split_without_training": ({"split": (0.0, 0.5, 0.5)}, "train_mask holds no labelled node"),
-    "split_too_small": ({"split": (0.01, 0.5, 0.4)}, "train_mask holds no labelled node"),
+    "split_without_training": ({"split": (0.0, 0.5, 0.5)}, "train_mask holds no labeled node"),
+    "split_too_small": ({"split": (0.01, 0.5, 0.4)}, "train_mask holds no labeled node"),
     "column_negative": ({"split_index": -1}, "split_index must be an integer of at least 0 .got -1"),
     "column_word": ({"split_index": "0"}, "split_index must be an integer"),
     "column_beyond": ({"split_index": 3}, "split_index=3, but train_mask has 3 columns: choose 0 to 2"),
@@ -480,10 +480,10 @@ def test_disk_fills_up_while_writing(tmp_path, monkeypatch, after, code):
 
     monkeypatch.setattr(store, "write_header", full)
     words = (
-        r"The disk of the store .* is full. The partitioned graph needs at least \d+ bytes, [\d,]+ bytes are free. Free"
+        r"The disk of the partition directory .* is full. The partitioned graph needs at least \d+ bytes, .* are free. Free"
     )
     if code == errno.EIO:
-        words = "The store .* cannot be written .*Input/output error.*Name a folder that you may write to"
+        words = "The partition directory .* cannot be written .*Input/output error.*Use a folder with write permission"
     refused(lambda: built(tmp_path), words + r".*GraphDataModule\(partition_dir=...\) or \$LIGHTNING_GNN_STORE", StoreError)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     monkeypatch.undo()
@@ -498,7 +498,7 @@ def test_room_is_looked_for_before_partitioning(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["file", "below_a_file", "forbidden", "full"])
 def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
-    root, words = tmp_path / "store", "The store .* cannot be written .*Name a folder that you may write to"
+    root, words = tmp_path / "store", "The partition directory .* cannot be written .*Use a folder with write permission"
     if what in ("file", "below_a_file"):
         root.write_text("")
         root = root if what == "file" else root / "below"
@@ -508,7 +508,7 @@ def test_stores_that_cannot_be_written(tmp_path, monkeypatch, what):
         )
     else:
         monkeypatch.setattr(datamodule, "write_atomically", no_space)
-        words = r"The disk of the store .* is full. [\d,]+ bytes are free"
+        words = r"The disk of the partition directory .* is full. [\d,]+ bytes are free"
     refused(lambda: GraphDataModule(small(), partition_dir=root).build(TWO), words, StoreError)
 
 
@@ -583,16 +583,16 @@ def without_last(out: torch.Tensor) -> torch.Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], NodeClassifier], dict[str, Any], str]] = {
-    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "from 0 to 2, 3 classes, but GCN gives 2. Make"),
+    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "from 0 to 2, 3 classes, but GCN has 2 outputs. Create"),
     "fewer_classes": (
         lambda: NodeClassifier(Returns(lambda out: out), num_classes=2),
         {},
-        "from 0 to 2, 3 classes, but Returns gives 2",
+        "from 0 to 2, 3 classes, but Returns has 2 outputs",
     ),
     "label_is_an_id": (
         lambda: NodeClassifier(GCN(2, 8, 2, 3)),
         {"y": set_(Y, 5, 1000)},
-        "1001 classes, but GCN gives 3",
+        "1001 classes, but GCN has 3 outputs",
     ),
     "no_labels": (lambda: NodeClassifier(GCN(2, 8, 2, 3)), {"y": None}, "needs labels, but the graph has no y"),
     "float_labels": (
@@ -613,12 +613,12 @@ MODELS: dict[str, tuple[Callable[[], NodeClassifier], dict[str, Any], str]] = {
     "fewer_targets": (
         lambda: NodeClassifier(GCN(2, 8, 2, 3), task="multilabel"),
         {"y": TARGETS},
-        "targets have 4 columns, but GCN gives 3. Make",
+        "targets have 4 columns, but GCN has 3 outputs. Create",
     ),
     "more_targets": (
         lambda: NodeClassifier(GCN(2, 8, 2, 5), task="multilabel"),
         {"y": TARGETS},
-        "targets have 4 columns, but GCN gives 5",
+        "targets have 4 columns, but GCN has 5 outputs",
     ),
     "features": (lambda: NodeClassifier(GCN(3, 8, 2, 3)), {}, "GCN takes 3 features .* x of the graph has 2 columns"),
     "features_commnet": (lambda: NodeClassifier(CommNet(3, 8, 2, 3)), {}, "CommNet takes 3 features"),
@@ -645,7 +645,7 @@ MODELS: dict[str, tuple[Callable[[], NodeClassifier], dict[str, Any], str]] = {
     "no_columns": (lambda: NodeClassifier(Returns(lambda out: out[:, 0])), {}, r"Returns returned \[6\] for a batch"),
     "tuple": (lambda: NodeClassifier(Returns(lambda out: (out, 0))), {}, "Returns returned a tuple for a batch of 6"),
     "nothing": (lambda: NodeClassifier(Returns(lambda out: None)), {}, "Returns returned a NoneType for a batch"),
-    "no_out_channels": (lambda: NodeClassifier(torch.nn.Identity()), {}, "Identity has no out_channels: say"),
+    "no_out_channels": (lambda: NodeClassifier(torch.nn.Identity()), {}, "Identity has no out_channels. Use"),
     "unknown_task": (lambda: NodeClassifier(GCN(2, 8, 2, 3), task="regression"), {}, "task must be 'multiclass' or"),
 }
 
@@ -687,7 +687,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     ("kind", "words"),
     [
         ("graph", "x holds NaN or infinite values in 1 of 6 rows, first in row 4"),
-        ("classes", "labels run from 0 to 2, 3 classes, but GCN gives 2"),
+        ("classes", "labels run from 0 to 2, 3 classes, but GCN has 2 outputs"),
         ("rows", "Returns returned ["),  # found by the self-check
         ("rows_unchecked", "Returns returned ["),
         ("store", "node.x.npy has been altered or damaged"),

@@ -177,13 +177,13 @@ FAULTS = {
     "altered manifest": (
         {0: "altered manifest"},
         1,
-        f"manifest.json of {NAME} has arrived from {HOST} with other bytes",
+        f"manifest.json of {NAME} arrived from {HOST} with different bytes",
     ),
     "unreadable": ({0: "unreadable"}, 0, "node.x.npy cannot be read (a bad disk), and other machines need it"),
     "full": ({1: "full"}, 1, "is full. The partitioned graph needs at least"),
     "small": ({1: "small"}, 1, "is full. The partitioned graph needs at least"),
     "other version": ({1: "other version"}, 1, f"Use one version of lightning_gnn on {HOST} and here."),
-    "altered": ({0: "altered"}, 1, f"node.x.npy of {NAME} has arrived from {HOST} with other bytes than were written"),
+    "altered": ({0: "altered"}, 1, f"node.x.npy of {NAME} arrived from {HOST} with different bytes than were written"),
 }
 
 

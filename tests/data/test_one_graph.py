@@ -232,7 +232,7 @@ def test_another_graph_is_refused_by_what_has_changed(tmp_path):
     data, _ = prepared(tmp_path, drawn_from_entropy)
     for manifest in tmp_path.glob("*/manifest.json"):
         shutil.rmtree(manifest.parent)
-    words = r"drawn_from_entropy, loaded once more, has another test_mask, train_mask, val_mask than .*split=\(0.6, 0.2, 0.2\)"
+    words = r"drawn_from_entropy, loaded again, has another test_mask, train_mask, val_mask than .*split=\(0.6, 0.2, 0.2\)"
     with pytest.raises(ValueError, match=words):
         data.load()
     with pytest.raises(ValueError, match=words):
@@ -318,4 +318,4 @@ def test_changes_in_place_stay_as_on_one_device(ranks):
 
 def test_changes_in_place_that_are_lost_are_told(ranks):
     for _, told in ranks.run(2, scale_features, "dgcl", "vertex_cut"):
-        assert told[0].startswith("batch.x changed in place during this stage, and the next one begins with the graph")
+        assert told[0].startswith("batch.x changed in place during this stage, but the next stage starts with the graph")

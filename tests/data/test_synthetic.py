@@ -42,7 +42,7 @@ def test_tiny_and_dense_graphs():
     ("options", "words"),
     [
         ({"num_nodes": 1}, "at least 2 nodes"),
-        ({"homophily": 1.5}, "share from 0 to 1"),
+        ({"homophily": 1.5}, "must be from 0 to 1"),
         ({"average_degree": 0}, "between 0 and num_nodes"),
         ({"split": (0.9, 0.9, 0.1)}, "three fractions"),
     ],

@@ -94,7 +94,7 @@ def test_a_dataset_that_changes_is_refused(tmp_path):
     data.prepare_for(layout)
     data.prepare_for(layout)
     dataset[0].train_mask[0] ^= True
-    words = r"train_mask of the graph that list gave changed in place after it was partitioned.*GraphDataModule\(data\)"
+    words = r"train_mask of the graph that list returned changed in place after it was partitioned.*GraphDataModule\(data\)"
     with pytest.raises(ValueError, match=words):
         data.prepare_for(layout)
     with pytest.raises(ValueError, match=words):

@@ -105,13 +105,13 @@ def test_whole_numbers_become_floats_and_int32_edges_int64():
     ("changes", "options", "words"),
     [
         ({"edge_index": None}, {}, "no edge_index"),
-        ({"x": None}, {}, "no node features x. Add some"),
+        ({"x": None}, {}, "no node features x. Add them"),
         ({"x": torch.empty(0, 2)}, {}, "no nodes"),
         ({"edge_index": torch.zeros(3, 4).long()}, {}, r"shape \[2, E\] \(got \[3, 4\]\)"),
         ({"edge_index": torch.tensor([[0], [6]])}, {}, "ids from 0 to 6, but there are 6 nodes"),
         ({"edge_index": torch.tensor([[-1], [0]])}, {}, "ids from -1 to 0"),
         ({"y": torch.zeros(5)}, {}, "y has 5 rows, but x has 6"),
-        ({"train_mask": None}, {}, r"no train_mask. Give a random split, GraphDataModule\(..., split="),
+        ({"train_mask": None}, {}, r"no train_mask. Use a random split, GraphDataModule\(..., split="),
         ({"train_mask": torch.ones(4).bool()}, {}, "train_mask has 4 entries"),
         ({"train_mask": torch.ones(6, 2).bool()}, {"split_index": 2}, "split_index=2, but train_mask has 2 columns"),
         ({}, {"fractions": (0.5, 0.6, 0.1)}, "three fractions that sum to at most 1"),
@@ -128,10 +128,10 @@ def test_bad_graphs_are_refused(changes, options, words):
     [
         ("no.such.module", None, "cannot be imported"),
         ("test_datamodule.nothing", None, "cannot be imported"),
-        ("Planetoid", None, "Give the import path"),
+        ("Planetoid", None, "Use the import path"),
         (small(), {"root": "x"}, "needs a callable or an import path"),
         ([small(), small()], None, "holds 2 graphs"),
-        ([1], None, "gives a int; GraphDataModule takes PyG's graphs"),
+        ([1], None, "returned a int; GraphDataModule requires"),
     ],
 )
 def test_bad_sources_are_refused(source, args, words):
@@ -202,7 +202,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
 
     original = store.write_header
     monkeypatch.setattr(store, "write_header", full)
-    with pytest.raises(StoreError, match="The disk of the store .* is full"):
+    with pytest.raises(StoreError, match="The disk of the partition directory .* is full"):
         write_store(tmp_path / "s", prepare_graph(small()), np.zeros(6, np.int64), LayoutSpec("edge_cut", 1), {})
     assert list(tmp_path.iterdir()) == []
 

@@ -118,7 +118,7 @@ def no_validation_nodes() -> Case:
     return Case(gcn(), data)
 
 
-@idiom(source="no test nodes", refused="test_mask holds no labelled node", stages=("test",))
+@idiom(source="no test nodes", refused="test_mask holds no labeled node", stages=("test",))
 def no_test_nodes() -> Case:
     data = graph()
     data.test_mask[:] = False

@@ -169,9 +169,9 @@ def test_a_split_of_one_type_is_that_of_the_graph_that_it_makes():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "edge_type says which edges"),
-        ({"edge_type": ("user", "rates", "user")}, "edge_type says which edges"),
-        ({"edge_type": RATES, "rev_edge_type": LIKE}, "the other way round: another edge type, from 'movie' to 'user'"),
+        ({}, "edge_type must be the edge type to split"),
+        ({"edge_type": ("user", "rates", "user")}, "edge_type must be the edge type to split"),
+        ({"edge_type": RATES, "rev_edge_type": LIKE}, "must be another edge type, .* from 'movie' to 'user'"),
         ({"edge_type": LIKE, "rev_edge_type": LIKE}, "another edge type"),
         ({"edge_type": RATES, "undirected": True}, "edges between nodes of one type"),
     ],
@@ -531,15 +531,15 @@ def predictor(**options: Any) -> LinkPredictor:
 @pytest.mark.parametrize(
     ("strategy", "make", "module", "words"),
     [
-        ("sampling", split, predictor, r"calls model\(x, edge_index\), but of this HeteroData edges of type"),
+        ("sampling", split, predictor, r"calls model\(x, edge_index\), but the edge masks of this HeteroData select type"),
         ("sampling", split, lambda: predictor(edge_type=LIKE), r"has edge_type=\('movie', 'like', 'movie'\), but"),
-        ("sampling", two_predicted, lambda: predictor(edge_type=RATES), "the graph has none, or several"),
-        ("sampling", two_predicted, Ratings, "the graph has none, or several"),
+        ("sampling", two_predicted, lambda: predictor(edge_type=RATES), "The graph has none, or several"),
+        ("sampling", two_predicted, Ratings, "The graph has none, or several"),
         ("sampling", overlapping, Ratings, "Edge type .*edges are in more than one of"),
         ("sampling", ratings, Ratings, "split_edges"),
-        ("dgcl", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
-        ("vertex_cut", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
-        ("auto", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
+        ("dgcl", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
+        ("vertex_cut", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
+        ("auto", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
         (SamplingStrategy([2, 2], evaluation="layerwise"), split, Ratings, "evaluation='layerwise' looks at the whole graph"),
     ],
 )
@@ -560,7 +560,7 @@ def test_an_edge_type_of_a_users_own_module_says_nothing():
 
 def test_refused_arguments():
     for options in ({"filtered": True}, {"decoder": "distmult", "num_relations": 2}):
-        with pytest.raises(ValueError, match="are for graphs of one type"):
+        with pytest.raises(ValueError, match="require a graph without types"):
             predictor(edge_type=RATES, **options)
     with pytest.raises(ValueError, match="the graph has no types"):
         graph = split_edges(Data(x=torch.ones(9, 5), edge_index=torch.randint(0, 9, (2, 40))), 0.2, 0.2)

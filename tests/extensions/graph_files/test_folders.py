@@ -332,7 +332,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     for module, name in ((folders, "_end"), (in_edges, "write_header")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(StoreError, match="The disk of the store .*s is full"):
+            with pytest.raises(StoreError, match="The disk of the partition directory .*s is full"):
                 GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)
     assert (
         read_cut(tmp_path / "s" / GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)).types.total("node") == N
@@ -348,7 +348,7 @@ def test_bytes_that_are_none(memory):
 def test_bytes_and_dtypes_by_name():
     data = GraphDataModule(GRAPH, partition_memory_limit="1.5 GB", feature_dtype="float64")
     assert data.partition_memory_limit == 1_500_000_000 and data.feature_dtype == torch.float64
-    with pytest.raises(ValueError, match="feature_dtype must be a floating dtype"):
+    with pytest.raises(ValueError, match="feature_dtype must be a floating-point dtype"):
         GraphDataModule(GRAPH, feature_dtype="int64")
 
 
@@ -550,7 +550,7 @@ def test_a_pair_of_stores_with_types_and_without_edges():
     found, _ = load_source((features, edges))
     assert isinstance(found, HeteroData) and torch.equal(found[kind].edge_index, torch.stack(ends))
     assert found["paper"].x.shape == (5, 3)
-    with pytest.raises(ValueError, match="tuple gives a MyGraphStore"):
+    with pytest.raises(ValueError, match="tuple returned a MyGraphStore"):
         load_source((edges, features))
 
 

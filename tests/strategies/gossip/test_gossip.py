@@ -409,7 +409,7 @@ def check_pairs(everyone: list[Worker], meetings: int, least: int) -> None:
         ({"codec": "int3"}, "codec must be one of .* .got 'int3'"),
         ({"codec": "int8", "average": "push_sum"}, "codec='int8' encodes differences of parameters"),
         ({"max_restarts": -1}, "max_restarts must be at least 0 .got -1"),
-        ({"max_restarts": 0.5}, "max_restarts must be a whole number .got 0.5"),
+        ({"max_restarts": 0.5}, "max_restarts must be an integer .got 0.5"),
     ],
 )
 def test_refused_options(options, message):

@@ -391,8 +391,8 @@ def test_refused_attributes(case, ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weight_attr": 1.5}, r"weight_attr must be a word \(got 1.5\)"),
-        ({"time_attr": torch.ones(2)}, "time_attr must be a word"),
+        ({"weight_attr": 1.5}, r"weight_attr must be a non-empty string \(got 1.5\)"),
+        ({"time_attr": torch.ones(2)}, "time_attr must be a non-empty string"),
         ({"weight_attr": "w", "replace": True}, "replace=True draws uniformly"),
         ({"temporal_strategy": "last"}, "takes the latest edges; it needs time"),
         ({"time_attr": "t", "sampler": "shadow"}, "Use sampler='neighbor'"),
@@ -570,8 +570,8 @@ def test_links_in_time_are_evaluated_as_on_one_device(ranks, of_nodes, apart):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"negatives": "in_batch"}, "a negative is a node as it was"),
-        ({"filtered": True}, "a negative is a node as it was"),
+        ({"negatives": "in_batch"}, "negatives are nodes at the time"),
+        ({"filtered": True}, "negatives are nodes at the time"),
     ],
 )
 def test_refused_links_in_time(ranks, options, words):

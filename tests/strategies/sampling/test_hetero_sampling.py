@@ -301,7 +301,7 @@ def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "equally many hops"),
+        ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "the same number of hops"),
         ({"num_neighbors": {WRITES: [3, -2]}}, "-2"),
         ({"num_neighbors": {}}, r"a number for each layer .*got \{\}"),
     ],
@@ -349,14 +349,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         WHOLE,
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="author"),
         ValueError,
-        "NodeClassifier has node_type='author', but of this HeteroData nodes of type 'paper' are predicted",
+        "NodeClassifier has node_type='author', but the input_type of this HeteroData is 'paper'",
     ),
     "no_types": (
         lambda: homogeneous(),
         {"num_neighbors": [3]},
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="paper"),
         ValueError,
-        "node_type='paper'. is for a HeteroData, but the graph has no types",
+        "node_type='paper'. requires a HeteroData, but the graph has no types",
     ),
     "embedding": (
         typed_graph,

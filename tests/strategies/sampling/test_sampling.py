@@ -666,7 +666,7 @@ def test_errors():
     data, types = random_graph(), typed_graph()
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], 200, 200)
     for num_neighbors in ([5, 0], [-2]):
-        with pytest.raises(ValueError, match=rf"A fan-out is .* from 1 on, or -1 for all \(got {num_neighbors[-1]}\)"):
+        with pytest.raises(ValueError, match=rf"A fan-out must be at least 1, or -1 for all edges \(got {num_neighbors[-1]}\)"):
             NeighborSampler(csr, num_neighbors)
     with pytest.raises(ValueError, match=r"a number for each layer .* \(got \[\]\)"):
         NeighborSampler(csr, [])
@@ -680,7 +680,7 @@ def test_errors():
         sampler.sample(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="Fan-outs are given for"):
         NeighborSampler.from_data(types, {("paper", "cites", "paper"): [2]})
-    with pytest.raises(ValueError, match="equally many hops"):
+    with pytest.raises(ValueError, match="the same number of hops"):
         NeighborSampler.from_data(types, {kind: [2] * (1 + (kind[1] == "of")) for kind in types.edge_types})
     with pytest.raises(ValueError, match="No edge type has nodes of type 'venue'"):
         NeighborSampler.from_data(types, [2]).sample({"venue": torch.tensor([0])})

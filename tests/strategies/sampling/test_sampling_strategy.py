@@ -135,7 +135,7 @@ def test_an_error_in_the_background_is_the_users(ahead):
         ({"num_neighbors": []}, "a number for each layer"),
         ({"num_neighbors": [5, -2]}, "-2"),
         ({"num_neighbors": [5, 0]}, "0"),
-        ({"batch_size": 0}, "batch_size is a number of seeds, at least 1 .got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1 .got 0"),
         ({"prefetch_batches": -1}, "prefetch_batches must be at least 0 .got -1"),
         ({"remote_cache": -0.5}, "remote_cache must be a number of bytes"),
     ],

@@ -88,8 +88,8 @@ def test_yaml_of_a_named_strategy(tmp_path):
         ),
         ({"batch_size": 5}, {"batch_size": 4}, "batch_size=4 is given to GraphDataModule, but batch_size=5 to Sampl"),
         ({"sampler": "cluster"}, {"num_neighbors": [3]}, "num_neighbors tell how neighbours are drawn, and sampler='cluster'"),
-        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) asks for batches .* SingleDevice"),
-        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* asks for batches of .*, and DGCLStrategy makes none"),
+        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) requires sampled .* SingleDevice"),
+        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* requires sampled mini-batches, and DGCLStrategy does not"),
     ],
 )
 def test_choices_that_contradict_or_would_be_ignored(strategy, data, message):
@@ -102,7 +102,7 @@ def test_choices_that_contradict_or_would_be_ignored(strategy, data, message):
 
 def test_there_is_no_batch_size_to_find():
     trainer = quiet_trainer("auto", 1, callbacks=[BatchSizeFinder()])
-    with pytest.raises(ValueError, match="BatchSizeFinder has nothing to find"):
+    with pytest.raises(ValueError, match="BatchSizeFinder requires GraphDataModule.batch_size"):
         trainer.fit(
             NodeClassifier(build("gcn"), num_classes=CLASSES).double(), datamodule=GraphDataModule(awkward_graph())
         )
@@ -136,7 +136,7 @@ def test_refused_options(options, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"num_neighbors": [2, 0]}, "A fan-out is .*got 0"), ({"batch_size": 0}, "at least 1 .got 0")]
+    ("options", "message"), [({"num_neighbors": [2, 0]}, "A fan-out must be .*got 0"), ({"batch_size": 0}, "at least 1 .got 0")]
 )
 def test_refused_on_the_datamodule(options, message):
     with pytest.raises(ValueError, match=message):

@@ -324,5 +324,5 @@ def test_threshold_refuses_what_it_cannot_follow():
         AdaptiveThreshold(epsilon=0.5)
     with pytest.raises(ValueError, match="lambda1"):
         AdaptiveThreshold(lambda1=0.5)
-    with pytest.raises(ValueError, match="first must be a number"):
+    with pytest.raises(ValueError, match="first must be a finite number"):
         AdaptiveThreshold(first={"a": 1})  # type: ignore[arg-type]

@@ -538,7 +538,7 @@ def test_nan_stops_the_run_with_the_layers_name(ranks):
         ({"host_weight": 2}, "host_weight lies between 0 and 1"),
         ({"codec": "int7"}, "codec must be one of 'int8'"),
         ({"cache": "adaptive", "dropout_seed_every_n_epochs": 0}, "every_n_epochs must be at least 1"),
-        ({"cache": "adaptive", "dropout_seed_every_n_epochs": 1.5}, "dropout_seed_every_n_epochs must be a whole number"),
+        ({"cache": "adaptive", "dropout_seed_every_n_epochs": 1.5}, "dropout_seed_every_n_epochs must be an integer"),
         ({"dropout_seed_every_n_epochs": 5}, "dropout_seed_every_n_epochs=5 is not supported without a cache"),
     ],
 )
