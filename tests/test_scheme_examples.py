@@ -139,7 +139,7 @@ def test_own_messages_are_refused():
 
     CONVS["own"] = Own
     try:
-        with pytest.raises(ValueError, match="'0' computes messages of its own, and some halo rows do not come"):
+        with pytest.raises(ValueError, match="'0' computes its own messages, which does not support steps without"):
             draws("own", 1)
     finally:
         del CONVS["own"]

@@ -140,7 +140,7 @@ class CommunicationMetrics(pl.Callback):
             those, others = (each.nonzero().view(-1).tolist() for each in (stop, ~stop))
             raise RuntimeError(
                 f"After epoch {trainer.current_epoch}, trainer.should_stop is set on ranks {those} and not on {others}, which "
-                'would wait for them. Decide by what all ranks have, such as trainer.callback_metrics["train_loss"] in '
+                'would wait for them. Use a value that all ranks have, such as trainer.callback_metrics["train_loss"] in '
                 "on_train_epoch_end."
             )
         total, longest = by_rank.sum(0), by_rank.amax(0)
@@ -231,7 +231,7 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
     )
     if waited[slowest] > waited[most] / 2:
         return (
-            f"{found}, and no rank waited less than {waited[slowest] / seconds:.0%}: what holds all up are the messages. Use "
+            f"{found}, and no rank waited less than {waited[slowest] / seconds:.0%}: communication is the bottleneck. Use "
             "fewer ranks, or send less: another strategy, or codec (docs/codecs.md)."
         )
     shares = [own * len(parts) / max(1, sum(of)) for own, of in zip(astuple(parts[slowest]), zip(*map(astuple, parts)))]
@@ -240,13 +240,11 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
         for count, share, name in zip(astuple(parts[slowest]), shares, ("nodes", "in-edges", "halo rows"))
     )
     advice = (
-        "That is no more than others have, so look at its machine: other processes, a slower core, fewer threads."
+        "That is not more than other ranks have. Check its machine: other processes, a slower core, fewer threads."
         if max(shares) <= LIGHT
         else "Balance the parts: another `partition` of GraphDataModule, or the strategy vertex_cut for graphs with hubs."
     )
-    return (
-        f"{found}: rank {slowest} keeps the others waiting; it waited {waited[slowest] / seconds:.0%}. Its part: {size}. {advice}"
-    )
+    return f"{found}: rank {slowest} is the slowest and waited {waited[slowest] / seconds:.0%}. Its part: {size}. {advice}"
 
 
 def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
@@ -254,8 +252,8 @@ def metrics_of(trainer: pl.Trainer, asker: object) -> CommunicationMetrics:
     found = next((each for each in trainer.callbacks if isinstance(each, CommunicationMetrics)), None)  # type: ignore[attr-defined]
     if found is None:
         raise ValueError(
-            f"{type(asker).__name__} tells what ranks exchange in layers, and under {type(trainer.strategy).__name__} they "
-            "exchange nothing in training steps. Leave it out, or use a strategy such as dgcl or sampling."
+            f"{type(asker).__name__} requires messages of layers, and {type(trainer.strategy).__name__} sends none in "
+            "training steps. Remove it, or use a strategy such as dgcl or sampling."
         )
     return found
 
@@ -274,7 +272,7 @@ class CommunicationMonitor(pl.Callback):
 
     def __init__(self, every_n_epochs: int = 50) -> None:
         if every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs is at least 1 (got {every_n_epochs}).")
+            raise ValueError(f"every_n_epochs must be at least 1 (got {every_n_epochs}).")
         self.every_n_epochs = every_n_epochs
         self._drawn = -1
 

@@ -42,7 +42,7 @@ def _on_gpu(name: str, arguments: tuple[Any, ...]) -> None:
     # Imported at first use: the import is slow, and useless on the CPU.
     loops = triton_loops()
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    assert all(tensor.is_contiguous() for tensor in tensors), f"{name} wants contiguous tensors"
+    assert all(tensor.is_contiguous() for tensor in tensors), f"{name} requires contiguous tensors"
     # Triton launches on the current device, which may differ from the device of the tensors.
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -97,10 +97,10 @@ def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
     if device in _warned:
         return
     _warned.add(device)
-    more = "Triton brings them: pip install lightning-gnn[cuda]." if device == "cuda" else "There are some for CPU and CUDA."
+    more = "Install Triton: pip install lightning-gnn[cuda]." if device == "cuda" else "They exist for CPU and CUDA."
     rank_zero_warn(
-        f"There are no kernels on {device} here for attention, maxima and variances: such layers make rows of edges times "
-        f"columns, each of {num_bytes / 1e6:,.1f} MB in the first one, and keep several. {more}"
+        f"No kernels for attention, maxima and variances on {device}. Such layers create and keep several tensors of edges "
+        f"times columns, each of {num_bytes / 1e6:,.1f} MB in the first layer. {more}"
     )
 
 

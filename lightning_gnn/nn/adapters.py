@@ -31,8 +31,8 @@ def patch_globals(method: Callable[..., Any], **names: Any) -> Callable[..., Any
     code, known = function.__code__, {**function.__globals__, **names}
     if "super" in code.co_names and not set(names) & set(code.co_names):
         raise UnsupportedModelError(
-            f"{function.__qualname__} calls super().{function.__name__}(), which needs another {', '.join(names)} on a part of a "
-            "graph and cannot be given it. Do not derive from that class: have a conv of it as a part, and call that."
+            f"{function.__qualname__} calls super().{function.__name__}(), which needs another {', '.join(names)} on a "
+            "partitioned graph and cannot receive it. Do not derive from that class: store a conv of it, and call that."
         )
     replaced = types.FunctionType(code, known, function.__name__, function.__defaults__, function.__closure__)
     replaced.__kwdefaults__ = function.__kwdefaults__
@@ -83,7 +83,7 @@ def cheb(conv: MessagePassing, context: GraphContext, layer: str) -> dict[str, A
         """Returns the Laplacian scaled to eigenvalues from -1 to 1, like ChebConv."""
         context.check_rows(num_nodes, layer)
         if batch is not None:
-            raise UnsupportedModelError(f"'{layer}' was given a batch vector; a graph over ranks is one graph.")
+            raise UnsupportedModelError(f"'{layer}' does not support a batch vector: all ranks share one graph. Remove it.")
 
         def compute() -> tuple[Tensor, Tensor]:
             edges, weight = context.laplacian(layer, edge_index, edge_weight, normalization, dtype)
@@ -108,8 +108,8 @@ def supergat(conv: MessagePassing, context: GraphContext, layer: str) -> dict[st
 
     def attention_loss(self: MessagePassing) -> Tensor:
         raise UnsupportedModelError(
-            f"'{layer}' cannot take its attention loss over ranks, for which it samples pairs among all nodes. Leave "
-            "get_attention_loss() out; docs/recipes.md, 'Pairs of nodes', has losses of pairs."
+            f"'{layer}' does not support get_attention_loss(), which samples pairs of all nodes. Remove the call; "
+            "docs/recipes.md, 'Pairs of nodes', has losses of pairs."
         )
 
     return {

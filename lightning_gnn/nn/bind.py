@@ -125,7 +125,7 @@ class Binding:
     def check_unbound(conv: MessagePassing, layer: str) -> None:
         """Raises RuntimeError if a conv is bound."""
         if STATE in conv.__dict__:
-            raise RuntimeError(f"'{layer}' is bound to a graph already: is the model in another Trainer that still runs?")
+            raise RuntimeError(f"'{layer}' is already bound to a graph: is the model in another running Trainer?")
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         self.check_unbound(conv, layer)
@@ -209,13 +209,13 @@ def check_module(
         if of_all_types and rule.of_all_types:
             continue
         if rule.refused:
-            raise UnsupportedModelError(f"{where} is not exact on a part of a graph: {rule.refused}.")
+            raise UnsupportedModelError(f"{where} is not exact on a partitioned graph: {rule.refused}.")
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
         elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
             raise UnsupportedModelError(
-                f"{where} takes statistics over all nodes, which are not on one rank. Use torch.nn.BatchNorm1d or one of PyG's "
-                "norms for nodes, whose statistics are taken over all ranks."
+                f"{where} computes statistics over all nodes, which are on several ranks. Use torch.nn.BatchNorm1d or a PyG "
+                "norm for nodes, whose statistics include all ranks."
             )
         elif isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse:
             raise UnsupportedModelError(
@@ -228,8 +228,8 @@ def check_module(
             )
         elif type(child).__module__.startswith("torch_geometric.nn.pool"):
             raise UnsupportedModelError(
-                f"{where} makes another graph of nodes of several ranks. MeanAggregation and MaxAggregation read out the "
-                "whole graph; docs/recipes.md, 'Clusters', has losses of dense pooling."
+                f"{where} creates another graph from nodes of several ranks. For a readout of the whole graph, use "
+                "MeanAggregation or MaxAggregation; docs/recipes.md, 'Clusters', has losses of dense pooling."
             )
 
 
@@ -238,7 +238,7 @@ def check_columns(module: torch.nn.Module) -> None:
     for name, child in module.named_modules():
         if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in child.parameters(recurse=False)):
             raise UnsupportedModelError(
-                f"'{name}' ({type(child).__name__}) does not know its input columns yet (-1). Give them, or run the model once "
+                f"'{name}' ({type(child).__name__}) has an unknown number of input columns (-1). Set it, or run the model once "
                 "on one device first: model(data.x, data.edge_index), or model(data.x_dict, data.edge_index_dict)."
             )
 
@@ -257,17 +257,17 @@ def _check_conv(where: str, conv: MessagePassing) -> None:
     known: Any = known_kind(type(conv))
     if not issubclass(known, library):
         raise UnsupportedModelError(
-            f"{where} is not known to be exact on a part of a graph. Known are {', '.join(exact_convs())}, and convs of your own "
-            "that derive from MessagePassing and hand edge_index to propagate."
+            f"{where} is not supported on partitioned graphs. Supported are {', '.join(exact_convs())}, and your own "
+            "convs that derive from MessagePassing and pass edge_index to propagate."
         )
     if STATE not in conv.__dict__ and "forward" in conv.__dict__:
         raise UnsupportedModelError(
-            f"{where} had its forward replaced, and a conv on a part of a graph may have another one than that calls. Call the "
+            f"{where} had its forward replaced, but on a partitioned graph lightning_gnn may need to replace it, too. Call the "
             "conv from a module of your own instead."
         )
     if conv.flow != "source_to_target":
         raise UnsupportedModelError(
-            f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, while a rank holds their in-edges. Use "
+            f"{where} has flow='{conv.flow}' and needs the out-edges of its nodes, but a rank has their in-edges. Use "
             "DirGNNConv, or put both directions of each edge into the graph: docs/recipes.md, 'Directed graphs'."
         )
     if not _is_per_node(conv.aggr_module):
@@ -307,8 +307,8 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
                 return self.aggr_module.combine(parts) if several else parts[0]
     if context.exchange.present is not None:
         raise UnsupportedModelError(
-            f"'{state.layer}' computes messages of its own, and some halo rows do not come in this step. Only sums, extremes and "
-            "attention leave them out: docs/convs.md says which convs compute these by kernels."
+            f"'{state.layer}' computes its own messages, which does not support steps without some halo nodes. Only sums, max, "
+            "min and attention do: docs/convs.md lists the convs that compute these by kernels."
         )
     context.propagated(state.layer)
     context.on_loaded_edges.add(state.layer)

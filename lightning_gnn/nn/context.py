@@ -160,12 +160,12 @@ class GraphContext:
         """Raises :class:`UnsupportedModelError` unless edges have the form ``[2, E]``, and weights, if any, have E entries."""
         if edge_index is not self.edge_index and not (isinstance(edge_index, Tensor) and edge_index.layout == torch.strided):
             raise UnsupportedModelError(
-                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Hand on batch.edge_index."
+                f"'{layer}' was called with a {type(edge_index).__name__} of sparse layout. Pass batch.edge_index."
             )
         if isinstance(edge_weight, Tensor) and edge_weight.dim() and edge_weight.size(0) != edge_index.size(1):
             raise UnsupportedModelError(
                 f"'{layer}' was given {edge_weight.size(0)} weights for {edge_index.size(1)} edges. A rank has a part of the "
-                "graph's edges: take the rows of what belongs to all of them by batch.e_id, weight[batch.e_id]."
+                "graph's edges. Index tensors over all edges by batch.e_id: weight[batch.e_id]."
             )
 
     def begin_step(self, step: Step | None = None) -> None:
@@ -218,7 +218,7 @@ class GraphContext:
         count, most = self.propagations.total(), self.exchange.most_propagations
         if most is not None and count > most:
             raise UnsupportedModelError(
-                f"'{layer}' is propagation number {count} of a step, but neighbourhoods are replicated for "
+                f"'{layer}' is propagation number {count} of a step, but neighborhoods are replicated for "
                 f"num_hops={most}: rows would be missing. Set num_hops of the strategy to the number of propagations "
                 "of your model, two for a GCN of two layers."
             )

@@ -68,18 +68,18 @@ SignedConv WLConvContinuous"""
 
 _REFUSED = {
     **{f"CuGraph{name}": f"it needs cuGraph's own graph; use {name}" for name in ("GATConv", "RGCNConv", "SAGEConv")},
-    "DynamicEdgeConv": "it finds neighbours among all nodes; build the edges beforehand, or see docs/recipes.md, 'All pairs'",
+    "DynamicEdgeConv": "it finds neighbors among all nodes; create the edges beforehand, or see docs/recipes.md, 'All pairs'",
     "FusedGATConv": "it needs its own graph format; use GATConv",
-    "GravNetConv": "it finds neighbours among all nodes; build the edges beforehand and use GraphConv",
+    "GravNetConv": "it finds neighbors among all nodes; create the edges beforehand and use GraphConv",
     "HypergraphConv": "its second step runs against the direction of the edges",
     "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
     "PANConv": "it multiplies the whole graph's adjacency with itself",
     "SparseLinear": "it has a row of weights for each node of the whole graph; docs/recipes.md, 'LINKX', picks those of a rank",
     "SplineConv": "its kernel is in compiled extras; use GMMConv",
-    "WLConv": "it hashes colours in an order that all nodes share",
-    "XConv": "it finds neighbours among all nodes",
+    "WLConv": "it hashes colors in an order that all nodes share",
+    "XConv": "it finds neighbors among all nodes",
 }
-_TYPES = "it takes several node types, which a HeteroData has; use"
+_TYPES = "it requires a HeteroData with several node types; otherwise use"
 
 CONVS: dict[str | type, ConvRule] = {
     "MessagePassing": ConvRule(sends_rows=True, several_hops=None),  # convs of users
@@ -99,8 +99,8 @@ CONVS: dict[str | type, ConvRule] = {
     "GINConv": replace(_ROWS, forward=reorder.gin, maps=reorder.first_of_nn, halo_columns=lambda conv: None),
     "GatedGraphConv": ConvRule(several_hops=True),
     "GraphConv": replace(_ROWS, weight="edge_weight", forward=reorder.graph_conv, maps=lambda conv: [conv.lin_rel]),
-    "HANConv": ConvRule(of_all_types=True, refused=f"{_TYPES} convs for one"),
-    "HGTConv": ConvRule(of_all_types=True, refused=f"{_TYPES} TransformerConv on a graph with one"),
+    "HANConv": ConvRule(of_all_types=True, refused=f"{_TYPES} convs for one type"),
+    "HGTConv": ConvRule(of_all_types=True, refused=f"{_TYPES} TransformerConv"),
     "LGConv": _WEIGHTED,
     "LabelPropagation": replace(_HOPS, adapter=adapters.label_propagation),
     "MixHopConv": _HOPS,
@@ -169,7 +169,7 @@ def register_adapter(kind: type[MessagePassing]) -> Callable[[Adapter], Adapter]
         TypeError: `kind` does not derive from MessagePassing.
     """
     if not (isinstance(kind, type) and issubclass(kind, MessagePassing)):
-        raise TypeError(f"register_adapter takes a class that derives from MessagePassing (got {kind!r}).")
+        raise TypeError(f"register_adapter requires a class that derives from MessagePassing (got {kind!r}).")
 
     def register(adapter: Adapter) -> Adapter:
         rows, several_hops = rule_of(kind, "message").sends_rows, bool(rule_of(kind).several_hops)

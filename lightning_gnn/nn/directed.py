@@ -32,8 +32,8 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
     """
     if shard.rows != shard.counts:
         raise UnsupportedModelError(
-            "DirGNNConv reads out-edges, and replicas of a node have its in-edges only. Let ranks communicate instead: "
-            'plan="p2p" or "spst".'
+            "DirGNNConv reads out-edges, and replicas of a node have its in-edges only. Replace the replicas by "
+            'communication: plan="p2p" or "spst".'
         )
     batch, rank, offsets = shard.batch, world.rank, shard.offsets
     source, target = shard.node_ids(rank)[stored_ids(batch.edge_index).cpu().numpy()]
@@ -74,15 +74,15 @@ def both_ways(conv: DirGNNConv, context: GraphContext, layer: str) -> dict[str, 
     reverse = context.reverse
     if reverse is None:
         raise UnsupportedModelError(
-            f"'{layer}' (DirGNNConv) reads out-edges, which this scheme does not give its ranks: its bind() is older than "
+            f"'{layer}' (DirGNNConv) reads out-edges, which this scheme does not store on its ranks: its bind() predates "
             "lightning_gnn.nn.bind.context_of."
         )
 
     def forward(self: DirGNNConv, x: Tensor, edge_index: Tensor) -> Tensor:
         if edge_index is not context.edge_index:
             raise UnsupportedModelError(
-                f"'{layer}' (DirGNNConv) was given other edges than batch.edge_index, and no rank has all out-edges of these. "
-                "Choose edges in the data; docs/recipes.md, 'Directed graphs', has both directions of each."
+                f"'{layer}' (DirGNNConv) requires batch.edge_index: no rank has all out-edges of other edges. "
+                "Select edges in the data; docs/recipes.md, 'Directed graphs', has both directions of each."
             )
         out = self.alpha * self.conv_out(x, reverse.edge_index) + (1 - self.alpha) * self.conv_in(x, edge_index)
         return out if self.lin is None else out + self.lin(x)

@@ -91,8 +91,7 @@ def _statistics(norm: Any, batch: Any) -> Statistics:
     take: Statistics = norm.__dict__[STATE]
     if batch is not None and bool(batch.any()):
         raise UnsupportedModelError(
-            f"'{take.layer}' was given a batch vector: statistics per graph of a batch are not supported, only those of one "
-            "graph."
+            f"'{take.layer}' does not support a batch vector with statistics per graph: all ranks share one graph. Remove it."
         )
     return take
 
@@ -237,7 +236,7 @@ def readout(
     compute = next((READOUTS[kind] for kind in type(self).__mro__ if kind in READOUTS), None)
     if compute is None:
         raise UnsupportedModelError(
-            f"'{take.layer}' ({type(self).__name__}) reads out all nodes at once, which are not on one rank. Use SumAggregation, "
+            f"'{take.layer}' ({type(self).__name__}) reads all nodes at once, which are on several ranks. Use SumAggregation, "
             "MeanAggregation, MaxAggregation or MinAggregation."
         )
     return compute(take, take.own(x, dim).movedim(dim, -2)).movedim(-2, dim)
@@ -365,7 +364,7 @@ def dense_attention(conv: GPSConv, context: GraphContext, layer: str) -> dict[st
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         if query.size(0) != 1 or query.size(1) != len(context.x):
             raise UnsupportedModelError(
-                f"'{layer}' was given {list(query.shape[:2])} graphs and nodes; a graph over ranks is one graph, and batch None."
+                f"'{layer}' requires one graph and batch=None over ranks (got {list(query.shape[:2])} graphs and nodes)."
             )
         assert context.rows is not None
         all_nodes = torch.arange(context.rows.num_nodes, device=query.device)

@@ -243,8 +243,8 @@ def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
     least = min((each for each in found if each.installed), key=lambda each: each.bytes)
     assert free is not None
     raise MemoryError(
-        f"No partitioner fits: {least.method!r} needs the least, about {least.bytes / 1e9:.1f} GB beside the edges, and "
-        f'{free / 1e9:.1f} GB are free. Use partition="random", or partition elsewhere and pass what came out, '
+        f"No partitioner fits: {least.method!r} needs the least, about {least.bytes / 1e9:.1f} GB in addition to the "
+        f'edges, and {free / 1e9:.1f} GB are free. Use partition="random", or partition elsewhere and pass the result, '
         "partition=array."
     )
 
@@ -276,7 +276,7 @@ def table(found: Sequence[Prediction], free: int | None, taken: str | None) -> T
         mark = "taken" if each.method == taken else ""
         result.add_row(each.method, f"{each.bytes / 1e9:,.2f} GB", f"{each.seconds:,.1f}", fits, mark)
     known = "not known" if free is None else f"{free / 1e9:,.2f} GB"
-    result.caption = f"memory beside the edges, of which free: {known}; seconds of one core"
+    result.caption = f"memory in addition to the edges (free: {known}); seconds of one core"
     return result
 
 

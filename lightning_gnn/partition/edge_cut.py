@@ -171,8 +171,8 @@ def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray
         raise ValueError(f"Groups must name the devices 0 to {len(named) - 1}, each once (got {groups}).")
     if not alike(groups):
         raise ValueError(
-            f"Groups side by side must hold equally many devices (got {groups}). "
-            "Take the same number of each machine, or cut without hierarchy."
+            f"Groups of one level must have the same number of devices (got {groups}). "
+            "Use the same number on each machine, or partition without hierarchy."
         )
     part = np.empty(graph.num_nodes, np.int32)
     _assign(graph, np.arange(graph.num_nodes), groups, cut, part)
@@ -197,13 +197,13 @@ def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut
 def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
     if part.shape != (num_nodes,):
         raise ValueError(
-            f"partition must give a rank for each of the {num_nodes} nodes (got shape {list(part.shape)}). "
-            "Was it made for another graph?"
+            f"partition must have one rank for each of the {num_nodes} nodes (got shape {list(part.shape)}). "
+            "Compute it for this graph."
         )
     if num_nodes and (part.min() < 0 or part.max() >= num_parts):
         raise ValueError(
-            f"partition names ranks {part.min()} to {part.max()}, but there are {num_parts}: 0 to {num_parts - 1}. "
-            "Make it for as many parts as the Trainer has devices."
+            f"partition must have ranks from 0 to {num_parts - 1} (got {part.min()} to {part.max()}). "
+            "Compute it for as many parts as the Trainer has devices."
         )
     return part.astype(np.int32)
 

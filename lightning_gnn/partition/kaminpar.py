@@ -64,7 +64,7 @@ def part_graph(
             size = 4 * len(graph.indices) + 8 * graph.num_nodes
             raise OSError(
                 f"KaMinPar reads the graph from a file of {size / 1e9:.1f} GB, and {folder} could not be written ({error}). "
-                "Set TMPDIR to a folder with more room."
+                "Set TMPDIR to a folder with more free space."
             ) from error
         kaminpar.reseed(seed)
         loaded = kaminpar.load_graph(str(path), kaminpar.GraphFileFormat.PARHIP, compress=compress)

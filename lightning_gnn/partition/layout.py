@@ -118,9 +118,9 @@ Groups = tuple["int | Groups", ...]
 """Ranks as nested tuples: ``((0, 1), (2, 3))`` are two machines with two ranks each; see ``Topology.groups``."""
 
 NO_TYPES = (
-    'A HeteroData is trained as a whole by strategy="dgcl", "vertex_cut" and "spmm_1d", without replicas, caches, new plans or '
-    'whole blocks, and on sampled neighbourhoods by strategy="sampling". For others, try `.to_homogeneous()`, whose edge_type '
-    "RGCNConv and its kin take."
+    'A HeteroData requires strategy="dgcl", "vertex_cut" or "spmm_1d", without replicas, caches, new plans or whole blocks, or '
+    'strategy="sampling", which has mini-batch steps. For other strategies, try `.to_homogeneous()`, whose edge_type is an '
+    "argument of RGCNConv and similar convs."
 )
 
 

@@ -115,7 +115,7 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
         For 0 to K hops, uint64 ``[N]`` each.
     """
     if num_groups > _MOST_GROUPS:
-        raise ValueError(f"Neighbourhoods are replicated for at most {_MOST_GROUPS} groups of ranks (got {num_groups}).")
+        raise ValueError(f"Replicated neighborhoods support at most {_MOST_GROUPS} groups of ranks (got {num_groups}).")
     reached = [np.uint64(1) << group.astype(np.uint64)]
     for _ in range(hops):
         reached.append(_grown(edge_index[0], edge_index[1], reached[-1]))

@@ -152,8 +152,8 @@ class Locality:
 
     def __str__(self) -> str:
         return (
-            f"Rows renumbered in {self.seconds:.2g} s: of the rows that edges read, {self.after:.1%} were read shortly before "
-            f"(in the original order {self.before:.1%})"
+            f"Reordered rows in {self.seconds:.2g} s: {self.after:.1%} of the rows that edges read were read shortly before "
+            f"(original order: {self.before:.1%})"
         )
 
 

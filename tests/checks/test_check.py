@@ -247,7 +247,7 @@ def test_what_looks_across_nodes_is_exact(name):
 WRONG: dict[str, tuple[type[Model], str]] = {
     "norm not handled": (
         NotHandled,
-        r"training_step raises UnsupportedModelError\. 'model.norm' \(InstanceNorm1d\) takes statistics over all nodes",
+        r"training_step raises UnsupportedModelError\. 'model.norm' \(InstanceNorm1d\) computes statistics over all nodes",
     ),
     "counts calls": (
         CountsCalls,

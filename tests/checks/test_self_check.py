@@ -467,7 +467,7 @@ def test_the_documented_adapter_makes_a_conv_exact():
 
 
 def test_register_adapter_wants_a_class():
-    with pytest.raises(TypeError, match="takes a class that derives from MessagePassing"):
+    with pytest.raises(TypeError, match="requires a class that derives from MessagePassing"):
         lightning_gnn.register_adapter(GCNConv(2, 2))
 
 

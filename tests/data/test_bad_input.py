@@ -321,9 +321,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "partition_matrix": ({"partition": torch.zeros(6, 1).long()}, r"one integer each .got shape \[6, 1\]"),
     "partition_floats": ({"partition": [0.0] * 6}, "must hold integers .got float64"),
     "partition_words": ({"partition": ["a"] * 6}, "must hold integers"),
-    "partition_short": ({"partition": [0] * 5}, r"a rank for each of the 6 nodes .got shape \[5\].. Was it made for"),
-    "partition_negative": ({"partition": [0, 0, 0, 0, 0, -1]}, "names ranks -1 to 0, but there are 2: 0 to 1"),
-    "partition_too_many": ({"partition": torch.arange(6)}, "names ranks 0 to 5, but there are 2.*as many parts as"),
+    "partition_short": ({"partition": [0] * 5}, r"one rank for each of the 6 nodes .got shape \[5\].. Compute it for"),
+    "partition_negative": ({"partition": [0, 0, 0, 0, 0, -1]}, "ranks from 0 to 1 .got -1 to 0"),
+    "partition_too_many": ({"partition": torch.arange(6)}, "ranks from 0 to 1 .got 0 to 5.*as many parts as"),
 }
 
 

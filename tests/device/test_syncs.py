@@ -181,5 +181,5 @@ def test_rows_of_edges_are_told_once(ranks):
     """Of all convs and steps, in a process that has not been told before; the first layer has 16 columns."""
     ranks.close()
     [said] = ranks.run(1, without_loops, "gat")[0]
-    assert f"each of {EDGES * 16 * 8 / 1e6:,.1f} MB in the first one" in said
+    assert f"each of {EDGES * 16 * 8 / 1e6:,.1f} MB in the first layer" in said
     assert ranks.run(1, without_loops, "gat")[0] == []

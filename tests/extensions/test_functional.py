@@ -279,7 +279,7 @@ def wrong(rank: int, world_size: int, case: str) -> None:
         ("num_nodes", "ValueError: build_comm_info cannot tell the number of nodes"),
         ("ids", "ValueError: edge_index holds ids from 0 to 2, but there are 2 nodes"),
         ("kind", r"ValueError: build_comm_info takes a PyG Data with an edge_index, or an edge_index \(got list\)"),
-        ("partition", "ValueError: partition must give a rank for each of the 3 nodes"),
+        ("partition", "ValueError: partition must have one rank for each of the 3 nodes"),
         ("rows", r"ValueError: graph_allgather takes one row per owned node, \d rows on rank \d"),
         ("scalar", "ValueError: collect_rows takes one row per owned node"),
         (

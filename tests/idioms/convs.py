@@ -457,7 +457,7 @@ for _name, (_source, *_) in GRAPHS.items():
 # Refused ######################################################################
 
 
-@idiom(source="PyG examples/super_gat.py", refused="attention loss")
+@idiom(source="PyG examples/super_gat.py", refused="get_attention_loss")
 def super_gat() -> Case:
     class WithAttention(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -42,11 +42,11 @@ REFUSED = {
     "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges .* docs/recipes.md"),
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
-    "lazy": (lambda: GCNConv(-1, 4), "does not know its input columns yet"),
-    "batch norm of pictures": (lambda: torch.nn.BatchNorm2d(4), "takes statistics over all nodes"),
+    "lazy": (lambda: GCNConv(-1, 4), "has an unknown number of input columns"),
+    "batch norm of pictures": (lambda: torch.nn.BatchNorm2d(4), "computes statistics over all nodes"),
     "batch norm of one row": (lambda: pyg_nn.BatchNorm(4, allow_single_element=True), "allow_single_element=True"),
-    "batch norm by type": (lambda: pyg_nn.HeteroBatchNorm(4, num_types=2), "takes statistics over all nodes"),
-    "pooling": (lambda: pyg_nn.TopKPooling(4), "makes another graph .* 'Clusters'"),
+    "batch norm by type": (lambda: pyg_nn.HeteroBatchNorm(4, num_types=2), "computes statistics over all nodes"),
+    "pooling": (lambda: pyg_nn.TopKPooling(4), "creates another graph .* 'Clusters'"),
 }
 
 
@@ -73,7 +73,7 @@ def test_wrong_rows_are_named(context):
 
 def test_sparse_adjacency_is_refused(context):
     model = bound(Lookup(GCNConv(FEATURES, 4, normalize=False)), context)
-    with pytest.raises(UnsupportedModelError, match="Hand on batch.edge_index"):
+    with pytest.raises(UnsupportedModelError, match="Pass batch.edge_index"):
         model.layers[0](torch.randn(60, FEATURES), torch.eye(60).to_sparse_csr())
 
 
@@ -96,7 +96,7 @@ def test_release_restores_everything(context, name):
 
 def test_bound_twice_is_refused(context):
     model = bound(build("gcn"), context)
-    with pytest.raises(RuntimeError, match="is bound to a graph already"):
+    with pytest.raises(RuntimeError, match="is already bound to a graph"):
         bound(model, context)
 
 
@@ -194,7 +194,7 @@ def test_both_directions_want_the_edges_of_the_batch(context):
     context.reverse = context
     bound(Lookup(conv), context)
     conv(context.x, context.edge_index)
-    with pytest.raises(UnsupportedModelError, match="was given other edges than batch.edge_index"):
+    with pytest.raises(UnsupportedModelError, match="requires batch.edge_index"):
         conv(context.x, context.edge_index[:, ::2])
     replicated = split_graph(
         awkward_graph(), np.arange(60) % 2, LayoutSpec("edge_cut", 2, replicas=Replicas(1, ((0,), (1,))))

@@ -463,7 +463,7 @@ def test_refused_by_name(name, monkeypatch):
     for each in (kind, type(name, (kind,), {})):  # and a subclass
         conv = each.__new__(each)
         torch.nn.Module.__init__(conv)
-        with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a part of a graph: "):
+        with pytest.raises(UnsupportedModelError, match=rf"'0' \({name}\) is not exact on a partitioned graph: "):
             check_module(torch.nn.Sequential(conv))
 
 

@@ -255,9 +255,9 @@ def test_falls_back_with_a_warning_where_metis_cannot_be_called(monkeypatch):
     ("method", "words"),
     [
         ("louvain", f"partition must be {', '.join(map(repr, METHODS))} or the rank of every node"),
-        (np.zeros(3, np.int64), r"a rank for each of the 10 nodes \(got shape \[3\]\)"),
+        (np.zeros(3, np.int64), r"one rank for each of the 10 nodes \(got shape \[3\]\)"),
         (np.zeros(10), "must hold integers"),
-        (np.full(10, 2), "names ranks 2 to 2, but there are 2"),
+        (np.full(10, 2), "ranks from 0 to 1 .got 2 to 2"),
     ],
 )
 def test_errors_say_what_to_do(method, words):

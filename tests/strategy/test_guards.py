@@ -187,7 +187,7 @@ def graph(**changes: Any) -> GraphDataModule:
         (ValueError, "no train_mask", lambda: (build("gcn"), {"datamodule": graph(train_mask=None)})),
         (
             UnsupportedModelError,
-            "does not know its input columns",
+            "has an unknown number of input columns",
             lambda: (torch.nn.LazyLinear(5), {"datamodule": graph()}),
         ),
         (

@@ -412,7 +412,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         ("overridden_loader", "cannot use a DataLoader"),
         ("types", "UserModule.training_step reads batch.x, and a HeteroData has its rows and edges by type"),
         ("sync_batchnorm", "sync_batchnorm=False"),
-        ("batchnorm", "'norm' (BatchNorm2d) takes statistics over all nodes"),
+        ("batchnorm", "'norm' (BatchNorm2d) computes statistics over all nodes"),
     ],
 )
 def test_refused_with_a_way_out(ranks, kind, words):

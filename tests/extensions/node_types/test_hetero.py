@@ -521,9 +521,9 @@ class Both(torch.nn.Module):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (Batched, {}, "'model.norm' .HeteroBatchNorm. takes statistics over all nodes"),
+        (Batched, {}, "'model.norm' .HeteroBatchNorm. computes statistics over all nodes"),
         (Both, {}, "'model.conv' .DirGNNConv. is for graphs of one type"),
-        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "does not know its input columns yet"),
+        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "has an unknown number of input columns"),
         (lambda: sages(3), {"checkpoint_convs": True}, "checkpoint_convs=True is for graphs of one type"),
     ],
 )

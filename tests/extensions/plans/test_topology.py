@@ -256,7 +256,7 @@ def test_hierarchical_cuts_send_less_between_machines():
 
 def test_hierarchical_cuts_refuse():
     edges = np.zeros((2, 1), np.int64)
-    with pytest.raises(ValueError, match=r"equally many devices \(got \(\(0, 1\), \(2,\)\)"):
+    with pytest.raises(ValueError, match=r"the same number of devices \(got \(\(0, 1\), \(2,\)\)"):
         assign_nodes(edges, 9, 3, groups=((0, 1), (2,)))
     with pytest.raises(ValueError, match="devices 0 to 1, each once"):
         assign_nodes(edges, 9, 2, groups=((0,), (2,)))

@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         ValueError,
         "with node_type=None, but the graph has node types",
     ),
-    "lazy": (typed_graph, WHOLE, Lazy, UnsupportedModelError, "does not know its input columns"),
+    "lazy": (typed_graph, WHOLE, Lazy, UnsupportedModelError, "has an unknown number of input columns"),
 }
 
 

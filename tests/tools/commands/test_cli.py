@@ -92,7 +92,8 @@ def test_partition_without_a_config(store, monkeypatch, capsys):
     assert len(report["nodes"]) == 3
     assert 0 < locality["before"] <= locality["after"] <= 1
     assert (
-        f"{locality['after']:.1%} were read shortly before (in the original order {locality['before']:.1%})" in output
+        f"{locality['after']:.1%} of the rows that edges read were read shortly before "
+        f"(original order: {locality['before']:.1%})" in output
     )
     assert f"{report['halo_rows'][2]:,.1f} kB" in output  # 250 columns of float32 are 1 kB
     assert "Rows of 250 columns, float32" in output
