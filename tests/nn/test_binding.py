@@ -38,7 +38,7 @@ class BothWays(MessagePassing):
 
 
 REFUSED = {
-    "refused conv": (lambda: pyg_nn.WLConv(), r"'layers.0' \(WLConv\) is not exact .* colours"),
+    "refused conv": (lambda: pyg_nn.WLConv(), r"'layers.0' \(WLConv\) is not exact .* colors"),
     "out-edges": (lambda: GCNConv(4, 4, flow="target_to_source"), "needs the out-edges .* docs/recipes.md"),
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
