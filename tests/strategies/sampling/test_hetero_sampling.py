@@ -303,7 +303,7 @@ def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
     [
         ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "the same number of hops"),
         ({"num_neighbors": {WRITES: [3, -2]}}, "-2"),
-        ({"num_neighbors": {}}, r"a number for each layer .*got \{\}"),
+        ({"num_neighbors": {}}, r"one number per layer .*.got \{\}"),
     ],
 )
 def test_refused_fanouts(options, words):
@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         WHOLE,
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES)),
         ValueError,
-        "NodeClassifier calls model.x, edge_index.*Say NodeClassifier.model, node_type='paper'.",
+        "NodeClassifier calls model.x, edge_index.*Use NodeClassifier.model, node_type='paper'.",
     ),
     "another_type": (
         typed_graph,

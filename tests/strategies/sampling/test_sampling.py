@@ -668,7 +668,7 @@ def test_errors():
     for num_neighbors in ([5, 0], [-2]):
         with pytest.raises(ValueError, match=rf"A fan-out must be at least 1, or -1 for all edges \(got {num_neighbors[-1]}\)"):
             NeighborSampler(csr, num_neighbors)
-    with pytest.raises(ValueError, match=r"a number for each layer .* \(got \[\]\)"):
+    with pytest.raises(ValueError, match=r"one number per layer .*\(got \[\]\)"):
         NeighborSampler(csr, [])
     sampler = NeighborSampler(csr, [2])
     with pytest.raises(ValueError, match="no seeds"):
