@@ -99,7 +99,7 @@ def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
     _warned.add(device)
     more = "Install Triton: pip install lightning-gnn[cuda]." if device == "cuda" else "They exist for CPU and CUDA."
     rank_zero_warn(
-        f"No kernels for attention, maxima and variances on {device}. Such layers create and keep several tensors of edges "
+        f"Found no kernels on {device} for attention, maxima and variances. Such layers create and keep several tensors of edges "
         f"times columns, each of {num_bytes / 1e6:,.1f} MB in the first layer. {more}"
     )
 
