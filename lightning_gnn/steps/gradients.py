@@ -334,8 +334,8 @@ class SharedModel:
                 yield name, parameter
             elif parameter.grad is not None:
                 raise RuntimeError(
-                    f"The parameter {name!r} was registered during the run and is in no optimizer, so that its gradient is that "
-                    "of this rank. Register it in __init__ or configure_model, or call optimizer.add_param_group"
+                    f"The parameter {name!r} was registered during the run and is in no optimizer, so its gradient is not "
+                    "summed over ranks. Register it in __init__ or configure_model, or call optimizer.add_param_group."
                 )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -148,8 +148,8 @@ class GlobalLogs:
         if any(each != by_rank[0] for each in by_rank):
             logged = "; ".join(f"rank {rank}: {', '.join(map(repr, each))}" for rank, each in enumerate(by_rank))
             raise ValueError(
-                f"Ranks log different values ({logged}). Call self.log on all ranks alike: it logs the value of the whole graph, "
-                "once. What is rank 0's alone is logged with rank_zero_only=True."
+                f"Ranks log different values ({logged}). Call self.log on all ranks: it logs the value of the whole graph, "
+                "once. For a value of rank 0 only, set rank_zero_only=True."
             )
 
     def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -168,8 +168,8 @@ class GlobalLogs:
         options.pop("sync_dist", None)  # already global
         if options.get("sync_dist_group") is not None:
             raise ValueError(
-                f"self.log({name!r}, ..., sync_dist_group=...) joins ranks of a group, which together hold a part of the graph. "
-                "Leave sync_dist_group out."
+                f"self.log({name!r}, ..., sync_dist_group=...) is not supported: a group of ranks has only a part of the "
+                "graph. Remove sync_dist_group."
             )
         if self._is_whole and not isinstance(call.value, Metric):
             self._prepare_whole(call)
@@ -183,9 +183,9 @@ class GlobalLogs:
         elif name not in self._warned:
             self._warned.add(name)
             rank_zero_warn(
-                f"self.log({name!r}, ..., rank_zero_only=True) logs rank 0's value. Unless all ranks have the same, it is one of "
-                "rank 0's part of the graph: call self.log on all ranks, without rank_zero_only. It logs the value of the whole "
-                "graph, once."
+                f"self.log({name!r}, ..., rank_zero_only=True) logs rank 0's value, which may describe only rank 0's "
+                "part of the graph. To log the value of the whole graph, once, call self.log on all ranks, without "
+                "rank_zero_only."
             )
 
     def _prepare_whole(self, call: _Call) -> None:
@@ -210,11 +210,11 @@ class GlobalLogs:
             if not differs:
                 continue
             if call.is_tracked:
-                raise NotExactError(f"self.log({call.name!r}, ...) was given other values on each rank: {of_ranks.tolist()}.")
+                raise NotExactError(f"self.log({call.name!r}, ...) must be equal on all ranks, got {of_ranks.tolist()}.")
             if call.name not in self._warned:
                 self._warned.add(call.name)
                 rank_zero_warn(
-                    f"self.log({call.name!r}, ...) was given a number of each rank, such as seconds. Their mean is logged."
+                    f"self.log({call.name!r}, ...) was given a different number on each rank, such as seconds. Logged their mean."
                 )
             mean = of_ranks.mean()
             call.value = mean.to(call.value) if isinstance(call.value, Tensor) else mean.item()

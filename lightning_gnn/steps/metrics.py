@@ -79,7 +79,7 @@ def _check_default_device() -> None:
         device = torch.get_default_device()
     if not seen:
         raise ValueError(
-            f"torch.set_default_device({str(device)!r}) gives each rank the same device. Leave its number out, as in "
+            f"torch.set_default_device({str(device)!r}) sets the same device on each rank. Remove its number, as in "
             f"torch.set_default_device({device.type!r}), or the call: the Trainer moves modules and batches."
         )
 
@@ -145,8 +145,8 @@ class StandInMetrics:
             if isinstance(metric, BootStrapper) and metric.sampling_strategy == "multinomial":
                 self.release()
                 raise ValueError(
-                    "BootStrapper(sampling_strategy='multinomial') draws as many rows on each rank as the rank has, which is not "
-                    "a draw from all. Use sampling_strategy='poisson', which draws for each row by itself."
+                    "BootStrapper does not support sampling_strategy='multinomial' on ranks: each would draw from its own rows "
+                    "only. Use sampling_strategy='poisson', which draws each row independently."
                 )
             if isinstance(metric, MetricCollection):
                 self._patches.put(metric, {"_equal_metric_states": _equal_states})
@@ -175,8 +175,8 @@ class StandInMetrics:
         now = self._weights.share
         if self._too_early is not None and self._too_early[1] != self._weights.shares:
             raise ValueError(
-                f"{self._too_early[0]} was given a number in a step which returns loss_weight, before it was known what that "
-                "number weighs. Give it in on_train_batch_end, which has what the step returns."
+                f"{self._too_early[0]} was given a number in a step that returns loss_weight, before the weight of that "
+                "number was known. Update it in on_train_batch_end, which receives the output of the step."
             )
         for metric, value, share in self._means:
             if share != now:  # the step returned the weight of its values
@@ -452,8 +452,8 @@ _NOT_KEPT = {TRAINER, "_defaults", *vars(torch.nn.Module())} - {MODULES}
 
 
 _GUESSED = (
-    "{0} takes the scores that it is given for logits if one of a call lies outside 0 to 1, and ranks {1} have taken theirs for "
-    "probabilities, others for logits. Give it probabilities: metric.update(out[mask].softmax(-1), y[mask]), or sigmoid()."
+    "{0} treats its scores as logits if one of a call is outside 0 to 1. Ranks {1} treated theirs as probabilities, other ranks "
+    "as logits. Pass probabilities: metric.update(out[mask].softmax(-1), y[mask]), or sigmoid()."
 )
 
 

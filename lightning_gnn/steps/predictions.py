@@ -50,7 +50,7 @@ class PredictedRows:
         by_rank = self._world.all_gather_object(own)
         if any(each != by_rank[0] for each in by_rank):
             shown = "; ".join(", ".join(each) or "nothing" for each in by_rank)
-            raise ValueError(f"predict_step returned other things on each rank ({shown}). Return the same tensors on all ranks.")
+            raise ValueError(f"predict_step returned different structures ({shown}). Return the same tensors on all ranks.")
         joined = [self._join(keystr(path), leaf) for path, leaf in found]
         return None if self._mode == "rank0" and self._world.rank else tree_unflatten(joined, spec)
 
@@ -116,7 +116,7 @@ def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int
         for rank, found in enumerate(world.all_gather_object(problem)):
             if found is not None:
                 part.unlink(missing_ok=True)
-                raise OSError(f"Rank {rank} cannot write predictions to {file}: {found}. All ranks must see its folder.")
+                raise OSError(f"Rank {rank} cannot write predictions to {file}: {found}. All ranks need access to its folder.")
 
     def create() -> None:
         if world.rank:

@@ -99,7 +99,7 @@ class StepValues:
             self.logs.leave_rows()
             return
         if trains and output is None and self._module.automatic_optimization:
-            raise ValueError("training_step returned None. To skip a step on all ranks alike, return a loss times 0.")
+            raise ValueError("training_step returned None. To skip a step, return a loss times 0 on all ranks.")
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
 
     def check_loss(self, own: Tensor, mean: Tensor | None) -> None:
@@ -112,8 +112,8 @@ class StepValues:
         rtol = 1e-4 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
         if not torch.allclose(own.double(), mean.double().reshape(own.shape), rtol=rtol, atol=1e-12, equal_nan=True):
             raise NotExactError(
-                f"The loss of this rank is {own.item():.6g}, and the mean of all ranks' is {mean.item():.6g}: it was "
-                "computed from a value that ranks do not share, such as self.global_rank, the time, or rows inside "
+                f"The loss must be equal on all ranks, got {own.item():.6g} on this rank and a mean of {mean.item():.6g}. "
+                "Compute it from values that are equal on all ranks: not from self.global_rank, the time, or rows inside "
                 "lightning_gnn.local_rows()."
             )
 

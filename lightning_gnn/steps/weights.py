@@ -76,9 +76,9 @@ class RowWeights:
                 weight = 0.0
             elif standing_in and not (alike or is_of_all):
                 raise ValueError(
-                    f"Rank {rank} has no labelled node of the mask. A row stands in there, which must weigh nothing, and whether "
-                    f"it is among those that loss_weight={weight:g} counts cannot be told. Return loss_weight=0 where "
-                    "batch.seed_counts[self.global_rank] is 0; or give each rank a node of each mask, GraphDataModule(partition="
+                    f"Rank {rank} has no labeled node of the mask, and its placeholder node must have weight 0. It is unclear "
+                    f"whether loss_weight={weight:g} counts that node. Return loss_weight=0 where batch.seed_counts"
+                    "[self.global_rank] is 0; or assign each rank a node of each mask, GraphDataModule(partition="
                     '"metis_masks").'
                 )
             weights.append(weight)
@@ -200,7 +200,7 @@ def gather_rows(tensor: Tensor, world: World, weights: RowWeights | None, sync_g
     forms = {shape[1:] for shape, *_ in some}
     if len(forms) > 1 or (len(set(shapes)) > 1 and () in shapes):
         found = ", ".join(f"{list(shape)} on rank {rank}" for rank, (shape, *_) in enumerate(by_rank))
-        raise ValueError(f"all_gather joins rows: shapes may differ in their first dimension only (got {found}).")
+        raise ValueError(f"Shapes in all_gather must be equal except in their first dimension, got {found}.")
     alike = len(set(shapes)) == 1
     own = (tensor[:0] if may_stand_in else tensor).to(world.device, dtype)
     own = own.unsqueeze(0) if alike else own.reshape(len(own), *forms.pop())

@@ -52,7 +52,7 @@ def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: st
     """
     for name in names:
         if options.get(name) not in (None, False):
-            raise ValueError(f"{name}={options[name]!r} is of no use. {because}")
+            raise ValueError(f"{name}={options[name]!r} is not supported. {because}")
 
 
 class GNNStrategy(RankStrategy):

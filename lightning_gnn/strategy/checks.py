@@ -93,8 +93,8 @@ class Checks(pl.Callback):
         failure: ValueError | None = None
         if run.on_batches and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             failure = ValueError(
-                "LBFGS decides by the loss of a rank's own batch how far to step. Use Adam, AdamW or SGD, or a strategy whose "
-                "steps are of the whole graph."
+                "LBFGS is not supported on batches: its line search uses the loss of a rank's own batch. Use Adam, AdamW or SGD, "
+                "or a strategy with full-graph steps."
             )
         elif run.world_size > 1:
             from lightning_gnn.checks.unregistered import unregistered
@@ -170,8 +170,8 @@ def _check_graph(data: GraphDataModule) -> None:
     changed = data.changed_in_stage()
     if changed:
         raise ValueError(
-            f"{', '.join(changed)} of the graph that was given to GraphDataModule changed in place during fit. Ranks go on "
-            "with the graph as it was when fit began, and one device would train on the changed one. Change the graph "
-            "between calls of the Trainer, or, for one step, a copy in its batch: "
+            f"{', '.join(changed)} of the graph that was given to GraphDataModule changed in place during fit. Ranks "
+            "train on the graph as it was at the start of fit; a single device would train on the changed graph. Change the "
+            "graph between calls of the Trainer or, for one step, change a copy in its batch: "
             f"batch.{changed[0]} = batch.{changed[0]}.clone()."
         )

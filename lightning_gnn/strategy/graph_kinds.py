@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def check_model(module: torch.nn.Module, of: Shard | Cut, checkpoint_convs: bool) -> None:
     """Raises :class:`UnsupportedModelError` for a model that cannot run on the graph."""
     if of.types.is_hetero and checkpoint_convs:
-        raise ValueError("checkpoint_convs=True is for graphs of one type. Leave it out for a HeteroData.")
+        raise ValueError("checkpoint_convs=True does not support HeteroData. Remove it.")
     (feature("check_typed_module") if of.types.is_hetero else check_module)(module)
 
 

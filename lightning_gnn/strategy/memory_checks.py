@@ -38,7 +38,7 @@ def check_memory(run: Run, cut: Cut) -> None:
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:
-            parts += f" with all that lies within {replicas.hops} hops"
+            parts += f", including all nodes within {replicas.hops} hops,"
         raise ValueError(
             f"The {len(run.here)} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
             f"weights, without activations, but {available / 1e9:.3g} GB are available. "
@@ -74,7 +74,7 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     try:
         steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation)
     except RuntimeError as error:
-        rank_zero_info(f"How much memory training takes is not predicted: {error}")
+        rank_zero_info(f"Skipped the memory prediction for training: {error}")
         return
 
     def peaks(recompute: bool, times: int = 1) -> list[Peak]:
@@ -90,11 +90,11 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     phase = max(PHASES, key=lambda name: getattr(largest, name))
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
-    of_one = f", {_gb(largest.most)} of them on one," if len(sizes) > 1 else ""
+    of_one = f", at most {_gb(largest.most)} on one rank" if len(sizes) > 1 else ""
     less = "; ".join(_ways(run, needed, available))
     rank_zero_warn(
         f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "
-        f"become very slow, or be ended. What takes less: {less}. docs/memory.md has more."
+        f"become very slow, or the system may end it. To use less memory: {less}. See docs/memory.md."
     )
 
 
@@ -105,7 +105,7 @@ def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]
         yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
     replication = getattr(run.scheme, "replication_factor", None)
     if replication is not None and replication > 1:
-        yield f"a replication_factor below {replication}"
+        yield f"replication_factor below {replication}"
     for times in _TIMES_RANKS:
         # Assumes the current number of halo nodes for each rank, an upper bound.
         least = needed(run.checkpoint_convs, times)

@@ -70,7 +70,7 @@ class RankStrategy(ParallelStrategy):
         check_choice("start_method", start_method, get_args(StartMethod))
         check_numbers(timeout=timeout)
         if not 0 < timeout <= MOST_SECONDS:
-            raise ValueError(f"timeout is a number of seconds above 0, at most {MOST_SECONDS:,} (got {timeout}).")
+            raise ValueError(f"timeout must be above 0 and at most {MOST_SECONDS:,} seconds, got {timeout}.")
         check_flags(shared_memory=shared_memory)
         self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
         self.ranks: Any = SideBySide(shared_memory)
@@ -87,8 +87,8 @@ class RankStrategy(ParallelStrategy):
         """Set the Trainer's module; called before Lightning checks whether it is compiled."""
         if module is not None and compilation(module) is not None:
             raise ValueError(
-                f"{type(self).__name__} looks into the layers and steps of a module, and torch.compile(module) hides them. "
-                "Compile a model in it: self.model = torch.compile(self.model), in its __init__."
+                f"{type(self).__name__} does not support a compiled LightningModule: torch.compile(module) hides its layers and "
+                "steps. Compile the model in its __init__: self.model = torch.compile(self.model)."
             )
         self._given_module = module
 
@@ -148,8 +148,8 @@ class RankStrategy(ParallelStrategy):
         expected = self.num_nodes * self.num_processes
         if self.world_size != expected:
             raise RuntimeError(
-                f"The Trainer asks for num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
-                f"{type(self.cluster_environment).__name__} says that there are {self.world_size}. "
+                f"The Trainer needs num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
+                f"{type(self.cluster_environment).__name__} reports {self.world_size}. "
                 f"{_how_to_start(self.cluster_environment, self.num_nodes, self.num_processes)}"
             )
         environment = self.cluster_environment
@@ -210,4 +210,4 @@ def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: 
         )
     if kind == "TorchElasticEnvironment":
         return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
-    return "Start as many processes, or change devices and num_nodes."
+    return f"Start {machines * ranks} processes, or change devices and num_nodes."

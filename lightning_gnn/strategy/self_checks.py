@@ -78,20 +78,20 @@ def judged(run: Run, outcomes: Outcomes) -> float:
         if text is not None:
             if stage in run.stages:
                 raise UnsupportedModelError(text)
-            rank_zero_warn(f"trainer.{stage} will refuse this module. {text}")
+            rank_zero_warn(f"trainer.{stage} does not support this module. {text}")
         elif outcome.not_run is None:
             same.append(STAGES[stage][0])
             for hook, error in outcome.hooks_not_run.items() if stage in run.stages else ():
                 rank_zero_warn(
-                    f"The self-check could not run {name}.{hook} on a small graph ({error}), so nothing is "
-                    f"known about what it logs on {run.world_size} ranks."
+                    f"The self-check could not run {name}.{hook} on a small graph ({error}), so the values "
+                    f"that it logs on {run.world_size} ranks were not compared."
                 )
         elif stage in run.stages:
             if (said := explained(outcome.not_run, step)) is not None:
                 raise UnsupportedModelError(said)
             rank_zero_warn(
-                f"The self-check could not run {step} on a small graph ({outcome.not_run}), so nothing is known about its "
-                f"numbers on {run.world_size} ranks. Compare a few epochs with devices=1."
+                f"The self-check could not run {step} on a small graph ({outcome.not_run}), so its results on "
+                f"{run.world_size} ranks were not compared. Compare a few epochs with devices=1."
             )
     if same:
         rank_zero_info(f"Self-check passed in {seconds:.2f} s: {', '.join(same)} of {name} match one device")
@@ -102,7 +102,7 @@ def _text(run: Run, step: str, outcome: SelfCheck) -> str | None:
     if outcome.finding is None:
         return None
     return (
-        f"{step} does not give the numbers of one device. The self-check ran it on a small random graph, whole and "
-        f"split in two: {outcome.finding.what}. To train all the same: "
+        f"{step} does not match single-device results. The self-check ran it on a small random graph, unpartitioned "
+        f"and in two parts: {outcome.finding.what}. To train anyway: "
         f"{run.strategy}(self_check=False).\n{outcome.finding.why}"
     )

@@ -146,7 +146,7 @@ def on_ranks(
 def _warned_of(result: Result) -> list[str]:
     """Returns the names of logged values that warnings of ours speak of; `ALL` if one says that the check could not run."""
     ours = [text for text in result.said if "It is recommended to use `self.log(" not in text]
-    if any("so nothing is known about its numbers" in text for text in ours):
+    if any("so its results on" in text for text in ours):
         return [ALL]
     names = {name for found in result.seen.values() for _, values in found["values"] for name in values}
     return sorted(name for name in names if any(f"'{re.sub('_(step|epoch)$', '', name)}'" in text for text in ours))
@@ -272,7 +272,7 @@ def shrink(fuzzer: Fuzzer, program: Program, wanted: Verdict) -> Program:
 
 def kind_of(reason: str) -> str:
     """Returns what an error says without names and numbers."""
-    text = reason.rpartition("split in two: ")[2]
+    text = reason.rpartition("in two parts: ")[2]
     text = re.sub(r"'[^']*'( \(\w+\))?", "'…'", text)
     return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "0", text)[:120]
 

@@ -69,7 +69,7 @@ def case(forward: Forward, conv: Callable[[int, int], torch.nn.Module] = nn.GCNC
     return Case(Classifier(Coded(forward, conv)), graph() if data is None else data)
 
 
-MIXES = "does not give the numbers of one device"
+MIXES = "does not match single-device results"
 
 # Rows of all nodes ############################################################
 

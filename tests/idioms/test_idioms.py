@@ -45,7 +45,7 @@ def test_the_harness_sees_that_something_differs(ranks):
     [found] = complaints(ranks, replace(ONE, build=broken.without_halo))
     assert found.startswith("one under dgcl (sorted), rank 0: 'fit' 'values' epoch 0, on_validation_end 'train_loss'")
     [found] = complaints(ranks, replace(ONE, build=broken.without_sums))
-    assert found.startswith("one under dgcl (sorted), rank 0: raises NotExactError: The loss of this rank is")
+    assert found.startswith("one under dgcl (sorted), rank 0: raises NotExactError: The loss must be equal on all ranks")
 
 
 def test_the_harness_sees_what_is_not_refused_or_by_a_foreign_error(ranks):

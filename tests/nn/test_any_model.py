@@ -106,9 +106,9 @@ def test_the_self_check_runs_refuses_on_all_ranks_and_can_be_turned_off(ranks):
     assert len(failed.value.errors) == 3
     for line in failed.value.errors.values():
         assert line.startswith(
-            "UnsupportedModelError: UserModule.training_step does not give the numbers of one device"
+            "UnsupportedModelError: UserModule.training_step does not match single-device results"
         )
-        assert "what 'model.conv' (GCNConv) returns differs by" in line
+        assert "the output of 'model.conv' (GCNConv) differs by" in line
         assert "DGCLStrategy(self_check=False)" in line
     off, *_ = ranks.run(2, fit, UserModule, Centred(), self_check=False)
     assert not any("Self-check" in text for text in off)

@@ -115,6 +115,6 @@ def with_default_device(rank: int, world_size: int, device: str) -> str:
 def test_a_default_device_with_a_number_is_refused(ranks):
     """Metrics that are made in steps would not be seen."""
     for text in ranks.run(2, with_default_device, "cpu:0"):
-        assert "torch.set_default_device('cpu:0') gives each rank the same device" in text
+        assert "torch.set_default_device('cpu:0') sets the same device on each rank" in text
         assert "torch.set_default_device('cpu')" in text
     assert ranks.run(2, with_default_device, "cpu") == ["", ""]

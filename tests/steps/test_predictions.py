@@ -196,7 +196,7 @@ def test_a_folder_that_a_rank_does_not_see(ranks, tmp_path):
     (tmp_path / "predictions" / "predictions.npy").write_bytes(b"of an earlier run")
     with pytest.raises(RankFailed) as caught:
         ranks.run(2, with_lost_file, ("all",), 2, "dgcl", predictions="file", root=str(tmp_path))
-    words = "Rank 1 cannot write predictions to .*predictions.npy: .*No such file.*All ranks must see its folder"
+    words = "Rank 1 cannot write predictions to .*predictions.npy: .*No such file.*All ranks need access to its folder"
     assert all(re.search(words, line) for line in caught.value.errors.values()) and len(caught.value.errors) == 2
     [kept] = (tmp_path / "predictions").iterdir()
     assert kept.read_bytes() == b"of an earlier run"
@@ -319,5 +319,5 @@ def wrong_shapes(rank: int, world_size: int) -> None:
 def test_all_gather_of_other_shapes_is_refused(ranks):
     with pytest.raises(RankFailed) as caught:
         ranks.run(2, wrong_shapes)
-    words = "shapes may differ in their first dimension only (got [2, 3] on rank 0, [2, 4] on rank 1)"
+    words = "equal except in their first dimension, got [2, 3] on rank 0, [2, 4] on rank 1"
     assert all(words in line for line in caught.value.errors.values())

@@ -49,7 +49,7 @@ def test_fabric(name):
 def test_compiled_modules():
     trainer = quiet_trainer("dgcl", 2)
     module: Any = torch.compile(NodeClassifier(build("gcn")))
-    with pytest.raises(ValueError, match=r"Compile a model in it: self.model = torch.compile\(self.model\)"):
+    with pytest.raises(ValueError, match=r"Compile the model in its __init__: self.model = torch.compile\(self.model\)"):
         trainer.fit(module, datamodule=graph())
 
 

@@ -458,7 +458,7 @@ def refused_when_sampling(rank: int, world_size: int) -> None:
 
 
 def test_lbfgs_of_sampled_batches_is_refused(ranks):
-    with pytest.raises(RankFailed, match="LBFGS decides by the loss of a rank's own batch"):
+    with pytest.raises(RankFailed, match="LBFGS is not supported on batches"):
         ranks.run(2, refused_when_sampling)
 
 

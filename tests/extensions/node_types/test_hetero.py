@@ -523,8 +523,8 @@ class Both(torch.nn.Module):
     [
         (Batched, {}, "'model.norm' .HeteroBatchNorm. computes statistics over all nodes"),
         (Both, {}, "'model.conv' .DirGNNConv. is for graphs of one type"),
-        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "has an unknown number of input columns"),
-        (lambda: sages(3), {"checkpoint_convs": True}, "checkpoint_convs=True is for graphs of one type"),
+        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "does not know its input columns yet"),
+        (lambda: sages(3), {"checkpoint_convs": True}, "checkpoint_convs=True does not support HeteroData"),
     ],
 )
 def test_refused_before_training(make, options, words, tmp_path):

@@ -482,7 +482,7 @@ def test_any_ops(disk, data):
         (lambda: DGCLStrategy(memory_limit="a lot"), "memory_limit must be a number of bytes"),
         (lambda: DGCLStrategy(spill_dir="/tmp"), "spill_dir is where"),
         (lambda: DGCLStrategy(memory_limit="1GB", shared_memory=False), "through shared memory"),
-        (lambda: SamplingStrategy(memory_limit="1GB"), "is of no use"),
+        (lambda: SamplingStrategy(memory_limit="1GB"), "is not supported"),
         (
             lambda: L.Trainer(strategy=DGCLStrategy(memory_limit="1GB"), devices=1, accelerator="cpu"),
             "several CPU ranks",
