@@ -68,10 +68,10 @@ def _text(first: Description, other: Description, rank: int, differing: list[str
     others = f"; {len(more)} more differ, {', '.join(more[:_SHOWN])}{', ...' if len(more) > _SHOWN else ''}" if more else ""
     found = _cut(first.get(what, "missing")), _cut(other.get(what, "missing"))
     return (
-        f"Ranks were not given the same run: {what} is {found[0]} on rank 0 and {found[1]} on rank {rank}{others}. Each rank "
-        "runs the whole script, so what it draws at random, or reads from its own environment, is its own. Draw it alike, from a "
-        "generator with a seed: random.Random(0), or TPESampler(seed=0) in Optuna; or run the script once, with a strategy whose "
-        "name ends in _spawn. An attribute that is to differ begins with an underscore."
+        f"The run must be the same on all ranks: {what} is {found[0]} on rank 0 and {found[1]} on rank {rank}{others}. Each rank "
+        "runs the whole script, so random numbers and values of its environment can differ. Use a generator with a seed, such as "
+        "random.Random(0), or TPESampler(seed=0) in Optuna; or run the script once, with a strategy whose name ends in _spawn. "
+        "The name of an attribute that may differ must begin with an underscore."
     )
 
 

@@ -380,7 +380,7 @@ class Predicted:
                     found.append(footprint)
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
-            raise RuntimeError("steps on small graphs do not all keep as many tensors")
+            raise RuntimeError("steps on small graphs store different numbers of tensors")
         counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
         # Bytes of each piece per local node, halo node and so on, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)

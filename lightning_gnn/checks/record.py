@@ -24,13 +24,13 @@ float32 constants of the user.
 LOGGED_TOLERANCE = 1e-5
 """Tolerance of logged values: torchmetrics computes in float32."""
 STATE = (
-    "Run a second time on the same graph with the same seeds, one device gives something else: the module keeps "
-    "something outside of its parameters and buffers, such as a count or the last output"
+    "A second run on one device, with the same graph and seeds, returned other values: the module keeps state outside "
+    "of its parameters and buffers, such as a count or the last output"
 )
 UNKNOWN = (
-    "Its code computes something that is not followed, such as the backward of a torch.autograd.Function, or uses the "
-    "number of ranks, as in loss / self.trainer.world_size: leave that out, a loss is that of all ranks. Compare a few "
-    "epochs with devices=1, or use functions of torch"
+    "Its code uses a function without a row rule, such as the backward of a torch.autograd.Function, or the number of "
+    "ranks, as in loss / self.trainer.world_size. Use functions of torch, and remove the number of ranks: a loss covers "
+    "all ranks. Or compare a few epochs with devices=1"
 )
 
 
@@ -121,7 +121,7 @@ class Recorder:
         if _in_backward():
             return
         who, key = self._calls.pop()[:2]
-        self.record(f"what {who} returns", key, output)
+        self.record(f"the output of {who}", key, output)
 
     def record(self, where: str, key: tuple[Any, ...], values: Any, whole_numbers: bool = False) -> None:
         """Record the floating-point tensors in `values`, with `whole_numbers` integer and boolean tensors too."""
@@ -268,7 +268,7 @@ def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Di
         alike = value.shape == expected.shape
         size = relative_difference(value, expected, largest(expected)) if alike else float("inf")
         if size > tolerance:
-            yield Difference("predictions", "what predict_step returns", size)
+            yield Difference("predictions", "the output of predict_step", size)
     for _, size in differing({"": found.loss}, {"": whole.loss}, tolerance):
         yield Difference("loss", "the loss", size)
     for name, size in list(differing(found.gradients, whole.gradients, tolerance))[::-1]:

@@ -184,7 +184,7 @@ class Trial:
         rank, error = failure
         text = f"{recorders[rank].inside or self.step} raises {type(error).__name__}"
         if isinstance(error, CommunicationError):
-            text = f"its parts do not go the same way: {error.__context__ or error}, in {recorders[rank].inside}"
+            text = f"its parts diverge: {error.__context__ or error}, in {recorders[rank].inside}"
         raise Parted(text) from error
 
     def _run(
@@ -270,7 +270,7 @@ class Trial:
                     if model.automatic_optimization and loss.requires_grad:
                         run_backward(loss)
             else:
-                recorder.record(f"what {self.step} returns", (self.step,), output, whole_numbers=True)
+                recorder.record(f"the output of {self.step}", (self.step,), output, whole_numbers=True)
                 if self.stage == "predict":
                     with local_rows():
                         joined = output if rows is None else PredictedRows(rows.ranks.world, rows.mode, "all")(output)

@@ -64,9 +64,9 @@ def _text(module: torch.nn.Module, optimizer: str, group: int, found: list[Tenso
     more = f" (the first of {len(found)})" if len(found) > 1 else ""
     return (
         f"{optimizer}, parameter group {group}, trains a parameter of shape {list(first.shape)}{more}, "
-        f"{place or 'which is in no attribute'}, that {name} has not registered: its gradient would not be summed over ranks. "
-        "Register it in __init__: self.name = torch.nn.Parameter(...), or, in place of a list or dict, torch.nn.ParameterList "
-        "or ParameterDict of parameters, ModuleList or ModuleDict of modules. Rows of nodes that are learnt are best kept in a "
+        f"{place or 'in no attribute'}, which {name} does not register: its gradient would not be summed over ranks. "
+        "Register it in __init__: self.name = torch.nn.Parameter(...). In place of a list or dict, use torch.nn.ParameterList "
+        "or ParameterDict for parameters, ModuleList or ModuleDict for modules. For learned rows of nodes, use a "
         "DistributedEmbedding (docs/embeddings.md)."
     )
 

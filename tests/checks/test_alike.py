@@ -108,7 +108,7 @@ def test_what_differs_is_named_on_all_ranks(ranks, changes):
     with pytest.raises(RankFailed) as raised:
         ranks.run(2, fitted, changes)
     first, second = raised.value.errors.values()
-    assert first == second and first.startswith("ValueError: Ranks were not given the same run: ")
+    assert first == second and first.startswith("ValueError: The run must be the same on all ranks: ")
     assert re.search(DIFFERS[changes][1], first), first
     assert "TPESampler(seed=0)" in first
 
@@ -186,5 +186,5 @@ def test_a_script_that_draws_in_each_rank_ends_with_the_cause(ran):
     assert finished.code == 1 and not finished.left_over
     last = finished.output.rstrip().splitlines()[-1]
     assert re.search(
-        r"Ranks were not given the same run: the hyperparameter 'lr' is 0\.\d+ on rank 0 and 0\.\d+ on rank 1", last
+        r"The run must be the same on all ranks: the hyperparameter 'lr' is 0\.\d+ on rank 0 and 0\.\d+ on rank 1", last
     )

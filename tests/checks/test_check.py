@@ -251,9 +251,9 @@ WRONG: dict[str, tuple[type[Model], str]] = {
     ),
     "counts calls": (
         CountsCalls,
-        r"what 'model.second.lin' \(Linear\) returns differs by \d.* Run a second time on the same graph",
+        r"the output of 'model.second.lin' \(Linear\) differs by \d.* A second run on one device",
     ),
-    "out-degrees": (OutDegree, r"what 'model.conv' \(DegreeConv\) returns differs by \d"),
+    "out-degrees": (OutDegree, r"the output of 'model.conv' \(DegreeConv\) differs by \d"),
     "unknown backward": (
         NotSaid,
         r"'model.second' \(GCNConv\) raises NotExactError\. \S*test_self_check.py:\d+: .*by Swapped, whose backward is not "

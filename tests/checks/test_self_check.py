@@ -200,8 +200,8 @@ class SaidWrong(Model):
 
 EXACT = [CentredInAModule, CentredInline, SourceRows, NumpyNoise, KeepsTheBest, BranchesOnCounts, Pools]
 WRONG = {
-    OutDegree: r"what 'model.conv' \(DegreeConv\) returns differs by \d",
-    CountsCalls: r"what 'model.second' \(GCNConv\) returns differs by \d.* Run a second time on the same graph",
+    OutDegree: r"the output of 'model.conv' \(DegreeConv\) differs by \d",
+    CountsCalls: r"the output of 'model.second' \(GCNConv\) differs by \d.* A second run on one device",
     SaidWrong: r"the gradient of 'model.first.lin.weight' differs by \d.* the backward of a torch.autograd.Function",
 }
 REFUSED = {
@@ -272,7 +272,7 @@ class DividesByRanks(UserModule):
 
 def test_a_loss_divided_by_the_number_of_ranks_is_named():
     found = check(DividesByRanks(build("gcn")), trainer=any_trainer())
-    assert re.search(r"the loss differs by 5.0e-01 .*leave that out, a loss is that of all ranks", found.problem or "")
+    assert re.search(r"the loss differs by 5.0e-01 .*remove the number of ranks: a loss covers all ranks", found.problem or "")
 
 
 @pytest.mark.parametrize("kind", [SumLoss, OwnMean, MeanOfTheBatch])

@@ -141,12 +141,12 @@ def fitted(rank: int, world_size: int, kind: type[Module], strategy: Any = "dgcl
     [
         (
             InAList,
-            r"SGD, parameter group 0, .* shape \[12\] \(the first of 2\), self.scales\[0\], that InAList has not",
+            r"SGD, parameter group 0, .* shape \[12\] \(the first of 2\), self.scales\[0\], which InAList does not",
         ),
-        (InModulesOfADict, r"Adam, parameter group 0, .* shape \[60, 12\], self.of_type\['paper'\].weight, that"),
-        (OfTheGraph, r"SGD optimizes x of the graph.*DistributedEmbedding\(num_nodes, dim\), called with batch.n_id"),
-        (Later, r"SGD, parameter group 1, .*self.scales\[0\], that Later has not registered.*ParameterList"),
-        (ByHand, r"Adam, parameter group 0, .*self.scales\[0\], that ByHand has not registered"),
+        (InModulesOfADict, r"Adam, parameter group 0, .* shape \[60, 12\], self.of_type\['paper'\].weight, which"),
+        (OfTheGraph, r"SGD is to train x of the graph.*DistributedEmbedding\(num_nodes, dim\), called with batch.n_id"),
+        (Later, r"SGD, parameter group 1, .*self.scales\[0\], which Later does not register.*ParameterList"),
+        (ByHand, r"Adam, parameter group 0, .*self.scales\[0\], which ByHand does not register"),
     ],
 )
 def test_what_ranks_would_not_sum_is_refused(ranks, kind, named):
@@ -167,12 +167,12 @@ def test_all_ranks_raise_where_one_must(ranks):
 
 
 def test_samples_too(ranks):
-    with pytest.raises(RankFailed, match=r"self.scales\[0\], that InAList has not registered"):
+    with pytest.raises(RankFailed, match=r"self.scales\[0\], which InAList does not register"):
         ranks.run(2, fitted, InAList, SamplingStrategy([3, 3], 8))
 
 
 def test_workers_of_gossip_too(ranks):
-    with pytest.raises(RankFailed, match=r"self.scales\[0\], that InAList has not registered"):
+    with pytest.raises(RankFailed, match=r"self.scales\[0\], which InAList does not register"):
         ranks.run(2, fitted, InAList, "gossip")
 
 
