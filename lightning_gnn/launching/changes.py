@@ -123,7 +123,7 @@ def warn_of_lost(lost: Mapping[str, str], strategy: str) -> None:
     if lost:
         named = ", ".join(f"{name} ({why})" for name, why in lost.items())
         rank_zero_warn(
-            f"The ranks have changed {named}, which could not be sent to this process: it has what was there before. Keep what "
+            f"The ranks changed {named}, which could not be sent to this process: it keeps the earlier values. Use values that "
             f"can be pickled, or run a script with strategy='{strategy}'."
         )
 
@@ -188,7 +188,7 @@ class _Limited(io.BytesIO):
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > MOST_BYTES:
-            raise ValueError(f"it takes more than {MOST_BYTES >> 30} GiB")
+            raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB")
         return super().write(data)
 
 

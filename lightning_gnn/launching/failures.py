@@ -78,9 +78,9 @@ class Failure:
         """Returns the failure of a process that ended without a report."""
         if code >= 0:
             about_peers = code == EXIT_STATUS  # exit status of the watchdog: its ranks are deadlocked
-            return cls(rank, f"ended with exit status {code}", "its output says why", place, about_peers=about_peers)
+            return cls(rank, f"ended with exit status {code}", "see its output", place, about_peers=about_peers)
         name = signal.Signals(-code).name
-        hint = "if nobody did that on purpose, the machine may have run out of memory" if name == "SIGKILL" else ""
+        hint = "if this was not intended, the machine may have run out of memory" if name == "SIGKILL" else ""
         return cls(rank, f"was ended by {name}", hint, place)
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class ProcessLauncher(Launcher):
         if self._start_method == "fork":
             return True
         raise RuntimeError(
-            "Spawned ranks import this file again, and an interactive session has none. In a notebook use "
+            "Spawned ranks import this file again, and an interactive session has no file. In a notebook use "
             f"Trainer(strategy='{self._strategy.strategy_name}_notebook')."
         )
 

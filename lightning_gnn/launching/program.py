@@ -25,7 +25,7 @@ def command() -> tuple[list[str], str]:
         RuntimeError: it cannot be run again; the message has the reason.
     """
     if parent_process() is not None:
-        raise RuntimeError("this process runs a function for another one (multiprocessing), and no program of its own")
+        raise RuntimeError("this process was started by multiprocessing, without a program of its own")
     own, how, given = _split(sys.orig_argv[1:])
     main, python = sys.modules["__main__"], [sys.executable, *own]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -35,12 +35,12 @@ def command() -> tuple[list[str], str]:
         as_given = how == "-m" and spec.name in (given[0], f"{given[0]}.__main__")
         return [*python, "-m", *(given if as_given else [spec.name, *sys.argv[1:]])], _FOLDER
     if file is None or file == "<stdin>":
-        raise RuntimeError("it was read from standard input, which can be read once only")
+        raise RuntimeError("it was read from standard input, which can be read only once")
     path = os.path.join(_FOLDER, file)
     if spec is not None and os.path.basename(path) == "__main__.py":
         path = os.path.dirname(path)  # an archive or a folder
     if not os.path.exists(path):
-        raise RuntimeError(f"its file {path} is not there any more")
+        raise RuntimeError(f"its file {path} no longer exists")
     typed = given[0] if how == "" and given else ""
     if not typed or not path.endswith(os.path.join(os.sep, typed)):  # started for example by a debugger
         return [*python, path, *sys.argv[1:]], _FOLDER

@@ -92,8 +92,8 @@ class ScriptLauncher(Launcher):
     @override
     def is_interactive_compatible(self) -> bool:
         raise RuntimeError(
-            f"Ranks of Trainer(strategy={self._strategy.strategy_name!r}) run this file again, and an interactive session has "
-            f"none. In a notebook use Trainer(strategy='{self._strategy.strategy_name}_notebook'), or run a script."
+            f"Ranks of Trainer(strategy={self._strategy.strategy_name!r}) run this file again, and an interactive session has no "
+            f"file. In a notebook use Trainer(strategy='{self._strategy.strategy_name}_notebook'), or run a script."
         )
 
     @override
@@ -115,9 +115,9 @@ class ScriptLauncher(Launcher):
             self._start(lambda: strategy.before_ranks_start(trainer, (*args, *kwargs.values())))
         elif script.size not in (None, ranks):
             raise RuntimeError(
-                f"This script runs on {script.size} ranks since its first Trainer, and this one asks for {ranks}. "
-                f"Give all its Trainers as many devices, or use strategy='{strategy.strategy_name}_spawn' for each, whose ranks "
-                "last for one call."
+                f"This script runs on {script.size} ranks since its first Trainer, and this one needs {ranks}. "
+                f"Set the same devices for all its Trainers, or use strategy='{strategy.strategy_name}_spawn', "
+                "whose ranks last for one call."
             )
         set_num_threads(num_processes=strategy.num_processes)
         if script.supervisor is not None:
@@ -307,7 +307,7 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
         if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
             return
         supervisor.end(grace=0.0)
-        said = f"This process did not notice that another has failed, and ends.\n{failures[0].error()}"
+        said = f"This process did not detect the failure of another rank, and ends.\n{failures[0].error()}"
         print(said, file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -206,11 +206,11 @@ class Supervisor:
             raise failure.error()
         for child in missing():
             if child.exit_code() is not None:
-                raise Failure(child.rank, "ended", "it has not come to this call of the Trainer").error()
+                raise Failure(child.rank, "ended", "it did not reach this call of the Trainer").error()
         if late := missing():
             raise RuntimeError(
-                f"Rank(s) {', '.join(str(child.rank) for child in late)} have not come to this call of the Trainer within "
-                f"{seconds:.0f} s. Each rank runs the whole script: look for what keeps one from it, a branch or a wait."
+                f"Rank(s) {', '.join(str(child.rank) for child in late)} did not reach this call of the Trainer within "
+                f"{seconds:.0f} s. Each rank runs the whole script: look for a branch or a wait before this call."
             )
         variables |= {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         for child in self.children:

@@ -184,7 +184,7 @@ def test_what_cannot_be_sent_is_named(monkeypatch, recwarn):
     assert keep.seen == [1.0] and keep.layers is None and module.seen == []
     assert lost.keys() == {"Keep.layers", "Net.seen", "Net.large", "Net.model.convs.0.note"}
     [told] = [str(each.message) for each in recwarn if "could not be sent" in str(each.message)]
-    assert "Keep.layers (cannot pickle" in told and "Net.large (it takes more than" in told
+    assert "Keep.layers (cannot pickle" in told and "Net.large (it is larger than" in told
     assert "strategy='dgcl'" in told
 
 

@@ -109,7 +109,7 @@ def test_a_rank_that_leaves(ran, strategy, event):
 @pytest.mark.parametrize(("strategy", "event"), [("dgcl", "raise-unheard all")])
 def test_a_failure_that_rank_0_does_not_notice(ran, strategy, event):
     output = failed(ran).output
-    assert "This process did not notice that another has failed, and ends." in output
+    assert "This process did not detect the failure of another rank, and ends." in output
     assert output.count("Traceback (most recent call last)") == 1
     assert re.fullmatch(r"Rank 1 failed in .*: ValueError: the data of rank 1 is spoilt", last_line(output))
 

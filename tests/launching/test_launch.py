@@ -126,7 +126,7 @@ def test_several_strategies_in_one_script(ran, suffix, ddp):
     _, finished = ran
     finished.files = []  # DDP leaves some
     output = finished.succeeded().output
-    said = "three ranks" if suffix else "This script runs on 2 ranks since its first Trainer, and this one asks for 3"
+    said = "three ranks" if suffix else "This script runs on 2 ranks since its first Trainer, and this one needs 3"
     assert output.count(f"SAID {said}") == 1
 
 

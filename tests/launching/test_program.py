@@ -90,10 +90,10 @@ def test_under_another_program(folder):
 
 
 def test_what_cannot_be_run_again(folder):
-    assert output(folder, "-", given=CODE)[1] == "it was read from standard input, which can be read once only"
-    assert output(folder, given=CODE)[1] == "it was read from standard input, which can be read once only"
+    assert output(folder, "-", given=CODE)[1] == "it was read from standard input, which can be read only once"
+    assert output(folder, given=CODE)[1] == "it was read from standard input, which can be read only once"
     (folder / "gone.py").write_text(f"import os\nos.remove({str(folder / 'gone.py')!r})\n{CODE}")
-    assert output(folder, "gone.py")[1] == f"its file {folder}/gone.py is not there any more"
+    assert output(folder, "gone.py")[1] == f"its file {folder}/gone.py no longer exists"
     (folder / "other.py").write_text(
         "import multiprocessing, runpy\n"
         "if __name__ == '__main__':\n"
@@ -101,7 +101,7 @@ def test_what_cannot_be_run_again(folder):
         "    process.start()\n"
         "    process.join()\n"
     )
-    assert output(folder, "other.py")[1].startswith("this process runs a function for another one (multiprocessing)")
+    assert output(folder, "other.py")[1].startswith("this process was started by multiprocessing")
 
 
 TRAINS = """

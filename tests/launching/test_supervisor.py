@@ -157,13 +157,13 @@ def test_a_rank_that_is_not_started_ends_silently(how):
 
 def test_a_rank_that_does_not_arrive_is_named():
     late, process = waiting("later")
-    with pytest.raises(RuntimeError, match=r"Rank.s. 1 have not come to this call of the Trainer within 1 s"):
+    with pytest.raises(RuntimeError, match=r"Rank.s. 1 did not reach this call of the Trainer within 1 s"):
         Supervisor([late]).start_all(None, 1)
     process.kill()
     with pytest.raises(RankFailedError, match="Rank 1 was ended by SIGKILL"):
         Supervisor([late]).start_all(None, 30)
     gone, _ = child(2, "pass")
-    with pytest.raises(RankFailedError, match="Rank 2 ended: it has not come to this call of the Trainer"):
+    with pytest.raises(RankFailedError, match="Rank 2 ended: it did not reach this call of the Trainer"):
         Supervisor([gone]).start_all(None, 30)
 
 
