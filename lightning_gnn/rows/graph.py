@@ -186,8 +186,8 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
     """
     if isinstance(value, Tensor) and str(reduce_op).lower() not in ("mean", "avg"):
         raise NotExactError(
-            f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Leave it out: "
-            "x.sum(), x.mean() and the like are over the rows of all ranks."
+            f"reduce(..., {reduce_op!r}) would count a value of the whole graph once for each rank. Remove it: "
+            "x.sum(), x.mean() and similar functions include the rows of all ranks."
         )
     return value
 
@@ -256,8 +256,8 @@ def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_unknown = bool(nodes.replicas or mode.ranks.gather((edges[:1] < 0).any().view(1), "edges").any())
     if is_unknown:
         raise mode.refuse(
-            "a conv is given edges that were made in the step, and this rank has not all rows that they begin at. Put them into "
-            "the graph before the run, by a transform: data = T.ToUndirected()(data)"
+            "a conv was given edges that were made in the step, and this rank does not have the rows of all their sources. Add "
+            "them to the graph before the run, with a transform: data = T.ToUndirected()(data)"
         )
     rows = RowSet(mode.ranks, len(where), lambda: where, total=whole.size(1), name="edges")
     rows.targets = nodes

@@ -151,7 +151,7 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
     is_class = isinstance(function, type) and issubclass(function, torch.autograd.Function)
     if rule not in ("row_wise", "all_rows") or (is_class and rule != "row_wise"):
         raise ValueError(
-            f"A rule is 'row_wise', or 'all_rows' for functions that torch dispatches (got {rule!r} for {function})."
+            f"A rule must be 'row_wise', or 'all_rows' for functions that torch dispatches, got {rule!r} for {function}."
         )
     _is_trusted.cache_clear()
     if is_class:
@@ -174,20 +174,20 @@ def unknown_origin(x: Tensor) -> str:
     """Returns the reason why the placement of a tensor is unknown, and a fix."""
     function = getattr(type(x.grad_fn), FORWARD_CLASS, None)
     made = (
-        "by a function that is not followed (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
+        "by a function without a row rule (vmap, a custom or compiled operator), inside lightning_gnn.local_rows(), or "
         "outside of steps and hooks"
     )
-    cure = "Give the function a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
+    cure = "Register a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
     placement = x.__dict__.get(ATTRIBUTE)
     if placement is not None and placement.view is not None and placement.view.is_stale:
-        made, cure = "as a view of rows that have changed in place since", "Index the rows again after the change"
+        made, cure = "as a view of rows that later changed in place", "Index the rows again after the change"
     elif function is not None:
         name = function.__name__
         if name.startswith(_GENERATED):
             operator = name.removeprefix(_GENERATED).removesuffix("_default")
             name = f"torch.ops.{operator.replace('_', '.', 1)}"
-        made = f"by {name}, whose backward is not known"
-        cure = f"If it treats each row by itself, say so: lightning_gnn.register_row_rule({name})"
+        made = f"by {name}, whose backward has no row rule"
+        cure = f"If it is row-wise, register it: lightning_gnn.register_row_rule({name})"
     return f"a tensor {tuple(x.shape)} of unknown origin: it was made {made}. {cure}."
 
 
@@ -490,8 +490,8 @@ class RowsMode(TorchFunctionMode):
             by_rank = self.ranks.gather(digests, "constant")
         if bool((by_rank != by_rank[0]).any()):
             raise self.refuse(
-                f"rows are combined with a tensor {tuple(x.shape)} from before the run that is not the same on all ranks. "
-                "Make it alike on all ranks: seed what is drawn, lightning.seed_everything(0)"
+                f"rows are combined with a tensor {tuple(x.shape)} from before the run that differs between ranks. "
+                "Make it equal on all ranks: seed random numbers with lightning.seed_everything(0)"
             )
         for each in constants:
             self._constants[id(each)] = weakref.ref(each), True
@@ -557,7 +557,7 @@ class RowsMode(TorchFunctionMode):
             x = self.halo_rows.positions[x.long()]  # positions in the whole graph
         if rows.ranks is not self.ranks:  # its messages would not be received
             raise self.refuse(
-                f"{rows.name} of another run are used, which the module keeps outside of its parameters and buffers."
+                f"{rows.name} of another run are used: the module stores them outside of its parameters and buffers."
             )
         self.check_room(x, rows, operation)
         if dim == 0:
@@ -573,9 +573,9 @@ class RowsMode(TorchFunctionMode):
             if "once_differentiable" not in str(error):
                 raise
             raise NotExactError(
-                f"{self.twice_at or user_line()}: a gradient with create_graph=True is differentiated again through a conv, and "
-                "convs on ranks compute first derivatives only. Take the gradient with respect to what comes behind the last "
-                "conv, or without create_graph"
+                f"{self.twice_at or user_line()}: convs on ranks compute first derivatives only, and a gradient "
+                "with create_graph=True is differentiated again through a conv. Compute the gradient with respect to values "
+                "after the last conv, or without create_graph"
             ) from error
 
     def check_room(self, x: Tensor, rows: RowSet, operation: str) -> None:
@@ -652,7 +652,7 @@ class RowsMode(TorchFunctionMode):
         """Copy results into tensors that were passed as ``out``."""
         for into, value in zip(tensors_in((out,)), tensors_in((made,))):
             if value.requires_grad:
-                raise self.refuse("functions with out=... have no gradients, and one of the arguments requires them")
+                raise self.refuse("out=... is not supported for arguments that require gradients")
             of, before = placement_of(value), placement_of(into)
             if base_of(into) is not None or (before is not None and before.view is not None):
                 self.change(Tensor.copy_, (into, value), {})
@@ -667,13 +667,13 @@ class RowsMode(TorchFunctionMode):
 _LARGE = 1 << 20
 _MADE_OF = "_lightning_gnn_made_of"  # a placement that holds if the constants are equal on all ranks, and the constants
 LOCAL_IDS = (
-    "edge_index holds local node ids of this rank, which are no ids of the whole graph here. Use batch.n_id[...] of "
-    "sources with lightning_gnn.gather_halo(batch.n_id)[batch.edge_index[0]], or a conv"
+    "edge_index holds local node ids of this rank, not ids of the whole graph. For batch.n_id[...] of sources, use "
+    "lightning_gnn.gather_halo(batch.n_id)[batch.edge_index[0]], or a conv"
 )
 
 
 _WRITTEN_IDS = (
-    "edge_index is changed in place, and holds local node ids of this rank. Make other edges of it by functions that return "
+    "edge_index is changed in place, and holds local node ids of this rank. Make new edges with functions that return "
     "them, such as batch.edge_index[:, chosen] and torch_geometric.utils.add_self_loops"
 )
 

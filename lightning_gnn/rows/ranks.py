@@ -143,7 +143,7 @@ class Ranks:
         by_rank = self.world.all_gather_object(str(operation))
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(by_rank))
         raise DivergedError(
-            f"Ranks came to different operations over all nodes ({shown}). All ranks must run the same operations in "
+            f"Ranks reached different operations over all nodes ({shown}). All ranks must run the same operations in "
             "the same order: make conditions and loops depend on values that are the same on all ranks."
         )
 
@@ -154,7 +154,7 @@ class Ranks:
         operation = self.named(operation)
         of_ranks = self.gather(torch.tensor([len(own)], device=own.device), operation).view(-1).tolist()
         if counts is not None and list(counts) != of_ranks:
-            raise DivergedError(f"{operation.name}: ranks have {of_ranks} rows, and {list(counts)} were expected.")
+            raise DivergedError(f"{operation.name}: the numbers of rows of the ranks must be {list(counts)}, got {of_ranks}.")
         self.bytes_sent += own.nbytes * (self.size - 1)
         with self._sending(operation):
             return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks

@@ -110,7 +110,7 @@ def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:
         return same(mode, func, args, kwargs)
     if x.is_leaf:
-        raise mode.refuse("x.grad of a tensor that all ranks share is this rank's part. Take torch.autograd.grad(loss, x)")
+        raise mode.refuse("x.grad of a replicated tensor is this rank's part only. Use torch.autograd.grad(loss, x)")
     return mode.tagged(mode.sum(out.detach(), "grad"), FROM_ROWS)
 
 
@@ -121,7 +121,7 @@ def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if func == _grad_.__set__ and placement is not None and of is not None:
         value = converted(mode, value, placement.rows, x.dim() - placement.dim, "grad")
     elif of is not None and of.rows is not None and isinstance(x, torch.nn.Parameter):
-        raise mode.refuse("rows are assigned to a parameter, which is whole on every rank")
+        raise mode.refuse("rows are assigned to a parameter, which is whole on every rank. Assign gather_global(rows)")
     func(x, value)
     if func == _data_.__set__ and not isinstance(x, torch.nn.Parameter):
         mode.untagged(x) if of is None else mode.tagged(x, of.with_view(None))
@@ -297,7 +297,7 @@ def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         of = rows_of(seen)
         if of is not None and of.rows is placement.rows:
             return mode.tagged(x.as_strided_(seen.shape, seen.stride(), seen.storage_offset()), of)
-    raise mode.refuse(f"{name} changes where rows lie in place. Use the function without an underscore.")
+    raise mode.refuse(f"{name} changes the layout of rows in place. Use the function without an underscore.")
 
 
 _PARTS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
@@ -451,8 +451,8 @@ register(_new_tensor, "new_tensor")
 # Rows that leave torch ########################################################
 
 _LEAVES = (
-    "{0} would see this rank's rows only. Take lightning_gnn.gather_global(x), which has the rows of all ranks in the "
-    "order of the graph, on every rank"
+    "{0} would see this rank's rows only. Use lightning_gnn.gather_global(x), which returns the rows of all ranks "
+    "in the order of the graph"
 )
 
 
@@ -819,7 +819,7 @@ register(
 def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if not mode.in_backward:
         raise mode.refuse(
-            "loss.backward() leaves gradients of this rank alone. Call self.manual_backward(loss), which sums them over ranks"
+            "loss.backward() computes gradients of this rank only. Call self.manual_backward(loss), which sums them over ranks"
         )
     names = "tensors", "gradient", "retain_graph", "create_graph", "inputs"
     given = dict(zip(names, args)) | kwargs

@@ -205,9 +205,9 @@ WRONG = {
     SaidWrong: r"the gradient of 'model.first.lin.weight' differs by \d.* the backward of a torch.autograd.Function",
 }
 REFUSED = {
-    NotSaid: r"test_self_check.py:\d+: .* made by Swapped, whose backward is not known\. .*register_row_rule\(Swapped\)",
+    NotSaid: r"test_self_check.py:\d+: .* made by Swapped, whose backward has no row rule\. .*register_row_rule\(Swapped\)",
     RandomNegatives: r"test_self_check.py:\d+: edge_index is changed in place",
-    DropsRows: r"test_self_check.py:\d+: a conv is given edges that were made in the step",
+    DropsRows: r"test_self_check.py:\d+: a conv was given edges that were made in the step",
 }
 
 

@@ -272,12 +272,12 @@ def self_loops_removed() -> Case:
     return case(on_edges(lambda edges, count: remove_self_loops(edges)[0]), nn.SAGEConv, data)
 
 
-@idiom(source="utils.to_undirected in forward", refused="Put them into the graph before the run")
+@idiom(source="utils.to_undirected in forward", refused="Add them to the graph before the run")
 def made_undirected() -> Case:
     return case(on_edges(lambda edges, count: to_undirected(edges)), nn.SAGEConv, directed())
 
 
-@idiom(source="edge_index.flip(0) in forward", refused="Put them into the graph before the run")
+@idiom(source="edge_index.flip(0) in forward", refused="Add them to the graph before the run")
 def transposed_edges() -> Case:
     return case(on_edges(lambda edges, count: edges.flip(0)), nn.SAGEConv, directed())
 
