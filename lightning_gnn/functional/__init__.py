@@ -129,7 +129,7 @@ class CommInfo:
         source, (shape, dtype) = _holder(everyone, "dispatch_features", "tensor")
         if not shape or shape[0] != self.num_nodes:
             raise ValueError(
-                f"dispatch_features takes one row per node of the whole graph, {self.num_nodes} rows (got shape {list(shape)})."
+                f"x of dispatch_features must have one row per node of the whole graph, {self.num_nodes} rows, got {list(shape)}."
             )
         if None not in everyone:
             assert x is not None
@@ -163,11 +163,11 @@ class CommInfo:
     def _check_owned(self, x: Tensor, function: str) -> None:
         if x.dim() == 0 or x.size(0) != self.num_owned:
             raise ValueError(
-                f"{function} takes one row per owned node, {self.num_owned} rows on rank {self.exchange.world.rank} (got shape "
-                f"{list(x.shape)}). dispatch_features(x) has these rows of a tensor over all nodes."
+                f"x of {function} must have one row per local node, {self.num_owned} rows on rank {self.exchange.world.rank}, "
+                f"got {list(x.shape)}. dispatch_features(x) returns these rows of a tensor over all nodes."
             )
         if x.device != self.exchange.world.device:
-            raise ValueError(f"{function} takes rows on {self.exchange.world.device}, the device of init() (got {x.device}).")
+            raise ValueError(f"x of {function} must be on {self.exchange.world.device}, the device of init(), got {x.device}.")
 
 
 @dataclass(eq=False)
@@ -232,8 +232,8 @@ def init(device: str | torch.device | None = None, *, timeout: float = 1800.0, s
         rank, size = 0, 1
     elif missing:
         raise ValueError(
-            f"init() found only some of the variables that say who the ranks are: {', '.join(missing)} is missing. Start the "
-            "script by torchrun --nproc-per-node 2 script.py, or set all of " + ", ".join(_VARIABLES) + "."
+            f"init() found only some of the environment variables of a rank: {', '.join(missing)} is missing. Start the "
+            "script with torchrun --nproc-per-node 2 script.py, or set all of " + ", ".join(_VARIABLES) + "."
         )
     else:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -442,15 +442,15 @@ def _checked_graph(graph: Data | Tensor, num_nodes: int | None) -> tuple[Tensor,
     """Returns ``edge_index``, int64 ``[2, E]``, on the CPU, and N."""
     edge_index = graph if isinstance(graph, Tensor) else getattr(graph, "edge_index", None)
     if not isinstance(edge_index, Tensor):
-        raise ValueError(f"build_comm_info takes a PyG Data with an edge_index, or an edge_index (got {type(graph).__name__}).")
+        raise ValueError(f"graph must be a PyG Data with an edge_index, or an edge_index, got {type(graph).__name__}.")
     if num_nodes is None:
         if isinstance(graph, Tensor):
             raise ValueError(
-                "build_comm_info cannot tell the number of nodes from edges, as the last ones may be isolated. Pass num_nodes=..."
+                "build_comm_info cannot infer the number of nodes from edges: the last nodes may be isolated. Pass num_nodes=..."
             )
         num_nodes = graph.num_nodes
     if not num_nodes or num_nodes < 1:
-        raise ValueError(f"build_comm_info needs a graph of at least one node (got num_nodes={num_nodes}).")
+        raise ValueError(f"build_comm_info needs a graph with at least one node, got num_nodes={num_nodes}.")
     return checked_edges(edge_index.detach().cpu(), num_nodes), num_nodes
 
 
@@ -466,7 +466,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device("cuda", index)
         if chosen.index >= torch.cuda.device_count():
             raise ValueError(
-                f"init() was to use {chosen}, but there are {torch.cuda.device_count()} CUDA devices. Start fewer ranks per "
+                f"init() needs {chosen}, but there are {torch.cuda.device_count()} CUDA devices. Start fewer ranks per "
                 'machine, or compute on the CPU: init("cpu").'
             )
         torch.cuda.set_device(chosen)
@@ -553,5 +553,5 @@ def _joined(function: str) -> Session:
 def _built(function: str) -> CommInfo:
     info = _joined(function).info
     if info is None:
-        raise RuntimeError(f"{function}() was called before build_comm_info(graph), which cuts the graph.")
+        raise RuntimeError(f"{function}() was called before build_comm_info(graph), which partitions the graph.")
     return info
