@@ -53,7 +53,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, deadline: float | None =
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
                 if time.monotonic() > end:
                     count = "two" if num_ranks == 2 else num_ranks
-                    raise RuntimeError(f"{count} processes were not done within {deadline:.0f} s")
+                    raise RuntimeError(f"{count} processes did not finish within {deadline:.0f} s")
                 time.sleep(0.05)
         finally:
             for process in ranks:

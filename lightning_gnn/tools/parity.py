@@ -211,9 +211,9 @@ def check_parity(
     """
     began = time.perf_counter()
     if nodes is not None and nodes < 1:
-        raise ValueError(f"nodes is a number of nodes, at least 1 (got {nodes}).")
+        raise ValueError(f"nodes must be at least 1, got {nodes}.")
     if devices * num_nodes < 2:
-        raise ValueError(f"A check compares several ranks with one device (got {devices * num_nodes}).")
+        raise ValueError(f"A check needs at least 2 ranks, got {devices * num_nodes}.")
     given = make_strategies() if strategies is None else strategies
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
     with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
@@ -259,7 +259,7 @@ def make_strategies(names: Sequence[str] | None = None, **options: Any) -> list[
     known = {name: kind for name, kind in registered().items() if name == kind.strategy_name != "auto_gnn"}
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ValueError(f"There is no scheme {unknown[0]!r} to check. Known are {', '.join(known)}.")
+        raise ValueError(f"schemes must be among {', '.join(known)}, got {unknown[0]!r}.")
     return [known[name](**options) for name in (known if names is None else names)]
 
 
@@ -291,10 +291,7 @@ class _Check:
     ) -> None:
         self._module, graph = module, datamodule.load()
         if isinstance(graph, HeteroData):
-            raise ValueError(
-                "lightning-gnn check compares steps on graphs of one type, and this one is a HeteroData. Compare a few epochs "
-                "with devices=1."
-            )
+            raise ValueError("lightning-gnn check does not support HeteroData. Compare a few epochs with devices=1.")
         self.of_nodes = graph.x.size(0)
         self.notes: list[str] = []
         self.graph = some_of(graph, nodes, seed)
@@ -307,11 +304,11 @@ class _Check:
         self._data.setup("check")
         if len(self.graph.n_id) < self.of_nodes:
             self.notes.append(
-                f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was looked at: a ball around training nodes, "
-                "and all edges between its nodes. nodes=N, or --nodes N, takes another number."
+                f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was compared: a ball around training nodes, "
+                "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
             )
         if draws_random_numbers(module):
-            self.notes.append("Dropout was off: each rank draws its own, so training is alike, but not to the same digits.")
+            self.notes.append("Dropout was off: each rank draws its own in training, so digits differ.")
         self.dtype: torch.dtype | None = torch.float64
         self._references: list[_Reference] = []
 
@@ -327,7 +324,7 @@ class _Check:
             if not is_overridden(step, module, pl.LightningModule):
                 continue
             if mask is not None and not counts[counted_mask(mask, module)]:
-                self.notes.append(f"{step} was left out: {counted_mask(mask, module)} is empty in what was looked at.")
+                self.notes.append(f"{step} was skipped: {counted_mask(mask, module)} is empty in the compared nodes.")
             else:
                 stages.append(stage)
         if not stages:
@@ -359,11 +356,11 @@ class _Check:
             raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
         if self.dtype is None:
             self.notes.append(
-                "The module does not run in float64, so float32 rounding may hide small differences: make constants "
-                "of the dtype of what they are combined with."
+                "The module does not run in float64, so float32 rounding may hide small differences: create constants "
+                "with the dtype of the tensors that they are combined with."
             )
         self.notes += [
-            f"{STAGES[stage][0]} was left out: on one device, it raises {in_one_line(error)}." for stage, error in errors.items()
+            f"{STAGES[stage][0]} was skipped: on one device, it raises {in_one_line(error)}." for stage, error in errors.items()
         ]
         self._references = found
 
@@ -402,8 +399,8 @@ class _Check:
         approximation, not_compared = strategy.approximation, ""
         if in_batches:
             not_compared = (
-                f"training on {approximation} takes other steps than one device does on the whole graph, so none is "
-                "like another; lightning-gnn compare holds what they learn against each other. Evaluation was compared"
+                f"training on {approximation} takes other steps than one device on the whole graph, so its steps "
+                "cannot be compared; lightning-gnn compare compares trained models. Evaluation was compared"
             )
             approximation = ""
         references = [each for each in self._references if not (in_batches and each.trial.training)]

@@ -186,7 +186,7 @@ def file_of(option: str, name: str | None) -> Path | None:
         return None
     check_folder(option, Path(name).parent)
     if Path(name).is_dir():
-        raise ValueError(f"{option} {name} is a folder; name a file.")
+        raise ValueError(f"{option} {name} is a folder. Pass a file.")
     return Path(name)
 
 
@@ -197,4 +197,4 @@ def check_folder(option: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Name another.") from error
+        raise ValueError(f"{option}: the folder {folder} cannot be written ({error}). Pass another folder.") from error

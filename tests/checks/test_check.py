@@ -256,8 +256,8 @@ WRONG: dict[str, tuple[type[Model], str]] = {
     "out-degrees": (OutDegree, r"the output of 'model.conv' \(DegreeConv\) differs by \d"),
     "unknown backward": (
         NotSaid,
-        r"'model.second' \(GCNConv\) raises NotExactError\. \S*test_self_check.py:\d+: .*by Swapped, whose backward is not "
-        r"known\. If it treats each row by itself, say so: lightning_gnn.register_row_rule\(Swapped\)\.$",
+        r"'model.second' \(GCNConv\) raises NotExactError\. \S*test_self_check.py:\d+: .*by Swapped, whose backward has no row "
+        r"rule\. If it is row-wise, register it: lightning_gnn.register_row_rule\(Swapped\)\.$",
     ),
     "wrong backward": (
         SaidWrong,
@@ -305,12 +305,12 @@ def test_what_cannot_be_compared_is_said():
     data = GraphDataModule(awkward_graph())
     report = check_parity(OneBroken(build("gcn")), data, ["dgcl"])
     assert report.ok and report.dtype == "float64"
-    assert "test_step was left out: on one device, it raises KeyError" in str(report)
+    assert "test_step was skipped: on one device, it raises KeyError" in str(report)
     with pytest.raises(RuntimeError, match="training_step does not run on one device: KeyError"):
         check_parity(Broken(build("gcn")), data, ["dgcl"])
     for options, message in (
-        ({"strategies": ["dgcl2"]}, "no scheme 'dgcl2'"),
-        ({"devices": 1}, "several ranks"),
+        ({"strategies": ["dgcl2"]}, "got 'dgcl2'"),
+        ({"devices": 1}, "at least 2 ranks"),
         ({"nodes": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -49,7 +49,7 @@ LEFT_OUT = {
     "swap_writes_all_rows_once_of_replicated": "an exchange through shared memory",
     "trained_as_on_one_device_of_replicated": "an exchange through shared memory",
     "other_numbers_of_ranks_with_the_users_module_of_replicated": "an exchange through shared memory",
-    "any_module_trains_of_any_module": "auto_gnn rehearses on the CPU",
+    "any_module_trains_of_any_module": "auto_gnn does not support",
     # What the emulated device lacks
     "bf16_mixed_of_spmm": "autocast changes nothing on it",
     "gradients_of_two_bytes_travel_as_rows_of_spmm": "autocast changes nothing on it",

@@ -233,10 +233,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
     if cut.types.is_hetero:
-        raise ValueError(
-            'Steps are rehearsed on graphs of one type, and this one is a HeteroData. Name a strategy: "dgcl", "vertex_cut", '
-            '"spmm_1d" or "sampling".'
-        )
+        raise ValueError('Rehearsals do not support HeteroData. Name a strategy: "dgcl", "vertex_cut", "spmm_1d" or "sampling".')
     shards = [cut.shard(rank) for rank in range(ranks)]
     bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
@@ -374,8 +371,8 @@ def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequ
     on_each = ranks // hosts
     if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
         raise ValueError(
-            f"Beyond {max(sizes)} ranks, advice is continued from {', '.join(map(str, sizes))}, so there must be a power of two "
-            f"on each machine (got {ranks} ranks on {hosts})."
+            f"Beyond {max(sizes)} ranks, advice is extrapolated from {', '.join(map(str, sizes))}: there must be a power of two "
+            f"on each machine, got {ranks} ranks on {hosts} machines."
         )
     return [Machine.of(size, max(1, size // on_each), cores=cores, speed=speed) for size in sizes]
 

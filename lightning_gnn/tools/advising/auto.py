@@ -51,7 +51,7 @@ class AutoStrategy(GNNStrategy):
     def setup_environment(self) -> None:
         if self.root_device.type != "cpu":
             raise ValueError(
-                f"auto_gnn rehearses on the CPU, which tells little about {self.root_device.type}. Name a scheme, such as "
+                f"auto_gnn does not support {self.root_device.type}: it rehearses on the CPU. Name a scheme, such as "
                 'strategy="dgcl"; lightning-gnn advise --speed predicts for devices of a given speed.'
             )
         super().setup_environment()

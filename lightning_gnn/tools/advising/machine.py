@@ -118,7 +118,7 @@ class Machine:
             speed: see :class:`Machine`.
         """
         if ranks < 2:
-            raise ValueError(f"advice is for several ranks (got {ranks}).")
+            raise ValueError(f"advice needs at least 2 ranks, got {ranks}.")
         if cores is not None and cores < 1:
             raise ValueError(f"cores must be at least 1 (got {cores}).")
         if not speed > 0:
@@ -126,7 +126,7 @@ class Machine:
         if topology is not None:
             return cls(find_topology(topology, ranks), cores, speed)
         if ranks % hosts:
-            raise ValueError(f"{ranks} ranks are not equally many on {hosts} machines.")
+            raise ValueError(f"{ranks} ranks cannot be divided equally among {hosts} machines.")
         on_each = ranks // hosts
         return cls(machines([on_each] * hosts), cores or available_cores(), speed, contention=measured_contention(on_each))
 

@@ -31,7 +31,7 @@ def compare(arguments: Sequence[str]) -> None:
     given = json.loads(parser.dump(config, format="json"))
     for section in ("model", "data"):
         if given.get(section) is None:
-            parser.error(f"there is no {section}: give the section of a file for fit, --config FILE.")
+            parser.error(f"the section {section} is missing: pass a file for fit that has it, --config FILE.")
     given.pop("config", None)
     devices, output = given.pop("devices"), Path(given.pop("output"))
     try:

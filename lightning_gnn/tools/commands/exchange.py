@@ -48,7 +48,7 @@ def _bytes_per_second(rank: int, shared_memory: bool) -> float | None:
             exchange.start_expand(own, halo, Call("doctor"))()
             seconds.append(time.perf_counter() - began)
         if not bool((halo == 1 - rank).all()):
-            raise RuntimeError(f"other rows arrived than were sent ({'memory' if shared_memory else 'sockets'})")
+            raise RuntimeError(f"the received rows differ from the sent rows ({'memory' if shared_memory else 'sockets'})")
         world.barrier()
         return own.nbytes / statistics.median(seconds)
     finally:

@@ -96,7 +96,7 @@ class GraphCLI(LightningCLI):
         if not self.wants_module:
             chosen.model = None
         elif chosen.model is None and self.needs_module:
-            self.parser.error("which model? Give --model, or a file that names one, as for fit.")
+            self.parser.error("a model is needed. Pass --model, or a file that names one, as for fit.")
         made = self.parser.instantiate(chosen)
         self.datamodule, self.module = made.data, made.get("model")
         self.strategy = self._strategy(made.trainer.strategy)
@@ -127,9 +127,9 @@ class GraphCLI(LightningCLI):
         trainer = self.config.trainer
         parts = self.config.parts if self.config.parts is not None else num_ranks(trainer.devices, trainer.num_nodes)
         if parts is None:
-            raise ValueError(f"how many parts? trainer.devices={trainer.devices} depends on the machine: give --parts.")
+            raise ValueError(f"the number of parts must be known, got trainer.devices={trainer.devices}. Pass --parts.")
         if parts < 1:
-            raise ValueError(f"--parts is a number above 0 (got {parts}).")
+            raise ValueError(f"--parts must be above 0, got {parts}.")
         return parts
 
 

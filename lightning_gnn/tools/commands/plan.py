@@ -56,12 +56,12 @@ class PlanCLI(GraphCLI):
     def prepare(self, parts: int) -> None:
         config, scheme = self.config, self.scheme
         if parts < 2:
-            raise ValueError(f"plans are for several parts (got {parts}): give --parts.")
+            raise ValueError(f"plans need at least 2 parts, got {parts}. Pass --parts.")
         if parts > MAX_DEVICES:
-            raise ValueError(f"plans are for at most {MAX_DEVICES} parts (got {parts}): give --parts.")
+            raise ValueError(f"plans support at most {MAX_DEVICES} parts, got {parts}. Pass --parts.")
         for name in ("layers", "columns"):
             if config[name] is not None and config[name] < 1:
-                raise ValueError(f"--{name} is a number above 0 (got {config[name]}).")
+                raise ValueError(f"--{name} must be above 0, got {config[name]}.")
         self.topology = self._topology(parts)
         if isinstance(scheme, DGCLScheme) and self.topology is not None:
             self.scheme = scheme.over(self.topology)
@@ -73,7 +73,7 @@ class PlanCLI(GraphCLI):
         self.output = None if config.output is None else Path(config.output)
         if self.output is not None:
             if not isinstance(scheme, DGCLScheme):
-                raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} follows none: leave it out.")
+                raise ValueError(f"--output draws a plan, and {self.strategy.strategy_name} has none. Remove it.")
             check_folder("--output", self.output)
 
     def _topology(self, parts: int) -> Topology | None:
@@ -83,15 +83,15 @@ class PlanCLI(GraphCLI):
             source = source or self.scheme.topology
             if source in (None, "auto", "measured"):
                 raise ValueError(
-                    f"which topology? Give --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or name "
-                    "one in the strategy: DGCLStrategy(topology=...)."
+                    f"a topology is needed. Pass --topology, one of {', '.join(PRESETS)} or a JSON file (docs/planning.md), or "
+                    "set one in the strategy: DGCLStrategy(topology=...)."
                 )
         return None if source is None else find_topology(source, parts)
 
     def peaks(self, cut: Cut) -> tuple[list[tuple[str, Peak, Peak]], str]:
         """Returns each rank's peak memory, without and with ``checkpoint_convs=True``; or an empty list and the reason."""
         if self.module is None:
-            return [], "give --model, or a file that names one, as for fit."
+            return [], "pass --model, or a file that names one, as for fit."
         try:
             advice = memory_advice(self.scheme)
             steps = advice.steps(self.module, cut.shard(0).batch, quiet_trainer(), None, self.strategy.cache_input_aggregation)
@@ -119,7 +119,7 @@ def plan(arguments: Sequence[str]) -> None:
         data.prepare_for(cli.layout)
         cut = data.stored_cut()
         if cut.types.is_hetero:
-            raise ValueError("plan tells what layers exchange; a graph with types is trained on samples (docs/sampling.md).")
+            raise ValueError("plan does not support a graph with types, which is trained on samples (docs/sampling.md).")
         x, weight = cut.attributes["node"]["x"], cut.attributes["edge"].get("edge_weight")
         work = Workload(
             Relation.from_halos(cut.halos, cut.offsets),
@@ -138,7 +138,7 @@ def plan(arguments: Sequence[str]) -> None:
     if peaks:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
     else:
-        console.print(f"Memory in training is not predicted: {unknown}", soft_wrap=True)
+        console.print(f"Skipped the memory prediction for training: {unknown}", soft_wrap=True)
     memory = [{**asdict(peak), "checkpoint_convs": asdict(again)} for _, peak, again in peaks]
     cli.write_json({**report.as_dict(), "memory": memory})
     for file in drawn:

@@ -77,17 +77,17 @@ def measure_command(arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments))
     for name in ("seconds", "megabytes", "timeout"):
         if not options[name] > 0:
-            parser.error(f"--{name} is a number above 0 (got {options[name]}).")
+            parser.error(f"--{name} must be above 0, got {options[name]}.")
     if options.device not in ("auto", "cpu", "cuda"):
-        parser.error(f"--device is auto, cpu or cuda (got {options.device!r}).")
+        parser.error(f"--device must be auto, cpu or cuda, got {options.device!r}.")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, but torch sees no CUDA device. lightning-gnn doctor tells more.")
+        parser.error("--device cuda, but torch finds no CUDA device. Run lightning-gnn doctor for details.")
     try:
         size = _num_ranks(options.ranks)
         if size < 2:
-            raise ValueError("one rank has no links: measure with two or more, those that will train")
+            raise ValueError("a measurement needs at least two ranks: one rank has no links. Use the ranks that will train")
         if size > MAX_DEVICES:
-            raise ValueError(f"a topology has at most {MAX_DEVICES} ranks (got {size})")
+            raise ValueError(f"a topology supports at most {MAX_DEVICES} ranks, got {size}")
         if "RANK" not in os.environ:
             check_writable(Path(options.output))
             printed = run_ranks(["-m", "lightning_gnn.tools.cli", "topology", "measure", *arguments], size, show_errors=True)
@@ -104,7 +104,7 @@ def _num_ranks(given: int | None) -> int:
     there = [name for name in LAUNCHED if name in os.environ]
     if not there:
         if given is None:
-            raise ValueError("how many ranks? give --ranks N, or start this under the launcher that training will use")
+            raise ValueError("the number of ranks is unknown. Pass --ranks N, or use the launcher that training will use")
         return given
     missing = [name for name in LAUNCHED if name not in os.environ]
     if missing:
@@ -114,7 +114,7 @@ def _num_ranks(given: int | None) -> int:
         )
     size = int(os.environ["WORLD_SIZE"])
     if given not in (None, size):
-        raise ValueError(f"--ranks {given}, but the launcher has started {size}: leave --ranks out under a launcher")
+        raise ValueError(f"--ranks {given}, but the launcher has started {size}: remove --ranks under a launcher")
     return size
 
 

@@ -89,12 +89,12 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     made = []
     if isinstance(cells, (str, Mapping)) or not cells:
         raise ValueError(
-            "runs is a list of what to compare, strategies and their arguments, such as "
-            f"[{{strategy: auto, devices: 1}}, dgcl, {{strategy: dgcl, codec: int8}}] (got {cells!r})."
+            "runs must be a list of strategies and their arguments, such as "
+            f"[{{strategy: auto, devices: 1}}, dgcl, {{strategy: dgcl, codec: int8}}], got {cells!r}."
         )
     for given in cells:
         if not isinstance(given, (str, Mapping)) or (isinstance(given, Mapping) and "strategy" not in given):
-            raise ValueError(f"A cell is the name of a strategy, or has the key strategy (got {given!r}).")
+            raise ValueError(f"A cell must be the name of a strategy, or have the key strategy, got {given!r}.")
         options = {"strategy": given} if isinstance(given, str) else dict(given)
         strategy, label = str(options.pop("strategy")).lower(), options.pop("label", "")
         _check_strategy(strategy, options.keys() - {"devices"})
@@ -102,13 +102,13 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
         _check_plain(options, f"arguments of {strategy!r}")
         for count in counts if isinstance(counts, (list, tuple)) else [counts]:
             if not isinstance(count, int) or count < 1:
-                raise ValueError(f"devices of {strategy!r} is a number of ranks, at least 1, or a list (got {counts!r}).")
+                raise ValueError(f"devices of {strategy!r} must be a number of ranks, at least 1, or a list, got {counts!r}.")
             numbered = label and isinstance(counts, (list, tuple))
             made.append(Cell(strategy, count, options, f"{label} x {count}" if numbered else label))
     names = [cell.name for cell in made]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"There are two cells {twice!r}. Leave one out, or give them a label each.")
+        raise ValueError(f"There are two cells {twice!r}. Remove one, or set a label for each.")
     return made
 
 
@@ -117,7 +117,7 @@ def _check_plain(values: Any, what: str) -> None:
         json.dumps(values)
     except TypeError as error:
         raise ValueError(
-            f"{what} are numbers, texts, lists and dicts, which can be sent to other processes ({error}). Give an object as "
+            f"{what} must be numbers, texts, lists and dicts, which can be sent to other processes ({error}). Pass an object as "
             "{'class_path': ..., 'init_args': ...}."
         ) from error
 
@@ -129,9 +129,9 @@ def _check_strategy(name: str, arguments: Any) -> None:
         raise ValueError(message if message.endswith("?") else f"{message} There are auto, {', '.join(known)}.")
     for ending in ("_spawn", "_notebook"):
         if name in ours and name.endswith(ending):
-            raise ValueError(f"Each cell is started anew: use {name.removesuffix(ending)!r} for {name!r}.")
+            raise ValueError(f"Each cell starts new processes: use {name.removesuffix(ending)!r} instead of {name!r}.")
     if arguments and name not in ours:
-        raise ValueError(f"{name!r} takes no arguments here (got {', '.join(sorted(arguments))}).")
+        raise ValueError(f"{name!r} does not support arguments here, got {', '.join(sorted(arguments))}. Remove them.")
 
 
 @dataclass(frozen=True)
@@ -160,21 +160,21 @@ class Comparison:
         if not self.runs:
             raise ValueError("There are no cells: devices is an empty list.")
         if self.epochs < 1:
-            raise ValueError(f"epochs is at least 1 (got {self.epochs}).")
+            raise ValueError(f"epochs must be at least 1, got {self.epochs}.")
         if not 0 <= self.warmup < self.epochs:
             raise ValueError(
-                f"warmup epochs are left out of times, so they are fewer than epochs={self.epochs} (got {self.warmup})."
+                f"warmup must be at least 0 and below epochs={self.epochs}, got {self.warmup}. Times exclude these epochs."
             )
         for name, value in (("timeout", self.timeout), ("tolerance", self.tolerance)):
             if not value > 0:
-                raise ValueError(f"{name} is a number above 0 (got {value}).")
+                raise ValueError(f"{name} must be above 0, got {value}.")
         if self.rerun not in get_args(Again):
-            raise ValueError(f"rerun is one of {', '.join(get_args(Again))} (got {self.rerun!r}).")
+            raise ValueError(f"rerun must be one of {', '.join(get_args(Again))}, got {self.rerun!r}.")
         _check_plain(self.trainer, "trainer: its values")
         taken = sorted(set(self.trainer) & set(OWN_TRAINER_KEYS))
         if taken:
             raise ValueError(
-                f"trainer: {', '.join(taken)} cannot be set here. Cells say strategy and devices, epochs how long they train; "
+                f"trainer: {', '.join(taken)} cannot be set here. Set strategy and devices in cells, and the length with epochs; "
                 "nothing is logged or checkpointed."
             )
 
@@ -261,8 +261,8 @@ def section_of(value: Any, what: str) -> dict[str, Any]:
         return {MAKES: value}
     if not callable(value) or isinstance(value, torch.nn.Module):
         raise ValueError(
-            f"{what} is made anew in each cell's processes: pass a function of a module that returns it, its import path, or "
-            f"{{'class_path': ..., 'init_args': ...}} (got a {type(value).__name__})."
+            f"{what} must be a function of a module that returns it, its import path, or {{'class_path': ..., 'init_args': ...}}"
+            f", got a {type(value).__name__}. Each cell's processes create it."
         )
     return {MAKES: _path_of(value, what)}
 

@@ -106,7 +106,7 @@ def run(comparison: Comparison) -> dict[str, Any]:
     try:
         lock = FileLock(output / ".lock", timeout=0).acquire()
     except Timeout as error:
-        raise BlockingIOError(f"Another comparison is writing to {output}. Wait for it, or name another output.") from error
+        raise BlockingIOError(f"Another comparison is writing to {output}. Wait for it, or set another output.") from error
     with lock:
         folders = [output / "runs" / comparison.key(cell) for cell in comparison.runs]
         states = [_status(folder).get("status", "has to run") for folder in folders]
@@ -165,7 +165,7 @@ def check(comparison: Comparison) -> Comparison:
     for cell in comparison.runs:
         other = names.setdefault(comparison.key(cell), cell.name)
         if other != cell.name:
-            raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Leave one out.")
+            raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Remove one.")
     check_folder("output", comparison.output)
     return comparison
 
@@ -205,7 +205,7 @@ def _run_cell(comparison: Comparison, cell: Cell, folder: Path, report: Progress
     lines = [line.rstrip() for line in text.splitlines() if line.strip()][-LAST_LINES:]
     status: dict[str, Any] = {"status": "finished", "error": [], "seconds": time.monotonic() - began}
     if late:
-        error = f"TimeoutError: not done within timeout={comparison.timeout:g} s"
+        error = f"TimeoutError: not finished within timeout={comparison.timeout:g} s"
         status |= {"status": "timed out", "error": [*lines, error]}
     elif process.returncode != 0:
         status |= {"status": "failed", "error": lines or [f"ended with status {process.returncode}, and no output"]}

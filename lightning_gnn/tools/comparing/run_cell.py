@@ -226,7 +226,7 @@ def main() -> None:
         for epoch in times.epochs:
             if task["loss"] not in epoch["logged"]:
                 logged = ", ".join(sorted(epoch["logged"]))
-                raise ValueError(f"loss: {task['loss']!r} is not among what the module logs: {logged}. Name one of these.")
+                raise ValueError(f"loss must be one of the logged values {logged}, got {task['loss']!r}.")
     (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(found))
     if trainer.is_global_zero:
         torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / "weights.pt")

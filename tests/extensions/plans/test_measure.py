@@ -106,11 +106,11 @@ def test_show(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (["measure", "--output=x.json"], {}, "how many ranks? give --ranks N"),
+        (["measure", "--output=x.json"], {}, "the number of ranks is unknown. Pass --ranks N"),
         (["measure", "--output=x.json", "--ranks=1"], {}, "one rank has no links"),
-        (["measure", "--output=x.json", "--ranks=65"], {}, "at most 64 ranks (got 65)"),
-        (["measure", "--output=x.json", "--ranks=2", "--seconds=0"], {}, "--seconds is a number above 0 (got 0.0)"),
-        (["measure", "--output=x.json", "--ranks=2", "--device=tpu"], {}, "--device is auto, cpu or cuda (got 'tpu')"),
+        (["measure", "--output=x.json", "--ranks=65"], {}, "at most 64 ranks, got 65"),
+        (["measure", "--output=x.json", "--ranks=2", "--seconds=0"], {}, "--seconds must be above 0, got 0.0"),
+        (["measure", "--output=x.json", "--ranks=2", "--device=tpu"], {}, "--device must be auto, cpu or cuda, got 'tpu'"),
         (["measure", "--output=.", "--ranks=2"], {}, "is a folder: name a file in it"),
         (["measure", "--output=no/x.json", "--ranks=2"], {}, "there is no folder"),
         (["measure", "--output=x.json"], {"RANK": "0", "WORLD_SIZE": "2"}, "but not MASTER_ADDR, MASTER_PORT"),

@@ -285,10 +285,10 @@ def test_machines_one_does_not_have():
     assert Machine.of(8, topology="dgx1").cores is None
     assert len(Machine.of(4, hosts=2).topology.hosts) == 2
     for options, message in (
-        ({"ranks": 1}, "several ranks"),
+        ({"ranks": 1}, "at least 2 ranks"),
         ({"ranks": 4, "cores": 0}, "at least 1"),
         ({"ranks": 4, "speed": 0.0}, "above 0"),
-        ({"ranks": 4, "hosts": 3}, "equally many"),
+        ({"ranks": 4, "hosts": 3}, "divided equally"),
         ({"ranks": 4, "topology": "dgx9"}, "must be one of"),
         ({"ranks": 9, "topology": "dgx1"}, "9 ranks"),
     ):
@@ -344,12 +344,12 @@ def test_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "1"], "several ranks"),
+        (["--parts", "1"], "at least 2 ranks"),
         (["--parts", "2", "--cores", "0"], "cores must be at least 1"),
         (["--parts", "2", "--topology", "nowhere"], "must be one of dgx1"),
         (["--parts", "2", "--json", "/proc/none/all.json"], "--json: the folder"),
         (["--parts", "2", "--schemes", "[spmm_2d]"], "None of spmm_2d runs on 2 ranks"),
-        (["--trainer.devices", "auto"], "how many parts"),
+        (["--trainer.devices", "auto"], "number of parts must be known"),
     ],
 )
 def test_command_refuses(monkeypatch, tmp_path, capsys, arguments, message):
@@ -362,7 +362,7 @@ def test_command_without_a_model(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["lightning-gnn", "advise", "--data.source", "x", "--parts", "2"])
     with pytest.raises(SystemExit):
         main()
-    assert "which model?" in capsys.readouterr().err
+    assert "a model is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("world_size", [3, *campaign(1)])

@@ -318,7 +318,7 @@ def test_what_was_removed_is_named(meant, reason, tmp_path, monkeypatch, capsys)
     ("arguments", "reason"),
     [
         (["partition", DGCL, "--trainer.strategy=ddp"], "DDPStrategy does not split the graph"),
-        (["partition", *DATA], "give --parts"),
+        (["partition", *DATA], "Pass --parts"),
         (["partition", *DATA, "--parts=0"], "above 0"),
         (["partition", "--parts=2"], "required: data"),
     ],

@@ -414,15 +414,15 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--parts=2"], "one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file"),
         (["--parts=2", "--topology=dgx2"], "one of dgx1, dgx1x2, pcie8, summit, uniform or a JSON file (got 'dgx2')"),
         (["--parts=9", "--topology=dgx1"], "'dgx1' has 8 devices, but there are 9 ranks"),
-        (["--topology=dgx1"], "give --parts"),
-        (["--parts=1", "--topology=dgx1"], "plans are for several parts (got 1)"),
-        (["--parts=65", "--trainer.strategy=spmm_1d"], "plans are for at most 64 parts (got 65)"),
+        (["--topology=dgx1"], "Pass --parts"),
+        (["--parts=1", "--topology=dgx1"], "plans need at least 2 parts, got 1"),
+        (["--parts=65", "--trainer.strategy=spmm_1d"], "plans support at most 64 parts, got 65"),
         (["--parts=6", "--trainer.strategy=spmm_2d"], "such as 4 or 9 (got 6)"),
         (["--parts=6", strategy_of("SpMM15DStrategy", replication_factor=4)], "it is one of 1, 2, 3, 6 (got 4)"),
         (["--parts=9", "--trainer.strategy=spmm_1d", "--topology=dgx1"], "has 8 devices, but there are 9 ranks"),
         (["--parts=2", "--trainer.strategy=spmm_1d", "--output=x"], "--output draws a plan"),
-        (["--parts=2", "--topology=dgx1", "--layers=0"], "--layers is a number above 0 (got 0)"),
-        (["--parts=2", "--topology=dgx1", "--columns=-3"], "--columns is a number above 0 (got -3)"),
+        (["--parts=2", "--topology=dgx1", "--layers=0"], "--layers must be above 0, got 0"),
+        (["--parts=2", "--topology=dgx1", "--columns=-3"], "--columns must be above 0, got -3"),
         (["--parts=2", "--topology=dgx1", "--colums=3"], "did you mean 'columns'?"),
     ],
 )
@@ -436,7 +436,7 @@ def test_output_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     for option in ("--output", "--json"):
         said = refusal(["--parts=2", "--topology=dgx1", f"{option}={tmp_path / 'file' / 'x'}"], capsys)
-        assert f"{option}: the folder" in said and "cannot be written" in said and "Name another" in said
+        assert f"{option}: the folder" in said and "cannot be written" in said and "Pass another" in said
     assert "is a folder" in refusal(["--parts=2", "--topology=dgx1", f"--json={tmp_path}"], capsys)
 
 
