@@ -286,7 +286,7 @@ def test_a_sum_may_be_said_to_be_one():
 def test_one_finding_for_all_schemes():
     report = check_parity(module_of(OutDegree), GraphDataModule(awkward_graph()), ["dgcl", "cover"])
     [schemes] = report.findings.values()
-    assert schemes == ["dgcl", "cover"] and "dgcl, cover: training_step: what 'model.conv'" in str(report)
+    assert schemes == ["dgcl", "cover"] and "dgcl, cover: training_step: the output of 'model.conv'" in str(report)
 
 
 class Broken(UserModule):

@@ -132,7 +132,7 @@ def test_one_task_of_slurm_for_two_ranks(monkeypatch):
             f"SLURM_{name}", {"NTASKS": "1", "JOB_NAME": "train", "NODELIST": "localhost"}.get(name, "0")
         )
     words = (
-        r"num_nodes=1 x devices=2 = 2 ranks, but SLURMEnvironment says that there are 1.*#SBATCH --ntasks-per-node=2"
+        r"num_nodes=1 x devices=2 = 2 ranks, but SLURMEnvironment reports 1.*#SBATCH --ntasks-per-node=2"
     )
     with pytest.raises(RuntimeError, match=words):
         quiet_trainer("dgcl", 2).fit(NodeClassifier(build("gcn")), datamodule=graph())
