@@ -84,9 +84,9 @@ def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) ->
 def _refuse_fabric(name: str) -> NoReturn:
     """Raises ValueError. Registered with Fabric in place of the strategy, so that the error explains what to use."""
     raise ValueError(
-        f"Fabric(strategy={name!r}) runs a loop of your own, and {name!r} needs the Trainer's, whose steps, logs and gradients "
-        f"it makes those of all ranks. Use Trainer(strategy={name!r}) with a LightningModule; for a loop of your own there is "
-        "lightning_gnn.functional (docs/functional.md)."
+        f"Fabric(strategy={name!r}) is not supported: Fabric runs your own loop, and {name!r} needs the steps, logs and "
+        f"gradients of a Trainer. Use Trainer(strategy={name!r}) with a LightningModule, or lightning_gnn.functional in your "
+        "own loop (docs/functional.md)."
     )
 
 
@@ -105,7 +105,7 @@ def registered() -> dict[str, type[GNNStrategy]]:
         if isinstance(kind, type) and issubclass(kind, GNNStrategy):
             found[name] = kind
     for text in broken - _TOLD:
-        rank_zero_warn(f"{text}. It is left out.")
+        rank_zero_warn(f"Skipped a strategy: {text}.")
         _TOLD.add(text)
     return found
 
@@ -115,7 +115,7 @@ def _register_plugins() -> None:
     for entry in entry_points(group=PLUGINS):
         plugin = entry.dist.name if entry.dist is not None else entry.value
         if entry.name in StrategyRegistry:
-            rank_zero_warn(f"The package {plugin} has a strategy {entry.name!r}, a name that is taken. It is left out.")
+            rank_zero_warn(f"Skipped strategy {entry.name!r} of the package {plugin}: another strategy has this name.")
         else:
             _register(entry.name, entry.attr, _Lazy(entry.module, entry.attr, plugin))
 

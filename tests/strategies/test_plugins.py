@@ -56,7 +56,7 @@ def test_a_plugin_is_imported_when_it_is_named(plugin):
         "print(trainer.strategy._start_method)\n",
     )
     assert out.splitlines() == ["False", "their_package popen", "spawn"], err
-    assert err.count("The package their-package has a strategy 'dgcl', a name that is taken. It is left out.") == 1
+    assert err.count("Skipped strategy 'dgcl' of the package their-package: another strategy has this name.") == 1
 
 
 def test_tools_find_plugins_and_leave_out_a_broken_one_with_one_warning(plugin):

@@ -138,7 +138,7 @@ class CoverStrategy(GNNStrategy):
         data = super().check_data(data)
         if self.refine and data.partition is not None:
             raise ValueError(
-                f"{type(self).__name__}(refine=True) moves nodes between the parts that METIS makes, and "
-                "GraphDataModule(partition=...) asks for other parts. Leave one of them out."
+                f"{type(self).__name__}(refine=True) moves nodes between the parts of METIS and does not support "
+                "GraphDataModule(partition=...). Remove one of them."
             )
         return data

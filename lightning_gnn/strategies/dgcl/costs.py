@@ -48,7 +48,7 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
     if len(topology.hosts) > 1:
         return [*found, _replicated("dgcl_r", work, topology, topology.hosts)]
-    reason = f"It replicates so that machines need not communicate, and topology {topology.name!r} is one machine."
+    reason = f"It replicates to avoid messages between machines, but topology {topology.name!r} has one machine."
     return [*found, ExchangeCost("dgcl_r", reason=reason)]
 
 

@@ -77,8 +77,8 @@ class ReplicatedExchange(Exchange):
     @override
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         raise ValueError(
-            f"'{layer}' sums over the out-edges of each node, of which replicas know some only. Let ranks communicate instead: "
-            'plan="p2p" or "spst".'
+            f"'{layer}' sums over the out-edges of each node, which is not supported with replication: replicas have some of "
+            'these edges only. Use plan="p2p" or "spst".'
         )
 
 
@@ -104,12 +104,11 @@ class DGCLScheme(PlannedScheme):
         replicates = plan in ("replicate", "dgcl_r")
         if replicates and (num_hops is None or num_hops < 0):
             raise ValueError(
-                f'plan="{plan}" replicates the neighbourhoods of nodes: say how far by num_hops, the number of propagations '
-                "of the "
-                f"model, such as num_hops=2 for a GCN of two layers (got {num_hops})."
+                f'num_hops must be set with plan="{plan}", got {num_hops}. Set it to the number of propagations of the model, '
+                "such as num_hops=2 for a GCN of two layers."
             )
         if num_hops is not None and not replicates:
-            raise ValueError(f'num_hops={num_hops} says how far plan="replicate" and "dgcl_r" replicate; plan="{plan}" does not.')
+            raise ValueError(f'num_hops={num_hops} needs plan="replicate" or "dgcl_r", got plan="{plan}". Remove num_hops.')
         self.num_hops = num_hops
 
     def over(self, topology: str | Path | Topology) -> DGCLScheme:
@@ -153,7 +152,7 @@ def _(scheme: DGCLScheme) -> DGCLScheme:
 def _(scheme: DGCLScheme) -> MemoryAdvice:
     if scheme.num_hops is None:
         return MemoryAdvice(twin_of(scheme))
-    return MemoryAdvice(twin_of(scheme), less=lambda ranks: 'Let ranks communicate instead: plan="p2p" or "spst".')
+    return MemoryAdvice(twin_of(scheme), less=lambda ranks: 'Use plan="p2p" or "spst", which communicate instead.')
 
 
 class DGCLStrategy(GNNStrategy):

@@ -120,14 +120,14 @@ class Comparison:
                 self._score = found if mode == "min" else -found
         elif self._final == "best" or self._monitor is not None:
             raise ValueError(
-                f"final_weights={self._final!r} needs monitor={candidates[0][0]!r}, which validation_step has not logged "
-                f'(it logged {names}). Name one of these, with its mode, or use final_weights="average".'
+                f"final_weights={self._final!r} needs monitor={candidates[0][0]!r}, which validation_step did not log (logged: "
+                f'{names}). Set monitor and mode for a logged value, or use final_weights="average".'
             )
         elif not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"Validation has logged {names}, and neither val_loss nor what a callback monitors: workers are compared by "
-                "their training losses. GossipStrategy(monitor=..., mode=...) names a value of validation."
+                f"Workers are compared by training loss: validation logged {names}, but neither val_loss nor the value that a "
+                "callback monitors. Set GossipStrategy(monitor=..., mode=...) to compare by a validation metric."
             )
 
     def _candidates(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ class Comparison:
 
         Only the first worker, if it is `me`, warns if there is nothing to compare.
         """
-        name, mode = self._chosen_by or ("what validation logs", "min")
+        name, mode = self._chosen_by or ("the validation metrics", "min")
         for column, what in enumerate((name, "training loss")[: len(self.scores)]):
             # Workers without validation, and workers that diverged, are excluded.
             ranked = [(score, rank) for rank, each in scores.items() if (score := each[column]) is not None]
@@ -164,7 +164,7 @@ class Comparison:
                 value = -score if column == 0 and mode == "max" else score
                 return [best], f"worker {best}'s weights, of best {what} ({value:.4g})"
         if self._final != "average" and me == min(scores):
-            warnings.warn(f"No worker has a number in {name} to compare: the result is the average.", stacklevel=2)
+            warnings.warn(f"The result is the average of all workers: no worker has a finite value in {name}.", stacklevel=2)
         return sorted(scores), "the average of all workers' weights"
 
 

@@ -129,15 +129,15 @@ class ClusterStrategy(GNNStrategy):
         if monitor is not None:
             check_words(monitor=monitor)
         elif mode is not None:
-            raise ValueError(f"mode={shown(mode)} says which value of monitor is best: name that, too.")
+            raise ValueError(f"mode={shown(mode)} is not supported without monitor. Set monitor to the name of a logged value.")
         check_choice("average", average, self.averages)
         check_choice("assignment", assignment, get_args(Assignment))
         check_flags(historical_embeddings=historical_embeddings)
         if historical_embeddings and not hasattr(os, "posix_fallocate"):
-            raise ValueError("historical_embeddings=True needs shared files in memory as on Linux. Remove it on this system.")
+            raise ValueError("historical_embeddings=True needs files in shared memory, as on Linux. Remove it on this system.")
         check_choice("final_weights", final_weights, get_args(Final))
         check_choice("mode", mode or "min", get_args(Mode))
-        because = "Layers see a few clusters of the graph: raise num_clusters, and each is smaller."
+        because = "Batches have only a few clusters of the graph: increase num_clusters to make them smaller."
         refuse_options(options, ["checkpoint_convs", "memory_limit"], because)
         super().__init__(ClusterScheme(), **options)
         self.average_every_n_batches, self.average, self.heartbeat_timeout = average_every_n_batches, average, heartbeat_timeout
@@ -169,16 +169,16 @@ class ClusterStrategy(GNNStrategy):
         """Raises ValueError for modules and settings that cannot be trained on clusters."""
         name = type(self).__name__
         if counted_mask("train_mask", module) in EDGE_MASKS:
-            raise ValueError(f'{name} trains on nodes of clusters, and {type(module).__name__} on edges. Use "sampling".')
+            raise ValueError(f'{name} does not support {type(module).__name__}, which trains on edges. Use "sampling".')
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"{name} averages every average_every_n_batches batches and steps after each: accumulate_grad_batches must be 1 "
-                f"(got {trainer.accumulate_grad_batches}). Raise clusters_per_batch for larger batches."
+                f"accumulate_grad_batches must be 1 with {name}, got {trainer.accumulate_grad_batches}: it averages every "
+                "average_every_n_batches batches and steps after each. Raise clusters_per_batch for larger batches."
             )
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name} averages what one backward of a batch has given, which manual optimisation does not separate. "
-                'Use "sampling" or "dgcl".'
+                f"{name} does not support manual optimization: it averages the gradients of one backward pass per batch. Use "
+                '"sampling" or "dgcl".'
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision='16-mixed' scales each worker's gradients differently. Use precision='bf16-mixed' or 32.")
@@ -197,11 +197,11 @@ class ClusterStrategy(GNNStrategy):
         data = getattr(self._trainer, "datamodule", None)
         if data is not None and data.partition is not None and not isinstance(data.partition, str):
             raise ValueError(
-                f"{type(self).__name__} assigns nodes to clusters by itself, and GraphDataModule(partition=...) gives a rank for "
-                f'every node. Leave it out, or pass assignment="metis" or "random" to {type(self).__name__}.'
+                f"{type(self).__name__} does not support GraphDataModule(partition=...): it assigns nodes to clusters itself. "
+                f'Remove it, or pass assignment="metis" or "random" to {type(self).__name__}.'
             )
         if self.num_clusters < self.world_size:
-            raise ValueError(f"{self.num_clusters} clusters are too few for {self.world_size} workers. Raise clusters.")
+            raise ValueError(f"num_clusters must be at least {self.world_size} (one per worker), got {self.num_clusters}.")
         return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
 
     @override
@@ -225,8 +225,8 @@ class ClusterStrategy(GNNStrategy):
     def setup_environment(self) -> None:
         if self._lost:
             raise RuntimeError(
-                f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, and this needs all {self.world_size}. The "
-                "result is in the module: save a checkpoint, and validate, test or predict in a new run."
+                f"Rank(s) {', '.join(map(str, self._lost))} ended during fit, but this call needs all {self.world_size} ranks. "
+                "The module has the result: save a checkpoint, and validate, test or predict in a new run."
             )
         self._begin_call(self._trainer)
         self.layout()  # raises its errors on all ranks
@@ -301,21 +301,21 @@ class ClusterStrategy(GNNStrategy):
         module = self._module
         if learned_rows(module, shard):
             raise ValueError(
-                "DistributedEmbedding leaves each node's row to one owner, and workers of gossip train independently, on any "
-                'node. Use strategy="sampling".'
+                "DistributedEmbedding is not supported with gossip: one rank owns the row of each node, but workers train "
+                'independently on any node. Use strategy="sampling".'
             )
         validates = trainer.enable_validation and any(shard.mask_counts["val_mask"])
         if self.final_weights == "best" and self.world_size > 1 and not validates:
             raise ValueError(
-                'final_weights="best" compares workers by what validation logs, and there is none in this run. Give '
-                'validation_step, nodes in val_mask and limit_val_batches, or use final_weights="auto" or "average".'
+                'final_weights="best" needs validation, which this run does not have. Define validation_step, nodes in '
+                'val_mask and limit_val_batches, or use final_weights="auto" or "average".'
             )
         data = self.check_data(getattr(trainer, "datamodule", None))
         clusters = Clusters(data.stored_cut(), self.clusters_per_batch, self.seed, self.historical_embeddings)
         if clusters.batches < self.world_size:
             raise ValueError(
-                f"{len(clusters.trained)} clusters with training nodes make {clusters.batches} batches of "
-                f"clusters_per_batch={self.clusters_per_batch}, fewer than the {self.world_size} workers. Raise clusters."
+                f"Batches must be at least one per worker ({self.world_size}), got {clusters.batches}: {len(clusters.trained)} "
+                f"clusters with training nodes, clusters_per_batch={self.clusters_per_batch}. Raise num_clusters."
             )
         self.world.broadcast_tensors_([*module.parameters(), *module.buffers()])
         seed = RandomStreams(self.world).seed  # workers are independent, in hooks and in steps

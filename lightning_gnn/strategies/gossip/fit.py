@@ -126,7 +126,7 @@ class WorkerFit(pl.Callback):
         if total is not None:
             self._averages.take(total)
         epoch = trainer.current_epoch
-        print(f"Worker {self.worker.me} is back, in epoch {epoch}, with the state of worker {other}.", file=sys.stderr)
+        print(f"Worker {self.worker.me} rejoined in epoch {epoch}, with the state of worker {other}.", file=sys.stderr)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -135,8 +135,8 @@ class WorkerFit(pl.Callback):
         if trainer.enable_validation:
             between = "stale rows" if self._clusters.with_halo else "nothing"
             rank_zero_info(
-                f"Validation during fit is approximate: each worker validates its own weights, on clusters that see {between} of "
-                "what is outside. trainer.validate and trainer.test, after fit, are exact."
+                f"Validation during fit is approximate: each worker validates its own weights, on clusters that read {between} "
+                "from the nodes outside. trainer.validate and trainer.test after fit are exact."
             )
 
     @override

@@ -107,8 +107,8 @@ class History:
             os.posix_fallocate(self._file, begin, num_bytes)  # never shrinks it; raises if a later write would kill
         except OSError as error:
             raise RuntimeError(
-                f"The history of halo rows needs {(begin + num_bytes) / 1e6:,.0f} MB in {_folder()}, which has no room for it "
-                f"({error}). Make it larger, as by docker run --shm-size, or train without: historical_embeddings=False."
+                f"Historical embeddings need {(begin + num_bytes) / 1e6:,.0f} MB in {_folder()}, which does not have enough "
+                f"space ({error}). Enlarge it, for example by docker run --shm-size, or set historical_embeddings=False."
             ) from error
         return begin
 
@@ -188,7 +188,7 @@ class HistoryExchange(Exchange):
     def reduce(self, x: Tensor, layer: str) -> Tensor:
         raise ValueError(
             f"'{layer}' reads out-edges, which historical_embeddings=True does not support. Remove historical_embeddings: then "
-            "a batch has the edges inside it only."
+            "a batch has only the edges inside it."
         )
 
 
@@ -216,7 +216,7 @@ class HistoryBinding(Binding):
             if isinstance(child, DirGNNConv):
                 raise UnsupportedModelError(
                     f"'{name}' (DirGNNConv) reads out-edges, which historical_embeddings=True does not support. Remove "
-                    "historical_embeddings: then a batch has the edges inside it only."
+                    "historical_embeddings: then a batch has only the edges inside it."
                 )
         nothing = HaloPlan(0, (0,), (np.empty(0, np.int64),))
         none, no_edges = torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64)
@@ -261,8 +261,8 @@ class HistoryBinding(Binding):
                 self._inside = False
             if several_hops is None and self._beside.propagations[layer] > before + 1:
                 raise UnsupportedModelError(
-                    f"'{layer}' ({type(conv).__name__}) propagates several times in a call, of which the second would read "
-                    "rows of halo nodes that are not there. Make it of several convs, or use historical_embeddings=False."
+                    f"'{layer}' ({type(conv).__name__}) propagates several times in a call, which historical_embeddings=True "
+                    "does not support: later propagations have no halo nodes. Split it, or set historical_embeddings=False."
                 )
             rows = slice(0, self.context.num_owned)
             return out[rows] if isinstance(out, Tensor) else (out[0][rows], *out[1:])

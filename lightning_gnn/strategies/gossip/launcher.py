@@ -106,8 +106,8 @@ class SurvivingScriptLauncher(ScriptLauncher):
             self._script.reporter.send("independent", place)
         elif self._script.supervisor is None and self._strategy.most_restarts:
             raise ValueError(
-                f"max_restarts={self._strategy.most_restarts} is for ranks that this package starts, and "
-                f"{type(self._strategy.cluster_environment).__name__} says that others have. Leave it out, or start with python."
+                f"max_restarts={self._strategy.most_restarts} is not supported for ranks started by "
+                f"{type(self._strategy.cluster_environment).__name__}. Remove it, or start the script with python."
             )
 
     @override

@@ -86,8 +86,8 @@ class SharedKeys:
             yield
         except RuntimeError as error:
             raise CommunicationError(
-                f"The store of the workers at {self._where} does not answer: the process that keeps it has ended, or cannot be "
-                f"reached ({str(error).splitlines()[0]})."
+                f"The store of the workers at {self._where} does not answer: its process has ended, or cannot be reached "
+                f"({str(error).splitlines()[0]})."
             ) from error
 
     def get(self, key: str) -> str:
@@ -353,5 +353,5 @@ def receive(connection: socket.socket, into: memoryview) -> None:
     while len(into):
         count = connection.recv_into(into)
         if not count:
-            raise ConnectionError("the other side has hung up")
+            raise ConnectionError("the peer has closed the connection")
         into = into[count:]

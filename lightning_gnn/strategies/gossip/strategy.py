@@ -89,17 +89,14 @@ class GossipStrategy(ClusterStrategy):
             raise ValueError("max_restarts is not supported with historical_embeddings=True. Remove one of them.")
         Pairing(0, 1, pairing)
         if average == "push_sum" and pairing != "prompt":
-            raise ValueError(
-                f"average='push_sum' makes no pairs: whom a worker sends to is not asked, so pairing does not apply (got "
-                f"{pairing!r}). Leave pairing out."
-            )
+            raise ValueError(f"pairing={pairing!r} is not supported with average='push_sum', which has no pairs. Remove pairing.")
         for name, seconds, least in (("partner_timeout", partner_timeout, 0.0), ("heartbeat_timeout", heartbeat_timeout, 2.0)):
             if seconds < least:
-                raise ValueError(f"{name} is a number of seconds, at least {least:g} (got {seconds}).")
+                raise ValueError(f"{name} must be at least {least:g} seconds, got {seconds}.")
         if codec is not None and average != "parameters":
             raise ValueError(
-                f"codec={codec!r} encodes differences of parameters that two workers average, and average={average!r} sends "
-                'other things. Leave it out, or use average="parameters".'
+                f"codec={codec!r} is not supported with average={average!r}: it encodes differences of the parameters of two "
+                'workers. Remove it, or use average="parameters".'
             )
         super().__init__(average_every_n_batches, average, heartbeat_timeout, codec=codec, **options)
         self.pairing, self.partner_timeout, self.max_restarts = pairing, partner_timeout, max_restarts
@@ -138,8 +135,8 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     def __init__(self, average_every_n_batches: int = 1, average: Average = "gradients", **options: Any) -> None:
         if options.get("codec") is not None:
             raise ValueError(
-                f"codec={options['codec']!r} encodes what two workers send each other, and here all sum at once, in torch. Leave "
-                'it out, or use strategy="gossip".'
+                f"codec={options['codec']!r} is not supported here: all workers average together, and only messages between "
+                'two workers are encoded. Remove it, or use strategy="gossip".'
             )
         super().__init__(average_every_n_batches, average, heartbeat_timeout=10.0, **options)
 

@@ -162,7 +162,7 @@ class _Part:
 
 def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
     if name not in attributes:
-        raise ValueError(f"score asks for {name!r}, and there is no attribute of that name; there are {sorted(attributes)}.")
+        raise ValueError(f"The graph has no attribute {name!r}, which score reads. Use one of {sorted(attributes)}.")
     return attributes[name].index_select(0, ids)
 
 

@@ -95,14 +95,13 @@ class NearCache:
         needed = places + min(self._room, sum(count * self._row_bytes[name] for name, count in counts.items()))
         if self._room < 0:
             wrong = (
-                f"local_cache has no room for features: where they are takes {PLACE_BYTES} bytes for each of the "
-                f"{sum(counts.values()):,} nodes of a machine (got {num_bytes:,} bytes). Give it more than {places:,}, or leave "
-                "it out."
+                f"local_cache must be more than {places:,} bytes, got {num_bytes:,}: its index takes {PLACE_BYTES} bytes for "
+                f"each of the {sum(counts.values()):,} nodes of a machine. Increase it, or remove it."
             )
         elif free is not None and needed > free:
-            wrong = f"local_cache needs {needed:,} bytes, and {free:,} are available on a machine. Give it less."
+            wrong = f"local_cache needs {needed:,} bytes, but a machine has {free:,} available. Set a smaller local_cache."
         elif world.size > 1 and not hasattr(os, "memfd_create"):
-            wrong = "local_cache is shared by the processes of a machine in a way that needs Linux. Leave it out."
+            wrong = "local_cache is not supported on this system: its shared memory needs Linux. Remove it."
         for message in [wrong] if world.size == 1 else world.all_gather_object(wrong):
             if message is not None:
                 raise ValueError(message)

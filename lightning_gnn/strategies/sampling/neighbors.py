@@ -132,7 +132,7 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     """
     if not isinstance(scores, Tensor) or scores.shape != found.sources.shape or scores.isnan().any():
         what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"score must return a number for each of {len(found.sources)} edges, and not nan (got {what}).")
+        raise ValueError(f"score must return one number, not nan, for each of {len(found.sources)} edges, got {what}.")
     target = found.targets()
     order = scores.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
@@ -202,12 +202,12 @@ def sample_neighbors(
     check_ids(targets, csr.num_rows, "Targets")
     check_choices(replace, weight is not None, time is not None, strategy, source_keys is not None)
     if (time is None) != (until is None):
-        raise ValueError("time of edges and until of targets are given together, or neither.")
+        raise ValueError("The time of edges and the until of targets must be set together. Set both, or neither.")
     sizes = len(targets), csr.num_edges, csr.num_cols if of_sources else csr.num_edges, len(targets), csr.num_cols
     given = {"keys": keys, "weight": weight, "time": time, "until": until, "source_keys": source_keys}
     for (name, value), size in zip(given.items(), sizes):
         if value is not None and len(value) != size:
-            raise ValueError(f"{name} has {len(value)} entries, but needs {size}.")
+            raise ValueError(f"{name} must have {size} entries, got {len(value)}.")
     targets = targets.contiguous()
     seed &= 2**63 - 1
     offsets = torch.empty(len(targets) + 1, dtype=torch.long)
@@ -238,26 +238,26 @@ def sample_neighbors(
 def check_ids(ids: Tensor, size: int, name: str) -> None:
     """Raises ValueError for ids that are not int64 ``[n]``, or not between 0 and `size` - 1."""
     if ids.dtype != torch.long or ids.dim() != 1:
-        raise ValueError(f"{name} are one dimension of int64 (got {ids.dtype}, shape {tuple(ids.shape)}).")
+        raise ValueError(f"{name} must be int64 of one dimension, got {ids.dtype} of shape {tuple(ids.shape)}.")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
-        raise ValueError(f"{name} from {int(ids.min())} to {int(ids.max())} are outside a graph of {size} nodes.")
+        raise ValueError(f"{name} must be from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}.")
 
 
 def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str, by_source: bool = False) -> None:
     """Raises ValueError for options that exclude each other."""
     if strategy not in ("uniform", "last"):
-        raise ValueError(f'strategy is "uniform" or "last" (got {strategy!r}).')
+        raise ValueError(f'strategy must be "uniform" or "last", got {strategy!r}.')
     if replace and (weighted or timed):
-        raise ValueError("replace=True draws uniformly; leave out weight and time, or draw without replacement.")
+        raise ValueError("replace=True is not supported with weight or time. Remove them, or draw without replacement.")
     if strategy == "last" and (weighted or not timed):
-        raise ValueError('strategy="last" takes the latest edges; it needs time, and no weight.')
+        raise ValueError('strategy="last" must be used with time and without weight: it draws the latest edges.')
     if by_source and replace:
         raise ValueError(
-            "LABOR draws each source once, by a random number of its own; leave out replace=True, or draw by target."
+            "LABOR does not support replace=True: it draws each source once. Remove replace=True, or draw by target."
         )
     if by_source and timed:
         raise ValueError(
-            "With times, each seed has a tree of its own, and trees share no nodes, as LABOR would have them do; leave out "
+            "LABOR does not support time: with times each seed has its own tree, and LABOR shares nodes between trees. Remove "
             "time, or draw by target."
         )
 

@@ -78,13 +78,13 @@ class NeighborSampler(BaseSampler):
         self.disjoint = disjoint or bool(self.time)
         check_choices(replace, bool(self.weight), bool(self.time), strategy, labor)
         if labor and disjoint:
-            raise ValueError("disjoint=True gives each seed nodes of its own, and labor=True has seeds share them: choose one.")
+            raise ValueError("disjoint=True is not supported with labor=True, which shares nodes of seeds. Remove one of them.")
         self._ids = {name: torch.arange(size) for name, size in self.num_nodes.items()} if labor else {}
         for name, values in (("weight", self.weight), ("time", self.time)):
             for kind, value in values.items():
                 if kind not in self.csr or len(value) != self.csr[kind].num_edges:
                     edges = self.csr[kind].num_edges if kind in self.csr else "no"
-                    raise ValueError(f"{name} has {len(value)} entries for {kind}, which has {edges} edges.")
+                    raise ValueError(f"{name} must have {edges} entries for {kind}, one per edge, got {len(value)}.")
         self._numberings: dict[NodeType, Numbering] = {}
 
     @classmethod
@@ -166,7 +166,7 @@ class NeighborSampler(BaseSampler):
             ValueError: no nodes, or nodes outside the graph.
         """
         if self.disjoint:
-            raise ValueError("disjoint=True and times tell of seeds, of which an induced subgraph has none.")
+            raise ValueError("An induced subgraph has no seeds: disjoint=True and times are not supported. Remove them.")
         by_type = dict(nodes) if isinstance(nodes, Mapping) else {ONE_TYPE[0]: nodes}
         self._check_seeds(by_type, {})
         out = induced_subgraph(by_type, list(self.csr), self._hop, self._shared_numberings)
@@ -195,16 +195,16 @@ class NeighborSampler(BaseSampler):
 
     def _check_seeds(self, seeds: Mapping[NodeType, Tensor], until: Mapping[NodeType, Any]) -> None:
         if not sum(map(len, seeds.values())):
-            raise ValueError("There are no seeds to sample for.")
+            raise ValueError("The seeds must be at least one node, got none.")
         for name, ids in seeds.items():
             if name not in self.num_nodes:
-                raise ValueError(f"No edge type has nodes of type {name!r}; there are {sorted(self.num_nodes)}.")
+                raise ValueError(f"No edge type has nodes of type {name!r}. Use one of {sorted(self.num_nodes)}.")
             check_ids(ids, self.num_nodes[name], "Seeds")
             times = until.get(name)
             if self.time and (times is None or len(times) != len(ids)):
                 raise ValueError(
-                    f"Edges have times, so every one of {len(ids)} seeds needs one (got "
-                    f"{'none' if times is None else len(times)}); loaders take input_time."
+                    f"Each of {len(ids)} seeds must have a time, because edges have times, got "
+                    f"{'none' if times is None else len(times)}. Set input_time of the loader."
                 )
 
     # Called by PyG's loaders. The random seed comes from torch's generator, which is separate in each worker.
@@ -247,12 +247,12 @@ def seed_of_type(seed: int, number: int) -> int:
 
 def _num_nodes(matrices: Mapping[EdgeType, CSR]) -> dict[NodeType, int]:
     if not matrices:
-        raise ValueError("There is no edge type to sample from.")
+        raise ValueError("The graph must have at least one edge type, got none.")
     sizes: dict[NodeType, int] = {}
     for kind, csr in matrices.items():
         for name, size in ((kind[0], csr.num_cols), (kind[2], csr.num_rows)):
             if sizes.setdefault(name, size) != size:
-                raise ValueError(f"Edges of {kind} tell of {size} nodes of type {name!r}, others of {sizes[name]}.")
+                raise ValueError(f"Edge types must agree on nodes of type {name!r}, got {size} ({kind}) and {sizes[name]}.")
     return sizes
 
 

@@ -181,7 +181,7 @@ class SamplingStrategy(GNNStrategy):
     ) -> None:
         self._given = checked_batches(num_neighbors, batch_size), batch_size
         if sampler is None or not is_one_of(sampler, METHODS):
-            raise ValueError(f"sampler is one of {', '.join(METHODS)} (got {shown(sampler)}).")
+            raise ValueError(f"sampler must be one of {', '.join(METHODS)}, got {shown(sampler)}.")
         check_flags(replace=replace, directed=directed)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_whole(1, walk_length=walk_length, num_clusters=num_clusters, num_workers=num_workers)
@@ -197,18 +197,18 @@ class SamplingStrategy(GNNStrategy):
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
         if edge_score_fn is not None and (not callable(edge_score_fn) or replace or labor or temporal_strategy == "last"):
             raise ValueError(
-                "edge_score_fn is a function of in-edges that decides which are drawn, without replacement (got "
-                f"{shown(edge_score_fn)}, replace={replace}, temporal_strategy={temporal_strategy!r}). Leave out the others."
+                "edge_score_fn must be a function of in-edges that selects edges without replacement, got "
+                f"{shown(edge_score_fn)} with replace={replace}, temporal_strategy={temporal_strategy!r}. Remove the others."
             )
         if sampler not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or edge_score_fn):
             raise ValueError(
                 f"weight_attr, time_attr and edge_score_fn are not supported with sampler={sampler!r}. Use sampler='neighbor'."
             )
         if evaluation not in ("layerwise", "minibatch", None):
-            raise ValueError(f"evaluation is 'layerwise' or 'minibatch' (got {shown(evaluation)}).")
+            raise ValueError(f"evaluation must be 'layerwise' or 'minibatch', got {shown(evaluation)}.")
         if evaluation == "layerwise" and time_attr:
             raise ValueError("evaluation='layerwise' is not supported with time_attr. Remove one of them.")
-        because = "Layers see a batch of sampled neighbourhoods: set a smaller batch_size, or fewer num_neighbors."
+        because = "Batches have sampled neighborhoods only: set a smaller batch_size, or smaller num_neighbors."
         refuse_options(options, ["checkpoint_convs", "memory_limit"], because)
         scheme = SamplingScheme(in_batches=None if evaluation is None else evaluation == "minibatch")
         super().__init__(scheme, **options)
@@ -232,7 +232,7 @@ class SamplingStrategy(GNNStrategy):
     def _choose(self, num_neighbors: Fanouts | None, batch_size: int | None) -> None:
         """Set num_neighbors and batch_size from the datamodule if they are not arguments of the strategy."""
         if self.sampler not in _OF_NEIGHBORS and (self._given[0] or num_neighbors):
-            raise ValueError(f"num_neighbors tell how neighbours are drawn, and sampler={self.sampler!r} draws none.")
+            raise ValueError(f"num_neighbors is not supported with sampler={self.sampler!r}, which draws none. Remove it.")
         usual: Fanouts = [15, 10]
         self.num_neighbors = _one_of("num_neighbors", self._given[0], num_neighbors, usual)
         self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
@@ -328,12 +328,12 @@ class SamplingStrategy(GNNStrategy):
         if choice.weight_attr:
             found = {kind: of[choice.weight_attr] for kind, of in of_edges.items() if choice.weight_attr in of}
             if not found:
-                raise ValueError(f"weight_attr={choice.weight_attr!r}: no edges have an attribute of that name.")
+                raise ValueError(f"weight_attr={choice.weight_attr!r} must name an attribute of edges, but no edge type has it.")
             for kind, values in found.items():
                 check(choice.weight_attr, values, f"edges {kind}", values.is_floating_point())
         if choice.time_attr == "edge_label_time":
             raise ValueError(
-                "time_attr names the times of messages, and edge_label_time are those of seeds. Give edges or nodes times under "
+                "time_attr='edge_label_time' is not supported: it has the times of seeds. Store times of edges or nodes under "
                 "another name."
             )
         if choice.time_attr:
@@ -343,18 +343,18 @@ class SamplingStrategy(GNNStrategy):
                 for name in {choice.time_attr, *(names if kind == seeded else ())} & of.keys():
                     check(name, of[name], f"{kind}", of[name].dtype == torch.long)
             if choice.time_attr not in {name for of in every.values() for name in of}:
-                raise ValueError(f"time_attr={choice.time_attr!r}: neither nodes nor edges have an attribute of that name.")
+                raise ValueError(f"time_attr={choice.time_attr!r} must name an attribute of nodes or edges, and none has it.")
             if not every[seeded].keys() & {*names}:
                 of_what = f"nodes of type {seeded!r}" if seeded in of_nodes else "edges"
                 raise ValueError(
-                    f"time_attr={choice.time_attr!r}: seeds need a time each, and {of_what} have no attribute "
-                    f"{' or '.join(names)}. Give them one, int64."
+                    f"time_attr={choice.time_attr!r} needs a time for each seed, but {of_what} have no attribute "
+                    f"{' or '.join(names)}. Add it, as int64."
                 )
 
     def _fanouts_of(self, types: Types) -> dict[EdgeType, list[int]]:
         """Returns num_neighbors of each edge type of the graph."""
         if isinstance(self.num_neighbors, dict) and not types.is_hetero:
-            raise ValueError("num_neighbors by edge type are for a HeteroData; the graph has no types: give one list.")
+            raise ValueError("num_neighbors must be a list for a graph without types, got one per edge type. Use one list.")
         return fanouts_by_type(self.num_neighbors, list(types.edges))
 
     @property
@@ -384,21 +384,20 @@ class SamplingStrategy(GNNStrategy):
         self._fanouts_of(types)
         if self.evaluation == "minibatch" and not self._evaluates_in_batches(types):
             raise ValueError(
-                "evaluation='minibatch' is for a HeteroData, or with time_attr. Leave it out: layers see the whole graph, "
-                "each row "
-                "computed once."
+                "evaluation='minibatch' needs a HeteroData, or time_attr. Remove it: layers then compute each row of the "
+                "whole graph once."
             )
         if self.evaluation == "layerwise" and types.is_hetero and counted_mask("val_mask", module) in EDGE_MASKS:
             raise ValueError(
-                f"evaluation='layerwise' looks at the whole graph, and {type(module).__name__} predicts edges of a HeteroData, "
-                "which are taken in batches. Leave it out."
+                f"evaluation='layerwise' does not support {type(module).__name__}, which predicts edges of a HeteroData in "
+                "batches. Remove it."
             )
         if self.sampler not in _NEIGHBOURHOODS and types.is_hetero:
-            raise ValueError(f'sampler={self.sampler!r} is for graphs of one type. Use sampler="neighbor" for a HeteroData.')
+            raise ValueError(f'sampler={self.sampler!r} does not support a HeteroData. Use sampler="neighbor".')
         if self.sampler not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
-                f"sampler={self.sampler!r} makes batches of nodes, and {type(module).__name__} predicts edges. "
-                'Use sampler="neighbor".'
+                f"sampler={self.sampler!r} does not support {type(module).__name__}: it samples batches of nodes, not of "
+                'edges. Use sampler="neighbor".'
             )
         if not self._evaluates_in_batches(types):
             super().check_model(module, of)
@@ -447,11 +446,11 @@ class SamplingStrategy(GNNStrategy):
         self._depth_known = True
         if propagations != self.num_hops:
             too_few = propagations > self.num_hops
-            outcome = "neighbours of the farthest nodes are missing" if too_few else "the last are sampled in vain"
+            outcome = "neighbors of the farthest nodes are missing" if too_few else "the last hops are not used"
             rank_zero_warn(
                 f"num_neighbors={self.num_neighbors} sample {self.num_hops} hops, but the model propagates along edges "
                 f"{propagations} "
-                f"times: {outcome}. Give one fan-out per layer."
+                f"times: {outcome}. Set one fan-out per layer."
             )
 
     @override
@@ -560,5 +559,5 @@ def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
     if own is None:
         return default if of_data is None else of_data
     if of_data is not None and own != of_data:
-        raise ValueError(f"{name}={of_data} is given to GraphDataModule, but {name}={own} to SamplingStrategy. Give one of them.")
+        raise ValueError(f"{name} is set twice: {of_data} in GraphDataModule, {own} in SamplingStrategy. Remove one of them.")
     return own

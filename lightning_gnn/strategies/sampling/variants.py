@@ -137,7 +137,7 @@ def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Dra
     """
     num_nodes, num_edges = len(cut.n_id), len(cut.e_id)
     if not num_edges:
-        raise ValueError(f"sampler={method!r} draws along edges, and the graph has none.")
+        raise ValueError(f"sampler={method!r} does not support a graph without edges: it draws along edges.")
 
     def uniform(high: int, seed: int) -> Tensor:
         return torch.randint(high, (count,), generator=torch.Generator().manual_seed(seed))

@@ -43,8 +43,8 @@ class ProcessGrid:
         legal = legal_replications(self.num_ranks)
         if self.replication not in legal:
             raise ValueError(
-                f"The replication factor must divide the number of ranks: with {self.num_ranks} it is one of "
-                f"{', '.join(map(str, legal))} (got {self.replication})."
+                f"replication_factor must divide the number of ranks, {self.num_ranks}, got {self.replication}. Use one of "
+                f"{', '.join(map(str, legal))}."
             )
 
     @property

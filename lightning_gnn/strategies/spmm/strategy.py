@@ -79,7 +79,7 @@ class SpMMScheme(ProductScheme):
             check_whole(replication_factor=replication_factor)
         check_flags(sparsity_aware=sparsity_aware)
         if replication_factor is not None and replication_factor < 1:
-            raise ValueError(f"replication_factor is a number of ranks, at least 1 (got {replication_factor}).")
+            raise ValueError(f"replication_factor must be at least 1, got {replication_factor}.")
         super().__init__(node_order)
         self.replication_factor, self.sparsity_aware = replication_factor, sparsity_aware
 

@@ -85,8 +85,8 @@ def choose(costs: Sequence[GridCost], available: int | None) -> GridCost:
     if not fitting:
         least = min(costs, key=lambda cost: cost.bytes_held)
         raise ValueError(
-            f"Blocks of rows need at least {least.bytes_held / 1e9:.3g} GB a rank (replication_factor={least.grid.replication}), "
-            f"but {(available or 0) / 1e9:.3g} GB are available to each. Use more ranks or fewer columns."
+            f"Block rows need at least {least.bytes_held / 1e9:.3g} GB per rank (replication_factor={least.grid.replication}), "
+            f"but each rank has {(available or 0) / 1e9:.3g} GB available. Use more ranks or fewer columns."
         )
     return min(fitting, key=lambda cost: (cost.rows, -cost.grid.replication))
 

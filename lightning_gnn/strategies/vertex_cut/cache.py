@@ -164,8 +164,8 @@ class CachedExchange(HaloExchange):
             messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec, call)
         except NotFiniteError as error:
             raise NotFiniteError(
-                f"What layer '{call.layer}' sends ({call.direction}) holds nan or infinity on rank {self.world.rank}. Look for a "
-                "learning rate that is too high, a division by zero, or features that are not finite."
+                f"Messages of layer '{call.layer}' ({call.direction}) have nan or infinity on rank {self.world.rank}. Check "
+                "the learning rate, divisions by zero, and the features."
             ) from error
         with transport.approximating(False):
             traffic = transport.traffic(whole)

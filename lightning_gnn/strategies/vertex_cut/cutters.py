@@ -372,14 +372,11 @@ def _check(
     edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, method: str | NDArray[np.integer], host_weight: float
 ) -> None:
     if isinstance(method, str) and method not in METHODS:
-        raise ValueError(
-            f"A vertex cut is made by one of {', '.join(map(repr, METHODS))}, or given as the rank of every edge "
-            f"(got {method!r})."
-        )
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, or the rank of every edge, got {method!r}.")
     if num_parts < 1:
-        raise ValueError(f"A vertex cut needs at least one part (got {num_parts}).")
+        raise ValueError(f"num_parts must be at least 1, got {num_parts}.")
     if num_parts > MOST_PARTS:
-        raise ValueError(f"A vertex cut has at most {MOST_PARTS} parts (got {num_parts}).")
+        raise ValueError(f"num_parts must be at most {MOST_PARTS}, got {num_parts}.")
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype not in (np.int64, np.int32):
         raise ValueError(
             f"edge_index must be int64 or int32 of shape [2, E] (got {edge_index.dtype} of {list(edge_index.shape)})."
@@ -388,21 +385,22 @@ def _check(
     if not isinstance(method, str):
         if method.shape != (num_edges,):
             raise ValueError(
-                f"A vertex cut gives a rank to each of {num_edges} edges (got shape {list(method.shape)}); an edge cut "
-                "gives one to each node."
+                f"A vertex cut must have a rank for each of {num_edges} edges, got shape {list(method.shape)}. An edge cut, "
+                "with a rank for each node, is not supported."
             )
         if num_edges and (method.min() < 0 or method.max() >= num_parts):
             raise ValueError(
-                f"The cut names ranks {method.min()} to {method.max()}, but there are {num_parts}: 0 to {num_parts - 1}."
+                f"Ranks of a vertex cut must be from 0 to {num_parts - 1}, for {num_parts} parts, got {method.min()} to "
+                f"{method.max()}."
             )
     if num_parts > num_edges:
         raise ValueError(
-            f"A vertex cut gives each part edges, and the graph has {num_edges} for {num_parts} parts. "
+            f"A vertex cut needs at least one edge per part, got {num_edges} edges for {num_parts} parts. "
             + (f"Use at most {num_edges} parts." if num_edges else "Use a strategy with an edge cut, such as 'dgcl'.")
         )
     low, high = edge_index.min(), edge_index.max()
     if low < 0 or high >= num_nodes:
-        raise ValueError(f"Edges name nodes {low} to {high}, but there are {num_nodes}: 0 to {num_nodes - 1}.")
+        raise ValueError(f"Node ids in edge_index must be from 0 to {num_nodes - 1}, for {num_nodes} nodes, got {low} to {high}.")
     if not 0 <= host_weight <= 1:
         raise ValueError(f"host_weight must be from 0, which ignores hosts, to 1 (got {host_weight}).")
 
@@ -415,8 +413,8 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
         raise ValueError(f"Groups must name the parts 0 to {num_parts - 1}, each once (got {groups}).")
     if len({len(host) for host in hosts}) > 1:
         raise ValueError(
-            f"Groups side by side must hold equally many parts (got {groups}). "
-            "Take the same number of each machine, or cut without groups."
+            f"Groups that communicate side by side must have the same number of parts, got {groups}. Use the same number of "
+            "parts per machine, or cut without groups."
         )
     return hosts
 
@@ -454,8 +452,8 @@ class Lanes:
             row[: len(ranks)] = ranks
         if rank.size > MOST_PARTS:  # including gaps
             raise ValueError(
-                f"{len(hosts)} hosts of {size} parts are too many: those of up to 8 share eights, others take a multiple of 8, "
-                f"and there are {MOST_PARTS} in all. Use host_weight=0."
+                f"{len(hosts)} hosts of {size} parts do not fit into {MOST_PARTS} parts. Hosts of up to 8 parts share groups "
+                "of 8; larger hosts are rounded up to a multiple of 8. Use host_weight=0."
             )
         if len(hosts) == 1:
             host_weight = 0.0

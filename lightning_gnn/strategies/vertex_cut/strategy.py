@@ -65,7 +65,7 @@ class VertexCutScheme(Scheme):
         if world_size % hosts:
             legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
             raise ValueError(
-                f"num_machines={hosts} machines do not hold equally many of {world_size} ranks. Legal here: "
+                f"num_machines must divide the number of ranks, {world_size}, got {hosts}. Use one of "
                 f"{', '.join(map(str, legal))}."
             )
         groups = by_machine(world_size, hosts)
@@ -93,8 +93,8 @@ class VertexCutScheme(Scheme):
         hosts = hosts_of(world) if self.num_machines is None else np.arange(world.size).reshape(self.num_machines, -1).tolist()
         if len(hosts) == 1:
             rank_zero_info(
-                "All ranks are on one machine, where rows go as they are, neither cached nor encoded: to do either takes longer. "
-                "cache_within_hosts=True does so all the same."
+                "All ranks are on one machine: messages are neither cached nor encoded, to save time. Set "
+                "cache_within_hosts=True to cache them anyway."
             )
         return next(ranks for ranks in hosts if world.rank in ranks)
 
@@ -208,7 +208,7 @@ class VertexCutStrategy(GNNStrategy):
             check_words(monitor=monitor)
         check_flags(cache_within_hosts=cache_within_hosts)
         if not 0 <= host_weight <= 1:
-            raise ValueError(f"host_weight lies between 0 and 1 (got {host_weight}).")
+            raise ValueError(f"host_weight must be from 0 to 1, got {host_weight}.")
         if isinstance(cache, str) and cache == "adaptive":
             cache = AdaptiveThreshold()
         elif isinstance(cache, str) and cache == "topk":
@@ -256,9 +256,9 @@ class VertexCutStrategy(GNNStrategy):
         if layers:
             names, most, average = ", ".join(map(repr, layers)), max(counts), max(1, sum(counts) / len(counts))
             rank_zero_info(
-                f"Loaded edges, not those that the vertex cut has given each rank, are computed by {names}: with messages of "
-                "their own, edge features, or edges or weights that do not last. "
-                f"Rank {counts.index(most)} loads most, {most:,}, {most / average:.2f} times the average."
+                f"Layers that compute loaded edges instead of the edges of the vertex cut: {names}. They have edge features, "
+                f"messages of their own, or edges or weights that change between steps. Rank {counts.index(most)} loads most "
+                f"edges: {most:,}, {most / average:.2f} times the average."
             )
 
     @override

@@ -40,9 +40,9 @@ class TopKChanges:
     def __post_init__(self) -> None:
         check_numbers(share=self.share, growth=self.growth)
         if not 0 < self.share <= 1:
-            raise ValueError(f"share of the rows that are sent is above 0 and at most 1 (got {self.share}).")
+            raise ValueError(f"share of the rows that are sent must be above 0 and at most 1, got {self.share}.")
         if not 0 <= self.growth <= 1:
-            raise ValueError(f"growth of the share is between 0 and 1 (got {self.growth}).")
+            raise ValueError(f"growth of the share must be from 0 to 1, got {self.growth}.")
 
     def share_in(self, epoch: int, epochs: int) -> float:
         """Returns the share of an epoch.
@@ -108,13 +108,13 @@ class AdaptiveThreshold:
             raise ValueError(f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)}).")
         check_numbers(**{f"factors[{name!r}]": factor for name, factor in self.factors.items()})
         if min(self.factors.values(), default=0) < 0:
-            raise ValueError(f"factors are at least 0 (got {shown(self.factors)}).")
+            raise ValueError(f"factors must be at least 0, got {shown(self.factors)}.")
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
             raise ValueError(
                 f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
             )
         if not (self.lambda2 <= 1 <= self.lambda1) or self.lambda2 <= 0:
-            raise ValueError(f"lambda1 is at least 1, lambda2 in (0, 1] (got lambda1={self.lambda1}, lambda2={self.lambda2}).")
+            raise ValueError(f"lambda1 must be at least 1 and lambda2 in (0, 1], got {self.lambda1} and {self.lambda2}.")
 
     def check_names(self, layers: Collection[str]) -> None:
         """Raises ValueError for a factor that names neither one of the layers nor a direction."""
@@ -123,8 +123,8 @@ class AdaptiveThreshold:
             known = layer in layers and direction in DIRECTIONS if slash else name in (*layers, *DIRECTIONS)
             if not known:
                 raise ValueError(
-                    f"factors has {name!r}, and no messages are called so. Layers are {', '.join(map(repr, layers))}; name one, "
-                    f"'forward' or 'backward', or both, as in '{next(iter(layers), 'convs.1')}/backward'."
+                    f"factors has {name!r}, which names no messages. Use a layer of {', '.join(map(repr, layers))}, 'forward' "
+                    f"or 'backward', or both, as in '{next(iter(layers), 'convs.1')}/backward'."
                 )
 
     def update(self, accuracy: float) -> None:
@@ -191,8 +191,8 @@ class CacheSchedule(pl.Callback):
         if value is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ValueError(
-                f"cache='adaptive' is to follow monitor='{self._monitor}', which was not logged (logged: {logged}). Log it in "
-                "training_step, name another, or leave monitor out: the cache then follows the loss."
+                f"cache='adaptive' follows monitor='{self._monitor}', which was not logged (logged: {logged}). Log it in "
+                "training_step, set another name, or remove monitor to follow the loss."
             )
         # The value of rank 0, so that all ranks have the same threshold.
         return float(self._world.broadcast_object(float(value)))

@@ -273,7 +273,7 @@ def test_refine_and_given_parts_contradict_each_other():
         GraphDataModule(graph, partition="random"),
         NodeClassifier(GCN(graph.num_features, OUT, num_layers=1)),
     )
-    with pytest.raises(ValueError, match=r"CoverStrategy\(refine=True\) moves nodes .* Leave one of them out"):
+    with pytest.raises(ValueError, match=r"CoverStrategy\(refine=True\) moves nodes .* Remove one of them"):
         quiet_trainer(CoverStrategy(refine=True), 1).fit(module, datamodule=data)
     with pytest.raises(ValueError, match="refine must be True or False"):
         CoverStrategy(refine="yes")

@@ -290,9 +290,9 @@ class AllRows(NodeClassifier):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": "replicate"}, r"say how far by num_hops.*num_hops=2 for a GCN of two layers \(got None\)"),
+        ({"plan": "replicate"}, "num_hops must be set .*, got None. .*num_hops=2 for a GCN of two layers"),
         ({"plan": "replicate", "num_hops": -1}, r"got -1"),
-        ({"plan": "spst", "topology": "dgx1", "num_hops": 2}, r'num_hops=2 says how far .*; plan="spst" does not'),
+        ({"plan": "spst", "topology": "dgx1", "num_hops": 2}, r'num_hops=2 needs .*, got plan="spst"'),
         ({"plan": "dgcl_r", "num_hops": 2, "topology": None}, r'plan="dgcl_r" looks at a topology, and none is given'),
     ],
 )

@@ -356,9 +356,9 @@ def test_best_of_each_node(scores, fanout):
 @pytest.mark.parametrize(
     ("score", "words"),
     [
-        (lambda edges: edges["missing"], "score asks for 'missing'"),
-        (lambda edges: edges.uniform[:1], "score must return a number for each of"),
-        (lambda edges: edges.uniform * float("nan"), "and not nan"),
+        (lambda edges: edges["missing"], "no attribute 'missing', which score reads"),
+        (lambda edges: edges.uniform[:1], "score must return one number"),
+        (lambda edges: edges.uniform * float("nan"), "not nan, for each of"),
     ],
 )
 def test_refused_scores(score, words, tmp_path):
@@ -371,9 +371,9 @@ def test_refused_scores(score, words, tmp_path):
 
 
 REFUSED = {
-    "weight": ({"weight_attr": "heaviness"}, "no edges have an attribute of that name"),
+    "weight": ({"weight_attr": "heaviness"}, "must name an attribute of edges"),
     "weight of integers": ({"weight_attr": "whole"}, "'whole' of edges"),
-    "time": ({"time_attr": "year"}, "neither nodes nor edges have an attribute"),
+    "time": ({"time_attr": "year"}, "must name an attribute of nodes or edges"),
     "time of floats": ({"time_attr": "x"}, "'x' of"),
 }
 
@@ -391,17 +391,17 @@ def test_refused_attributes(case, ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weight_attr": 1.5}, r"weight_attr must be a non-empty string \(got 1.5\)"),
-        ({"time_attr": torch.ones(2)}, "time_attr must be a non-empty string"),
-        ({"weight_attr": "w", "replace": True}, "replace=True draws uniformly"),
-        ({"temporal_strategy": "last"}, "takes the latest edges; it needs time"),
+        ({"weight_attr": 1.5}, r"weight_attr must be a word \(got 1.5\)"),
+        ({"time_attr": torch.ones(2)}, "time_attr must be a word"),
+        ({"weight_attr": "w", "replace": True}, "replace=True is not supported with weight"),
+        ({"temporal_strategy": "last"}, "must be used with time"),
         ({"time_attr": "t", "sampler": "shadow"}, "Use sampler='neighbor'"),
-        ({"time_attr": "t", "sampler": "labor"}, "trees share no nodes, as LABOR would have them do"),
-        ({"replace": True, "sampler": "labor"}, "leave out replace=True"),
+        ({"time_attr": "t", "sampler": "labor"}, "LABOR does not support time"),
+        ({"replace": True, "sampler": "labor"}, "Remove replace=True"),
         ({"weight_attr": "w", "sampler": "cluster"}, "Use sampler='neighbor'"),
         ({"temporal_strategy": "first"}, '"uniform" or "last"'),
-        ({"edge_score_fn": heaviest, "replace": True}, "edge_score_fn is a function of in-edges"),
-        ({"edge_score_fn": "heaviest"}, "edge_score_fn is a function of in-edges"),
+        ({"edge_score_fn": heaviest, "replace": True}, "edge_score_fn must be a function of in-edges"),
+        ({"edge_score_fn": "heaviest"}, "edge_score_fn must be a function of in-edges"),
         ({"edge_score_fn": heaviest, "sampler": "saint_node"}, "Use sampler='neighbor'"),
     ],
 )
@@ -583,7 +583,7 @@ def test_refused_links_in_time(ranks, options, words):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("time", "edges have no attribute edge_label_time or time"), ("edge_label_time", "names the times of messages")],
+    [("time", "edges have no attribute edge_label_time or time"), ("edge_label_time", "it has the times of seeds")],
 )
 def test_links_without_times_are_refused(ranks, name, words):
     graph = split_edges(graph_in_time(), 0.1, 0.1)

@@ -303,7 +303,7 @@ def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
     [
         ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "the same number of hops"),
         ({"num_neighbors": {WRITES: [3, -2]}}, "-2"),
-        ({"num_neighbors": {}}, r"one number per layer .*.got \{\}"),
+        ({"num_neighbors": {}}, r"a number for each layer .*got \{\}"),
     ],
 )
 def test_refused_fanouts(options, words):
@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         {"num_neighbors": {WRITES: [3]}},
         module,
         ValueError,
-        "num_neighbors by edge type are for a HeteroData",
+        "num_neighbors must be a list for a graph without types",
     ),
     "library_module": (
         typed_graph,

@@ -166,8 +166,8 @@ def test_batches_are_the_same_and_hits_are_counted(graph, machines, options, tmp
 @pytest.mark.parametrize(
     ("near_bytes", "free", "message"),
     [
-        (239, None, "takes 4 bytes for each of the 60 nodes of a machine .got 239 bytes.. Give it more than 240"),
-        (10**9, 5000, "local_cache needs 6,000 bytes, and 5,000 are available"),
+        (239, None, "more than 240 bytes, got 239: its index takes 4 bytes for each of the 60 nodes of a machine"),
+        (10**9, 5000, "local_cache needs 6,000 bytes, but a machine has 5,000 available"),
     ],
 )
 def test_sizes_that_cannot_be(near_bytes, free, message, tmp_path, monkeypatch):

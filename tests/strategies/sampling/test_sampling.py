@@ -668,15 +668,15 @@ def test_errors():
     for num_neighbors in ([5, 0], [-2]):
         with pytest.raises(ValueError, match=rf"A fan-out must be at least 1, or -1 for all edges \(got {num_neighbors[-1]}\)"):
             NeighborSampler(csr, num_neighbors)
-    with pytest.raises(ValueError, match=r"one number per layer .*\(got \[\]\)"):
+    with pytest.raises(ValueError, match=r"such as \[15, 10\] \(got \[\]\)"):
         NeighborSampler(csr, [])
     sampler = NeighborSampler(csr, [2])
-    with pytest.raises(ValueError, match="no seeds"):
+    with pytest.raises(ValueError, match="at least one node, got none"):
         sampler.sample(torch.empty(0, dtype=torch.long))
     for seeds in ([0, 200], [-1]):
-        with pytest.raises(ValueError, match="Seeds from .* outside a graph of 200 nodes"):
+        with pytest.raises(ValueError, match="Seeds must be from 0 to 199, got"):
             sampler.sample(torch.tensor(seeds))
-    with pytest.raises(ValueError, match="one dimension of int64"):
+    with pytest.raises(ValueError, match="int64 of one dimension"):
         sampler.sample(torch.tensor([1.0]))
     with pytest.raises(ValueError, match="Fan-outs are given for"):
         NeighborSampler.from_data(types, {("paper", "cites", "paper"): [2]})
@@ -686,27 +686,27 @@ def test_errors():
         NeighborSampler.from_data(types, [2]).sample({"venue": torch.tensor([0])})
     with pytest.raises(ValueError, match="no attribute 'when'"):
         NeighborSampler.from_data(data, [2], time_attr="when")
-    with pytest.raises(ValueError, match=r"every one of 2 seeds needs one \(got none\)"):
+    with pytest.raises(ValueError, match="2 seeds must have a time, .* got none"):
         NeighborSampler(csr, [2], time=torch.zeros(3_000, dtype=torch.long)).sample(torch.arange(2))
-    with pytest.raises(ValueError, match="weight has 3 entries"):
+    with pytest.raises(ValueError, match="weight must have 3000 entries"):
         sample_neighbors(csr, torch.arange(2), 2, weight=torch.ones(3))
-    with pytest.raises(ValueError, match="replace=True draws uniformly"):
+    with pytest.raises(ValueError, match="replace=True is not supported with weight"):
         sample_neighbors(csr, torch.arange(2), 2, weight=torch.ones(3_000), replace=True)
     with pytest.raises(ValueError, match='"uniform" or "last"'):
         sample_neighbors(csr, torch.arange(2), 2, strategy="first")
-    with pytest.raises(ValueError, match="given together"):
+    with pytest.raises(ValueError, match="set together"):
         sample_neighbors(csr, torch.arange(2), 2, time=torch.ones(3_000, dtype=torch.long))
-    with pytest.raises(ValueError, match="it needs time"):
+    with pytest.raises(ValueError, match="must be used with time"):
         NeighborSampler(csr, [2], strategy="last")
-    with pytest.raises(ValueError, match="LABOR draws each source once"):
+    with pytest.raises(ValueError, match="LABOR does not support replace=True"):
         NeighborSampler(csr, [2], labor=True, replace=True)
-    with pytest.raises(ValueError, match="labor=True has seeds share them"):
+    with pytest.raises(ValueError, match="labor=True, which shares nodes"):
         NeighborSampler(csr, [2], labor=True, disjoint=True)
-    with pytest.raises(ValueError, match="trees share no nodes"):
+    with pytest.raises(ValueError, match="LABOR does not support time"):
         NeighborSampler(csr, [2], labor=True, time=torch.ones(3_000, dtype=torch.long))
-    with pytest.raises(ValueError, match="source_keys has 3 entries, but needs 200"):
+    with pytest.raises(ValueError, match="source_keys must have 200 entries, got 3"):
         sample_neighbors(csr, torch.arange(2), 2, source_keys=torch.arange(3))
-    with pytest.raises(ValueError, match=r"weight has 3 entries for .*, which has 3000 edges"):
+    with pytest.raises(ValueError, match="weight must have 3000 entries for .*, got 3"):
         NeighborSampler(csr, [2], weight=torch.ones(3))
-    with pytest.raises(ValueError, match="an induced subgraph has none"):
+    with pytest.raises(ValueError, match="An induced subgraph has no seeds"):
         NeighborSampler(csr, [2], disjoint=True).induced(torch.arange(3))

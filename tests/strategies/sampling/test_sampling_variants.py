@@ -84,12 +84,12 @@ def test_yaml_of_a_named_strategy(tmp_path):
         (
             {"num_neighbors": [3, 2]},
             {"num_neighbors": [3, 3]},
-            r"num_neighbors=\[3, 3\] is given to GraphDataModule, but num_neighbors=\[3, 2\]",
+            r"num_neighbors is set twice: \[3, 3\] in GraphDataModule, \[3, 2\] in",
         ),
-        ({"batch_size": 5}, {"batch_size": 4}, "batch_size=4 is given to GraphDataModule, but batch_size=5 to Sampl"),
-        ({"sampler": "cluster"}, {"num_neighbors": [3]}, "num_neighbors tell how neighbours are drawn, and sampler='cluster'"),
-        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) requires sampled .* SingleDevice"),
-        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* requires sampled mini-batches, and DGCLStrategy does not"),
+        ({"batch_size": 5}, {"batch_size": 4}, "batch_size is set twice: 4 in GraphDataModule, 5 in Sampl"),
+        ({"sampler": "cluster"}, {"num_neighbors": [3]}, "num_neighbors is not supported with sampler='cluster'"),
+        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) asks for batches .* SingleDevice"),
+        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* asks for batches of .*, and DGCLStrategy makes none"),
     ],
 )
 def test_choices_that_contradict_or_would_be_ignored(strategy, data, message):
@@ -120,9 +120,9 @@ def test_a_test_on_the_whole_graph_needs_no_samples():
     [
         (
             {"sampler": "layer"},
-            "sampler is one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster .got 'layer'",
+            "sampler must be one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster, got 'layer'",
         ),
-        ({"sampler": "saint_node", "num_neighbors": [5]}, "sampler='saint_node' draws none"),
+        ({"sampler": "saint_node", "num_neighbors": [5]}, "sampler='saint_node', which draws none"),
         ({"sampler": "cluster", "directed": False}, "not supported with sampler='cluster'"),
         ({"walk_length": 0}, "walk_length must be at least 1 .got 0"),
         ({"num_clusters": 0}, "num_clusters must be at least 1 .got 0"),

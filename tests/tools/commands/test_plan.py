@@ -418,7 +418,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--parts=1", "--topology=dgx1"], "plans need at least 2 parts, got 1"),
         (["--parts=65", "--trainer.strategy=spmm_1d"], "plans support at most 64 parts, got 65"),
         (["--parts=6", "--trainer.strategy=spmm_2d"], "such as 4 or 9 (got 6)"),
-        (["--parts=6", strategy_of("SpMM15DStrategy", replication_factor=4)], "it is one of 1, 2, 3, 6 (got 4)"),
+        (["--parts=6", strategy_of("SpMM15DStrategy", replication_factor=4)], "got 4. Use one of 1, 2, 3, 6"),
         (["--parts=9", "--trainer.strategy=spmm_1d", "--topology=dgx1"], "has 8 devices, but there are 9 ranks"),
         (["--parts=2", "--trainer.strategy=spmm_1d", "--output=x"], "--output draws a plan"),
         (["--parts=2", "--topology=dgx1", "--layers=0"], "--layers must be above 0, got 0"),
