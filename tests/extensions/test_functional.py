@@ -272,7 +272,7 @@ def wrong(rank: int, world_size: int, case: str) -> None:
         ("before", r"RuntimeError: graph_allgather\(\) was called before build_comm_info"),
         ("twice", r"RuntimeError: init\(\) was called before"),
         ("plan", r"ValueError: plan must be one of 'auto', 'p2p', 'spst', 'swap' \(got 'fastest'\)"),
-        ("no topology", 'ValueError: plan="spst" looks at a topology, and none is given'),
+        ("no topology", 'ValueError: plan="spst" needs a topology, got None'),
         ("small topology", "ValueError: Topology 'chain' has 1 devices, but there are 2 ranks"),
         ("no such topology", "ValueError: topology must be one of dgx1"),
         ("different", r"ValueError: build_comm_info got different graphs: \(3, 2\) on rank 0, \(4, 2\) on rank 1"),

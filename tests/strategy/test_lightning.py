@@ -410,7 +410,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
     [
         ("dataloader", "Pass datamodule=GraphDataModule"),
         ("overridden_loader", "cannot use a DataLoader"),
-        ("types", "UserModule.training_step reads batch.x, and a HeteroData has its rows and edges by type"),
+        ("types", "UserModule.training_step reads batch.x, but a HeteroData stores it by type"),
         ("sync_batchnorm", "sync_batchnorm=False"),
         ("batchnorm", "'norm' (BatchNorm2d) computes statistics over all nodes"),
     ],

@@ -321,7 +321,7 @@ def make_codec(name: str | None, stochastic: bool = False, seed: int = 0) -> Cod
     """
     if name is None:
         if stochastic:
-            raise ValueError('stochastic_rounding=True rounds what a codec sends, and there is none: add codec="int8".')
+            raise ValueError('stochastic_rounding=True is not supported without a codec. Add codec="int8".')
         return None
     if not is_one_of(name, tuple(_BITS)):
         raise ValueError(f"codec must be one of {', '.join(map(repr, _BITS))} or None (got {shown(name)}).")

@@ -45,7 +45,7 @@ _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 _BETAS, _EPS = (0.9, 0.999), 1e-8
 """Defaults of torch.optim.SparseAdam."""
 
-_ON_RANK_0 = "between runs of several ranks rank 0 has them all. Use them there, or save and load a checkpoint."
+_ON_RANK_0 = "between runs of several ranks, rank 0 stores all rows. Use them there, or save and load a checkpoint."
 
 _PICKLED = "it was pickled while several ranks trained it. Load a checkpoint, or pickle it after training."
 
@@ -253,10 +253,10 @@ class DistributedEmbedding(LearnedRows):
         super().__init__()
         for name, value, least in (("num_nodes", num_nodes, 1), ("dim", dim, 1), ("staleness", staleness, 0)):
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is an integer of at least {least} (got {value!r}).")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
         check_choice("optimizer", optimizer, get_args(SparseOptimizer))
         if lr < 0:
-            raise ValueError(f"lr is at least 0 (got {lr}).")
+            raise ValueError(f"lr must be at least 0, got {lr}.")
         self.num_nodes, self.dim, self.optimizer, self.lr = num_nodes, dim, optimizer, lr
         self.staleness, self.seed, self.node_type = staleness, seed, node_type
         self._names = ("weight", *_MOMENTS[optimizer])
@@ -316,11 +316,11 @@ class DistributedEmbedding(LearnedRows):
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the rows of original ids, ``[n, D]``; see the class."""
         if ids.dim() != 1 or ids.dtype != torch.long:
-            raise ValueError(f"ids are int64 [n], such as batch.n_id (got {ids.dtype} {list(ids.shape)}).")
+            raise ValueError(f"ids must be int64 of shape [n], such as batch.n_id, got {ids.dtype} {list(ids.shape)}.")
         here = ids.cpu()
         low, high = (int(each) for each in here.aminmax()) if len(here) else (0, 0)
         if low < 0 or high >= self.num_nodes:
-            raise ValueError(f"ids run from {low} to {high}, but the embedding has num_nodes={self.num_nodes} rows.")
+            raise ValueError(f"ids must be from 0 to {self.num_nodes - 1} (num_nodes={self.num_nodes}), got {low} to {high}.")
         if not self.training:
             self.flush()
         owned = self._owners is not None and self._owners.are_own(ids)
@@ -353,11 +353,11 @@ class DistributedEmbedding(LearnedRows):
     def _check_here(self) -> None:
         """Raises RuntimeError if this process does not have the rows, or must not change them."""
         if self._elsewhere:
-            raise RuntimeError(f"The rows of this DistributedEmbedding are not here: {self._elsewhere}")
+            raise RuntimeError(f"The rows of this DistributedEmbedding are not in this process: {self._elsewhere}")
         if num_ranks() > 1:
             raise RuntimeError(
-                f"DistributedEmbedding on {num_ranks()} ranks needs to know who owns which node. Use a strategy of this "
-                'package, such as Trainer(strategy="sampling").'
+                f"DistributedEmbedding on {num_ranks()} ranks needs a strategy of this package, which defines the owners of "
+                'nodes. Use Trainer(strategy="sampling").'
             )
 
     def _initial(self, ids: Tensor) -> Tensor:
@@ -435,30 +435,30 @@ class DistributedEmbedding(LearnedRows):
         of_types = f"node_type={self.node_type!r}, but the graph has "
         if types.is_hetero and self.node_type not in types.nodes:
             raise ValueError(
-                f"'{name}' is a DistributedEmbedding with {of_types}node types {list(types.nodes)}. Say whose rows these are: "
+                f"'{name}' is a DistributedEmbedding with {of_types}node types {list(types.nodes)}. Set the type of its nodes: "
                 f"DistributedEmbedding(..., node_type={next(iter(types.nodes))!r})."
             )
         if not types.is_hetero and self.node_type is not None:
-            raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Leave node_type out.")
+            raise ValueError(f"'{name}' is a DistributedEmbedding with {of_types}no types. Remove node_type.")
         num_nodes = types.total(self.node_type or types.input_type)
         if self.num_nodes != num_nodes:
             of_type = "" if self.node_type is None else f" of type {self.node_type!r}"
             raise ValueError(
                 f"'{name}' is a DistributedEmbedding of num_nodes={self.num_nodes}, but the graph has {num_nodes} "
-                f"nodes{of_type}. Make it with num_nodes={num_nodes}."
+                f"nodes{of_type}. Set num_nodes={num_nodes}."
             )
 
     @override
     def check_training(self, num_optimizers: int, precision: Precision | None) -> None:
         if num_optimizers > 1:
             raise ValueError(
-                f"DistributedEmbedding steps when the optimizer has stepped, but there are {num_optimizers} optimizers. "
-                "Give one that has all parameters."
+                f"DistributedEmbedding does not support {num_optimizers} optimizers: it steps with the optimizer. Use one "
+                "optimizer for all parameters."
             )
         if getattr(precision, "scaler", None) is not None:
             raise ValueError(
-                "precision='16-mixed' scales the loss, and DistributedEmbedding would learn from scaled gradients. "
-                "Use precision='bf16-mixed' or 32."
+                "DistributedEmbedding does not support precision='16-mixed', which scales its gradients. Use "
+                "precision='bf16-mixed' or 32."
             )
 
     @override
@@ -499,7 +499,7 @@ class DistributedEmbedding(LearnedRows):
         if self._owners is not None:
             self._owners.close()
         if self._changed:
-            self._elsewhere = "training did not come to its end. Load a checkpoint."
+            self._elsewhere = "training did not finish. Load a checkpoint."
         self._changed = False
         self._own = self._owners = None
         _with_gradients.discard(self)
@@ -547,7 +547,7 @@ class DistributedEmbedding(LearnedRows):
         found = {name: state_dict[prefix + name] for name in self._names if prefix + name in state_dict}
         for name, rows in found.items():
             if rows.shape != shape:
-                hint = " It is that of a rank other than 0, which has no rows." if len(rows) == 0 else ""
+                hint = " It was saved on a rank other than 0, which has no rows." if len(rows) == 0 else ""
                 error_msgs.append(f"{prefix}{name} is {list(rows.shape)}, but the embedding is {list(shape)}.{hint}")
                 return
         self.flush()

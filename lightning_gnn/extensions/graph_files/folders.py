@@ -49,7 +49,7 @@ from lightning_gnn.registry import cutter_of
 ROWS = 1 << 20
 """Number of rows of a table or of a copied array in memory at once."""
 
-NEEDS_PYARROW = "{} is read with pyarrow, which is not installed: pip install lightning-gnn[files]."
+NEEDS_PYARROW = "Reading {} needs pyarrow, which is not installed. Run pip install lightning-gnn[files]."
 
 
 def mapped(file: Path) -> np.ndarray:
@@ -161,7 +161,7 @@ class Table:
             width = getattr(column.type, "list_size", None)
             values = (column.flatten() if width else column).to_numpy(zero_copy_only=False)
             if values.dtype.kind not in "biuf":
-                raise ValueError(f"{file}: column {name!r} holds {column.type}, and numbers are needed.")
+                raise ValueError(f"{file}: column {name!r} must have numbers, got {column.type}.")
             arrays.append(values.reshape(-1, width) if width else values)
         return arrays[0] if len(arrays) == 1 else np.column_stack(arrays)
 
@@ -184,8 +184,8 @@ def write_rows(file: Path, table: Table) -> np.ndarray:
                     first = piece[:0]
                 if piece.shape[1:] != first.shape[1:] or piece.dtype.kind != first.dtype.kind:
                     raise ValueError(
-                        f"{source}, row {row}: {piece.dtype} {list(piece.shape[1:])} per row, where the files before have "
-                        f"{first.dtype} {list(first.shape[1:])}."
+                        f"{source}, row {row}: rows must be {first.dtype} {list(first.shape[1:])}, as in the files before, got "
+                        f"{piece.dtype} {list(piece.shape[1:])}."
                     )
                 piece.astype(first.dtype).tofile(out)
                 rows += len(piece)
@@ -233,8 +233,8 @@ def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> N
         return
     wrong = ids < 0 if num_nodes is None else (ids < 0) | (ids >= num_nodes)
     first = int(np.flatnonzero(wrong.reshape(len(ids), -1).any(1))[0])
-    there = "" if num_nodes is None else f"; there are {num_nodes} nodes, 0 to {num_nodes - 1}"
-    raise ValueError(f"{file}, row {row + first}: {ids[first].tolist()} is no pair of ids of nodes{there}.")
+    there = "" if num_nodes is None else f" from 0 to {num_nodes - 1}, for {num_nodes} nodes"
+    raise ValueError(f"{file}, row {row + first}: edges must be pairs of node ids{there}, got {ids[first].tolist()}.")
 
 
 def _end(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -274,7 +274,7 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """
     if not folder.is_dir():
         raise ValueError(
-            f"There is no folder {folder}. Give a folder with a graph's files (docs/large-graphs.md), or an import path."
+            f"Folder {folder} does not exist. Use a folder with the files of a graph (docs/large-graphs.md), or an import path."
         )
     forms: dict[str, Callable[[Path, Path], tuple[Data, Split | None]]] = {
         "graph.json": _own,
@@ -293,9 +293,7 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
                 raise ValueError(f"{folder} cannot be read: {error}.") from error
             except KeyError as error:
                 raise ValueError(f"{folder / name} has no {error}, which a graph needs.") from error
-    raise ValueError(
-        f"{folder} holds none of {', '.join(forms)}: no form of a graph that is known. docs/large-graphs.md describes them."
-    )
+    raise ValueError(f"{folder} must have one of {', '.join(forms)}, which describe a graph. See docs/large-graphs.md.")
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -342,9 +340,9 @@ def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
         try:
             described = json.loads((folder / "graph.json").read_text())
         except ValueError as error:
-            raise ValueError(f"{folder / 'graph.json'} is no JSON: {error}.") from error
+            raise ValueError(f"{folder / 'graph.json'} is not valid JSON: {error}.") from error
         if not isinstance(described, dict) or "edge_index" not in described:
-            raise ValueError(f"{folder / 'graph.json'} must name the files of attributes, edge_index among them.")
+            raise ValueError(f"{folder / 'graph.json'} must list the files of attributes, including edge_index.")
     num_nodes = described.pop("num_nodes", None)
     values = Data()
     for name, of in described.items():
@@ -378,8 +376,8 @@ def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, 
 def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
     if len(names) > 1:
         raise ValueError(
-            f"{file} has {len(names)} types of {what}, {', '.join(map(str, names[:5]))}. A graph in files has one; load "
-            "those with types as a HeteroData, GraphDataModule(function)."
+            f"{file} must have one type of {what}, got {len(names)}: {', '.join(map(str, names[:5]))}. Load a graph with types "
+            "as a HeteroData: GraphDataModule(function)."
         )
 
 

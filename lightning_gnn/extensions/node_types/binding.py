@@ -81,8 +81,8 @@ class TypedGraph(GraphContext):
             if kind is not None:
                 return kind
         raise UnsupportedModelError(
-            f"'{layer}' was called without edges of the batch: of a graph with types, convs take batch[...].edge_index, or "
-            "batch.edge_index_dict, as they are. Choose or add edges in the data."
+            f"'{layer}' was called without edges of the batch, which is not supported on a graph with types. Pass "
+            "batch[...].edge_index or batch.edge_index_dict unchanged, and select edges in the data."
         )
 
     def with_halo(self, kind: EdgeType, x: Tensor, layer: str, columns: int | None) -> tuple[GraphContext, Tensor] | None:
@@ -154,8 +154,8 @@ class TypedGraph(GraphContext):
     @override
     def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
         raise UnsupportedModelError(
-            f"{layer} takes rows of graphs of one type, and does not know whose rows these are. Use convs, which know it by "
-            "their edges."
+            f"{layer} does not support graphs with types: the type of its rows is unknown. Use convs, whose edges define the "
+            "type."
         )
 
     @override
@@ -222,7 +222,7 @@ def check_typed_module(module: torch.nn.Module) -> None:
 
 def _refuse_for_one_type(where: str, child: torch.nn.Module) -> None:
     if isinstance(child, (pyg_nn.DirGNNConv, pyg_nn.GPSConv)) or (isinstance(child, tuple(OVER_ALL)) and global_methods(child)):
-        raise UnsupportedModelError(f"{where} is for graphs of one type: use convs that are called on an edge type.")
+        raise UnsupportedModelError(f"{where} does not support graphs with types. Use convs that are called on an edge type.")
 
 
 class TypedBinding(Binding):
@@ -260,7 +260,7 @@ def _forward(self: MessagePassing, *args: Any, **kwargs: Any) -> Any:
     kind = graph.kind_of((*args, *kwargs.values()), layer)
     if kind[0] != kind[2] and getattr(self, "add_self_loops", False):
         raise UnsupportedModelError(
-            f"'{layer}' ({type(self).__name__}) adds self-loops to edges {kind}, whose ends are of two types. Set "
+            f"'{layer}' ({type(self).__name__}) does not support self-loops on edges {kind}, whose ends have two types. Set "
             "add_self_loops=False."
         )
     context: GraphContext = graph.relations[kind]

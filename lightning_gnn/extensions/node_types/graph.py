@@ -37,13 +37,13 @@ def about_types(error: str, step: str) -> str | None:
     if found is not None and found[1] == "HeteroData":
         kind = "'paper', 'cites', 'paper'" if found[2].startswith("edge") else "'paper'"
         return (
-            f"{step} reads batch.{found[2]}, and a HeteroData has its rows and edges by type: batch[{kind}].{found[2]}, say, "
-            "batch.x_dict and batch.edge_index_dict. Make the model for types (to_hetero, HeteroConv), or, if the graph's types "
-            "do not matter, GraphDataModule(graph.to_homogeneous()); docs/models.md, 'Node and edge types'."
+            f"{step} reads batch.{found[2]}, but a HeteroData stores it by type: batch[{kind}].{found[2]}, batch.x_dict and "
+            "batch.edge_index_dict. Use a model for types (to_hetero, HeteroConv). If types do not matter, use "
+            "GraphDataModule(graph.to_homogeneous()). See docs/models.md, 'Node and edge types'."
         )
     if found is not None and found[2].endswith("_dict"):
         name = found[2].removesuffix("_dict")
-        return f"{step} reads batch.{name}_dict, which a HeteroData has, and this graph has no types: read batch.{name}."
+        return f"{step} reads batch.{name}_dict of a HeteroData, but this graph has no types. Read batch.{name}."
     return None
 
 
@@ -63,7 +63,7 @@ def prepare_hetero(
         fractions, split_index, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
     """
     if not data.edge_types:
-        raise ValueError("The HeteroData has no edge types. Set data['author', 'writes', 'paper'].edge_index, say.")
+        raise ValueError("The HeteroData has no edge types. Add one, such as data['author', 'writes', 'paper'].edge_index.")
     chosen, predicted = input_type_of(data, input_type), predicted_edges(edge_stores(data))
     masks_needed = masks_needed and predicted is None
     result = HeteroData()
@@ -102,14 +102,14 @@ def _num_nodes(name: NodeType, store: BaseStorage) -> int:
     for attribute in ("x", "y", *MASKS):
         check_tensor(attribute, store.get(attribute))
         if store.get(attribute) is not None and not store[attribute].dim():
-            raise ValueError(f"{attribute} has a single value: one row per node is needed.")
+            raise ValueError(f"{attribute} must have one row per node, got a single value.")
     rows = [store[attribute].size(0) for attribute in ("x", "y") if store.get(attribute) is not None]
     size = store["num_nodes"] if "num_nodes" in store else rows[0] if rows else None
     if size is None:
-        raise ValueError(f"it has neither x nor num_nodes. Say how many nodes there are: data['{name}'].num_nodes = 1000.")
+        raise ValueError(f"it has neither x nor num_nodes. Set the number of nodes, such as data['{name}'].num_nodes = 1000.")
     check_whole(num_nodes=size)
     if any(each != size for each in rows):
-        raise ValueError(f"num_nodes is {size}, but x and y have {rows} rows: one row per node is needed.")
+        raise ValueError(f"x and y must have num_nodes={size} rows, one per node, got {rows}.")
     if size < 1:
         raise ValueError(
             f"it has no nodes: x has no rows, or num_nodes is {size}. Remove it: del data['{name}'], and its edge types."

@@ -216,7 +216,7 @@ def full_disk(error: OSError) -> Exception:
     """Returns the exception to raise if a file of memory_limit could not be written."""
     if error.errno != errno.ENOSPC:
         return error
-    return RuntimeError("The disk of spill_dir is full. Name a folder on a larger one, or give ranks more memory_limit.")
+    return RuntimeError("The disk of spill_dir is full. Set spill_dir to a folder on a larger disk, or increase memory_limit.")
 
 
 @contextmanager
@@ -236,13 +236,13 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     rooms = min(len(near), cores + 1)
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
-            raise RuntimeError("memory_limit needs the malloc of glibc, and this process has another. Leave it out.")
+            raise RuntimeError("memory_limit needs the malloc of glibc, but this process uses another. Remove memory_limit.")
         own = world.all_gather_object(own_bytes())
         room = most_bytes - sum(own[rank] for rank in near)
         if room < _LEAST_ROOM * rooms:
             raise ValueError(
-                f"memory_limit leaves no room: {len(near)} ranks take {sum(own[rank] for rank in near) / 1e9:.3g} GB themselves "
-                f"(got {most_bytes / 1e9:.3g} GB). Give them more, or take fewer; ranks that are forks take less "
+                f"memory_limit must exceed the {sum(own[rank] for rank in near) / 1e9:.3g} GB that {len(near)} ranks use "
+                f"themselves, got {most_bytes / 1e9:.3g} GB. Increase it, use fewer ranks, or use less memory per rank "
                 '(start_method="fork").'
             )
         turns = Turns(world, near, rooms, cores, folder)
@@ -290,12 +290,11 @@ class Pager(TorchDispatchMode):
             self._file = unnamed_file(folder, os.O_DIRECT)
         except OSError as error:
             raise ValueError(
-                f"spill_dir={str(folder)!r} cannot hold what ranks have no memory for ({error.strerror}). Name a folder on "
-                "a local disk."
+                f"spill_dir={str(folder)!r} cannot store the memory of ranks ({error.strerror}). Use a folder on a local disk."
             ) from error
         if _is_in_memory(os.fstat(self._file).st_dev):
             os.close(self._file)
-            raise ValueError(f"spill_dir={str(folder)!r} is itself in memory (tmpfs). Name a folder on a disk.")
+            raise ValueError(f"spill_dir={str(folder)!r} is in memory (tmpfs). Use a folder on a disk.")
         device, inode = _key_in_maps(self._file)
         # Groups: begin, end, and offset and inode of the file; private anonymous memory has neither offset nor inode.
         self._lines = re.compile(
@@ -491,7 +490,7 @@ def _key_in_maps(file: int) -> tuple[str, str]:
             found = _LINE.match(line)
             if found is not None and int(found[1], 16) <= begin < int(found[2], 16):
                 return found[5], found[6]
-    raise RuntimeError("/proc/self/maps does not tell where files are mapped, which memory_limit needs. Leave it out.")
+    raise RuntimeError("/proc/self/maps does not list mapped files, which memory_limit needs. Remove memory_limit.")
 
 
 def _is_in_memory(device: int) -> bool:

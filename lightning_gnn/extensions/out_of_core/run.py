@@ -184,10 +184,10 @@ class OutOfCore:
 
     def __init__(self, memory_limit: int | str | None, folder: str | Path | None, shared_memory: bool) -> None:
         if memory_limit is None:
-            raise ValueError("spill_dir is where ranks have what memory_limit has no room for: set that, too.")
+            raise ValueError("spill_dir is not supported without memory_limit. Set memory_limit, or remove spill_dir.")
         self.most_bytes, self._folder = checked_bytes("memory_limit", memory_limit), folder
         if not shared_memory:
-            raise ValueError("memory_limit needs ranks that exchange through shared memory. Leave shared_memory=False out.")
+            raise ValueError("memory_limit is not supported with shared_memory=False. Remove shared_memory=False.")
         self._world: OutOfCoreWorld | None = None
 
     def check(self, devices: Sequence[torch.device], machines: int) -> None:
@@ -200,9 +200,9 @@ class OutOfCore:
         kinds = sorted({device.type for device in devices})
         if kinds != ["cpu"] or machines > 1 or len(devices) == 1:
             raise ValueError(
-                "memory_limit is for several CPU ranks of one machine: each has a part of the graph, and they compute one after "
-                f"the other (got num_nodes={machines}, devices={len(devices)} on {', '.join(kinds)}). Set "
-                'Trainer(accelerator="cpu", devices=8), say.'
+                f"memory_limit needs several CPU ranks on one machine, which compute in turn, got num_nodes={machines}, "
+                f"devices={len(devices)} on {', '.join(kinds)}. Set "
+                'Trainer(accelerator="cpu", devices=8), for example.'
             )
 
     def make_world(self, default_folder: str, *of_run: Any) -> OutOfCoreWorld:

@@ -40,14 +40,14 @@ def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
     for machine, assumed in found:
         if assumed:
             rank_zero_info(
-                f"Assumed of the machine of ranks {', '.join(map(str, machine.ranks))}: {'; '.join(assumed)}. Or measure: "
-                "lightning-gnn topology measure."
+                f"Assumed for the machine of ranks {', '.join(map(str, machine.ranks))}: {'; '.join(assumed)}. To measure "
+                "instead, run lightning-gnn topology measure."
             )
     topology = detected([machine for machine, _ in found])
     if qpi := {hop.gb_per_s for hop in topology.hops if hop.kind == "qpi"}:
         rank_zero_info(
-            f"Assumed between sockets, and between host bridges: {', '.join(map(str, sorted(qpi)))} GB/s, in proportion to PCIe. "
-            "Or measure: lightning-gnn topology measure."
+            f"Assumed between sockets and between host bridges: {', '.join(map(str, sorted(qpi)))} GB/s, in proportion to "
+            "PCIe. To measure instead, run lightning-gnn topology measure."
         )
     return topology
 

@@ -53,7 +53,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("num_layers", "columns", "features", "element_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is a number above 0 (got {getattr(self, name)}).")
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}.")
 
     @property
     def row_bytes(self) -> int:

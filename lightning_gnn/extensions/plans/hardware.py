@@ -370,10 +370,10 @@ def local_machine(
         try:
             gpus, devices, assumed = local_gpus(uuids, sysfs)
         except UnknownGPUsError as error:
-            assumed.append(f"GPUs joined alike, by {SHARED_MEMORY} GB/s, since {error}")
+            assumed.append(f"equal links of {SHARED_MEMORY} GB/s between GPUs, because {error}")
     found = _ports(cuda, sysfs) if several else []
     if several and not found:
-        assumed.append(f"one network port, of {ETHERNET} GB/s, since Linux does not tell which one ranks use and how fast it is")
+        assumed.append(f"one network port of {ETHERNET} GB/s, because Linux does not report which port ranks use, and its speed")
     # Of ports of several kinds, for example for storage and messages, NCCL prefers the fastest.
     most = max((port.gb_per_s for port in found), default=0.0)
     found = [port for port in found if port.gb_per_s >= most]
@@ -422,15 +422,15 @@ def local_gpus(uuids: Sequence[str | None], sysfs: Path = SYSFS) -> tuple[LocalG
     except ImportError as error:
         raise UnknownGPUsError("pynvml is not installed (pip install nvidia-ml-py)") from error
     if None in uuids:
-        raise UnknownGPUsError("this torch does not tell their UUIDs; torch 2.5 does")
+        raise UnknownGPUsError("this torch does not report their UUIDs; torch 2.5 does")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise UnknownGPUsError(f"NVML does not start ({error}); nvidia-smi may tell why") from error
+        raise UnknownGPUsError(f"NVML does not start ({error}); run nvidia-smi for the reason") from error
     try:
         return _gpus([str(uuid) for uuid in uuids], nvml, sysfs)
     except nvml.NVMLError as error:
-        raise UnknownGPUsError(f"NVML knows too little of them ({error})") from error
+        raise UnknownGPUsError(f"NVML lacks data about them ({error})") from error
     finally:
         nvml.nvmlShutdown()
 

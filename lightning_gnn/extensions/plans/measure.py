@@ -55,8 +55,8 @@ def transfer_seconds(world: World, num_bytes: NDArray[np.int64]) -> float:
         world.transport.start_each(by_peer(out, sent), by_peer(into, received))()
     except PeerError as error:
         raise CommunicationError(
-            f"Rank {world.rank} got nothing from, or could not send to, rank {error.peer}: {error}. Every two ranks must reach "
-            "each other: look for a firewall between them, or name the interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
+            f"Rank {world.rank} could not exchange messages with rank {error.peer}: {error}. All ranks must reach each other: "
+            "check firewalls, or set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface."
         ) from error
     synchronize(world.device)
     seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=world.device)
@@ -142,7 +142,7 @@ def measure(world: World, seconds: float, most_bytes: int, progress: Progress, n
         ValueError: if there is only one rank.
     """
     if world.size < 2:
-        raise ValueError("There is nothing to measure between ranks where there is one only.")
+        raise ValueError("Measuring links needs at least two ranks, got one.")
     flows = list(permutations(range(world.size), 2))
     rates: dict[tuple[int, int], float] = {}
     for done, flow in enumerate(flows, 1):
@@ -152,8 +152,8 @@ def measure(world: World, seconds: float, most_bytes: int, progress: Progress, n
     uneven = [f"{a}-{b}" for a, b in pairs if abs(np.log(rates[a, b] / rates[b, a])) > np.log(UNEVEN)]
     if uneven:
         rank_zero_warn(
-            f"One direction is more than {UNEVEN} times as fast as the other between ranks {', '.join(uneven)}. A topology has "
-            "one bandwidth for both: their average is taken."
+            f"Averaged the bandwidths of both directions between ranks {', '.join(uneven)}: one is more than {UNEVEN} times "
+            "the other, but a topology has one for both."
         )
     both_ways = levels(np.array([(rates[a, b] + rates[b, a]) / 2 for a, b in pairs]))
     stage_seconds, message_seconds = fixed_seconds(world)

@@ -105,7 +105,7 @@ def p2p(relation: Relation, topology: Topology) -> Plan:
         ValueError: if two devices that exchange rows have no link, or the topology has another number of devices.
     """
     check_devices(relation, topology)
-    check_links(relation.pair_rows, topology, '. Let a plan relay them: plan="spst".')
+    check_links(relation.pair_rows, topology, '. Use plan="spst", which relays them.')
     parent = np.where(relation.needs, relation.owner[:, None], -1).astype(np.int8)
     return Plan("p2p", relation, relation.bounds, parent, np.where(relation.needs, 0, -1).astype(np.int8))
 
@@ -114,8 +114,8 @@ def check_devices(relation: Relation, topology: Topology) -> None:
     """Raises ValueError unless the relation and the topology have the same number of devices."""
     if relation.num_devices != topology.num_devices:
         raise ValueError(
-            f"The graph is cut into {relation.num_devices} parts, but topology {topology.name!r} has "
-            f"{topology.num_devices} devices. Take topology.for_ranks({relation.num_devices}), or one that is large enough."
+            f"Topology {topology.name!r} must have one device per part of the graph, {relation.num_devices}, got "
+            f"{topology.num_devices}. Use topology.for_ranks({relation.num_devices}), or a larger topology."
         )
 
 

@@ -88,10 +88,10 @@ def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topo
     """Returns the cost of `traffic` sent directly: rows from each device to each other device, in stages, ``[K, P, P]``."""
     if traffic.shape[1] != topology.num_devices:
         raise ValueError(
-            f"{traffic.shape[1]} ranks exchange rows, but topology {topology.name!r} has {topology.num_devices} devices. "
-            f"Take topology.for_ranks({traffic.shape[1]}), or one that is large enough."
+            f"Topology {topology.name!r} must have one device per rank, {traffic.shape[1]}, got {topology.num_devices}. Use "
+            f"topology.for_ranks({traffic.shape[1]}), or a larger topology."
         )
-    advice = ', and products on a process grid relay nothing. Let a plan relay: strategy="dgcl".'
+    advice = ', and products on a process grid are not relayed. Use strategy="dgcl", which relays.'
     check_links(traffic.sum(0), topology, advice)
     return PlanCost.of(traffic, topology)
 
@@ -104,9 +104,9 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
     """
     check_devices(relation, topology)
     if len(topology.hosts) > 1:
-        raise ValueError(f"Swapping goes through the memory of one machine; topology {topology.name!r} has several.")
+        raise ValueError(f'plan="swap" needs the memory of one machine, but topology {topology.name!r} has several.')
     if not topology.memory:
-        raise ValueError(f"Topology {topology.name!r} does not say how devices get to host memory; add 'memory' to it.")
+        raise ValueError(f"Topology {topology.name!r} has no links between devices and host memory. Add 'memory' to it.")
     rows = np.zeros((2, len(topology.hops)), np.int64)
     for device, via in enumerate(topology.memory):
         rows[0, list(via)] += relation.offsets[device + 1] - relation.offsets[device]

@@ -245,10 +245,7 @@ class SwapExchange(HaloExchange):
 
     def __init__(self, plan: HaloPlan, halo: Ids, offsets: Ids, world: World, meter: Meter) -> None:
         if world.size > 1 and not world.transport.shares_memory:
-            raise ValueError(
-                'plan="swap" exchanges through the memory of one machine: it takes CPU ranks, all on one machine, and '
-                'shared_memory=True. Use plan="p2p" or "spst" here.'
-            )
+            raise ValueError('plan="swap" needs CPU ranks on one machine, and shared_memory=True. Use plan="p2p" or "spst" here.')
         super().__init__(plan, world, meter)
         bounds = np.searchsorted(halo, offsets)
         self._reads = [torch.from_numpy(halo[low:high] - first) for low, high, first in zip(bounds, bounds[1:], offsets)]

@@ -89,7 +89,7 @@ def summit(num_devices: int = 6, per_host: int = 6) -> Topology:
     Source: CAGNET (GNNSys'21) section 5.2 lists all bandwidths.
     """
     if not 1 <= per_host <= 6:
-        raise ValueError(f"A node of Summit has 6 GPUs (got per_host={per_host}).")
+        raise ValueError(f"per_host must be from 1 to 6, the GPUs of a Summit node, got {per_host}.")
     made = Wiring("summit")
     hosts = [range(first, min(first + per_host, num_devices)) for first in range(0, num_devices, per_host)]
     socket = {device: 2 * number + (device - host[0]) // 3 for number, host in enumerate(hosts) for device in host}
@@ -140,7 +140,7 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
     """
     if isinstance(source, str) and source in PRESETS:
         if source == "uniform" and num_ranks is None:
-            raise ValueError("uniform has as many devices as there are ranks: say how many.")
+            raise ValueError("Topology 'uniform' needs the number of ranks, got None. Set it.")
         source = PRESETS[source](num_ranks or 0)
     elif not isinstance(source, Topology):
         if not isinstance(source, (str, Path)) or not os.path.isfile(source):

@@ -34,8 +34,8 @@ PlanName = Literal["auto", "p2p", "spst", "swap"]
 PartitionName = Literal["auto", "flat", "hierarchical"]
 
 NO_TOPOLOGY = (
-    '{} looks at a topology, and none is given. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file (docs/planning.md) or a '
-    'Topology; without one, use plan="auto" or "p2p".'
+    '{} needs a topology, got None. Pass topology="dgx1", "dgx1x2", "pcie8", a JSON file (docs/planning.md) or a Topology, '
+    'or use plan="auto" or "p2p".'
 )
 
 _LINKS: WeakKeyDictionary[World, dict[Any, Topology | Hosts | None]] = WeakKeyDictionary()
@@ -129,17 +129,13 @@ class PlannedScheme(EdgeCutScheme):
             between = self.plan == "spst" and self.topology == "auto" and num_hosts > 1
             if self.plan in self.over_links and not between:
                 raise ValueError(
-                    f'plan="{self.plan}" plans for at most {MAX_DEVICES} ranks, and there are {size}. Rows can go directly: '
-                    'plan="auto" or "p2p".'
+                    f'plan="{self.plan}" supports at most {MAX_DEVICES} ranks, got {size}. Use plan="auto" or "p2p".'
                 )
             return None
         if self.topology is None:
             return None
         if size > MAX_DEVICES and self.topology == "measured":
-            raise ValueError(
-                f'topology="measured" times messages between each two ranks, of at most {MAX_DEVICES} (got {size}). '
-                'Use topology="auto".'
-            )
+            raise ValueError(f'topology="measured" supports at most {MAX_DEVICES} ranks, got {size}. Use topology="auto".')
         if self.topology not in ("auto", "measured"):
             from lightning_gnn.extensions.plans.presets import find_topology  # imported late: most runs name no topology
 

@@ -104,7 +104,7 @@ class Topology:
             if a not in devices or b not in devices or a == b:
                 raise ValueError(f"Link {shown(a)}-{shown(b)} must join two of the devices 0 to {self.num_devices - 1}.")
             if not via:
-                raise ValueError(f"Link {a}-{b} passes no hop; give it gb_per_s or via.")
+                raise ValueError(f"Link {a}-{b} has no hops. Set gb_per_s or via.")
         for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
             if sorted(device for group in groups for device in group) != list(devices):
                 raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {shown(groups)}).")
@@ -156,8 +156,8 @@ class Topology:
             return self
         if not 1 <= num_ranks < self.num_devices:
             raise ValueError(
-                f"Topology {self.name!r} has {self.num_devices} devices, but there are {num_ranks} ranks. "
-                "Name a topology with at least one device per rank."
+                f"Topology {self.name!r} has {self.num_devices} devices, but there are {num_ranks} ranks. Use a topology with "
+                "at least one device per rank."
             )
 
         def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

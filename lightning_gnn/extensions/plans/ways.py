@@ -176,9 +176,9 @@ def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offs
     direct, staged = prices(hosts, everyones)
     across, through = (int(each) for each in everyones[:, :2, 0].sum(0))
     if staged[0] >= direct[0] and staged[1] >= direct[1]:
-        rank_zero_info(f"Rows travel directly: between {hosts.name}, no relay would be faster")
+        rank_zero_info(f"Using direct exchange: between {hosts.name}, no relay is faster")
         return [Way(direct)]
-    rank_zero_info(f"Between {hosts.name}, an exchange moves {through:,} rows, each once to a machine ({across:,} directly)")
+    rank_zero_info(f"Relaying between {hosts.name}: {through:,} rows per exchange, each once to a machine ({across:,} directly)")
     ways = [Way(direct), Way(staged, tables)]
     return ways[1:] if staged[0] <= direct[0] and staged[1] <= direct[1] else ways
 
@@ -206,8 +206,8 @@ def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:
     """Returns the log line about the plans."""
     relayed = [each.plan for each in found if each.plan.num_stages > 1]
     if not relayed:
-        return f"Rows travel directly: over {topology.name}, no relay would be faster"
+        return f"Using direct exchange: over {topology.name}, no relay is faster"
     rows = relayed[0].relation.pair_rows.sum()
     plans = " or ".join(f"{plan.traffic.sum():,} rows in {plan.num_stages} stages" for plan in relayed)
-    narrow = "; narrow rows travel directly" if len(relayed) < len(found) else ""
+    narrow = "; narrow rows are sent directly" if len(relayed) < len(found) else ""
     return f"SPST over {topology.name}: an exchange moves {plans} ({rows:,} directly){narrow}; planned in {seconds:.1f} s"

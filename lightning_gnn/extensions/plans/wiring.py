@@ -155,7 +155,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
     for where, entry in _entries(description, "hops", "topology", []):
         title = _get(entry, "name", str, where)
         if title in shared or title.startswith("-"):
-            raise ValueError(f"{where}: the name {title!r} is taken, or starts with '-'.")
+            raise ValueError(f"{where}: name must be unique and must not start with '-', got {title!r}.")
         shared[title] = len(hops)
         hops += _duplex(title, entry, where)
 
@@ -172,7 +172,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
     for where, entry in _entries(description, "links", "topology", [] if num_devices == 1 else None):
         a, b = _get(entry, "a", int, where), _get(entry, "b", int, where)
         if (a, b) in links:
-            raise ValueError(f"{where}: there is another link between {shown(a)} and {shown(b)}.")
+            raise ValueError(f"{where}: the link between {shown(a)} and {shown(b)} is defined twice.")
         via = way(entry, where)
         if "gb_per_s" in entry or "bandwidth_mbit" in entry:
             via = (*via, len(hops))
@@ -190,7 +190,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
     for where, entry in _entries(description, "memory", "topology", []):
         device = _get(entry, "device", int, where)
         if device in memory:
-            raise ValueError(f"{where}: there is another entry of device {device}.")
+            raise ValueError(f"{where}: device {device} is defined twice.")
         memory[device] = way(entry, where)
     if memory and sorted(memory) != list(range(num_devices)):
         raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {shown(sorted(memory))}).")

@@ -512,7 +512,7 @@ def test_without_a_codec_nothing_is_in_between(ranks):
             {"codec": "int3"},
             r"codec must be one of 'int8', 'int4', 'int2', 'bfp8', 'bfp4', 'bf16' or None \(got 'int3'\)",
         ),
-        ({"stochastic_rounding": True}, 'there is none: add codec="int8"'),
+        ({"stochastic_rounding": True}, 'not supported without a codec. Add codec="int8"'),
         ({"codec": "int8", "plan": "swap"}, "plan='swap'.* Use plan='p2p' or 'spst'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_types_begin_with_rows_of_their_own():
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"num_nodes": 6}, "node_type=None, but the graph has node types .* Say whose rows these are"),
+        ({"num_nodes": 6}, "node_type=None, but the graph has node types .* Set the type of its nodes"),
         ({"num_nodes": 6, "node_type": "venue"}, "node_type='venue', but the graph has node types"),
         ({"num_nodes": 7, "node_type": "topic"}, "num_nodes=7, but the graph has 6 nodes of type 'topic'"),
     ],
@@ -139,5 +139,5 @@ def test_tables_of_no_type_of_the_graph_are_refused(table, words, tmp_path):
 def test_a_table_of_a_type_is_refused_for_a_graph_without():
     one = torch.tensor([5]).numpy()
     made = torch.nn.ModuleList([DistributedEmbedding(5, 4, node_type="topic")])
-    with pytest.raises(ValueError, match="but the graph has no types. Leave node_type out"):
+    with pytest.raises(ValueError, match="but the graph has no types. Remove node_type"):
         check_fits(made, SimpleNamespace(types=Types.none(one, one)))

@@ -270,17 +270,17 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         (
             "described",
             lambda f: (f / "edges1.csv").write_text("weight,from,to\n1,3,4\n1,5,90\n"),
-            r"edges1.csv, row 1: \[5, 90\] is no pair of ids.*90 nodes",
+            r"edges1.csv, row 1: edges must be pairs of node ids.*90 nodes, got \[5, 90\]",
         ),
         (
             "described",
             lambda f: (f / "edges1.csv").write_text("weight,from,to\n1,3,x\n"),
-            "edges1.csv: column 'to' holds string, and numbers are needed",
+            "edges1.csv: column 'to' must have numbers, got string",
         ),
         ("described", lambda f: (f / "edges1.csv").write_text("weight,from\n1,3\n"), "edges1.csv cannot be read"),
         ("described", lambda f: (f / "nodes.csv.gz").unlink(), "no file nodes.csv.gz"),
-        ("described", lambda f: (f / "graph.json").write_text("{"), "graph.json is no JSON"),
-        ("described", lambda f: (f / "graph.json").write_text('{"x": "x.parquet"}'), "edge_index among them"),
+        ("described", lambda f: (f / "graph.json").write_text("{"), "graph.json is not valid JSON"),
+        ("described", lambda f: (f / "graph.json").write_text('{"x": "x.parquet"}'), "including edge_index"),
         (
             "described",
             lambda f: (f / "graph.json").write_text('{"edge_index": {"file": 1}}'),
@@ -293,7 +293,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
             lambda f: np.save(f / "feat1.npy", np.zeros((30, 5), np.float32)),
             "feat1.npy, row 0: float32 .5. per row",
         ),
-        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "2 types of edges"),
+        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "one type of edges, got 2"),
         (
             "graphbolt",
             lambda f: (f / "metadata.yaml").write_text("graph: {nodes: [{num: 3}]}"),
@@ -302,7 +302,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         ("ogb", lambda f: np.savez(f / "raw" / "data.npz", node_feat=GRAPH.x.numpy()), "data.npz has no 'edge_index'"),
         ("own", lambda f: np.save(f / "edge_index.npy", EDGES.T[:, :1]), r"edge_index.npy must hold edges, \[2, E\]"),
         ("own", lambda f: np.save(f / "edge_index.npy", EDGES + 1), "edge_index holds ids from 1 to 90"),
-        ("own", lambda f: (f / "edge_index.npy").unlink(), "holds none of graph.json, metadata.json"),
+        ("own", lambda f: (f / "edge_index.npy").unlink(), "must have one of graph.json, metadata.json"),
         ("own", lambda f: (f / "x.npy").write_bytes(b"no"), "x.npy cannot be read as a .npy file"),
     ],
 )
@@ -316,7 +316,7 @@ def test_what_is_wrong_is_told_by_file_and_row(form, change, words, tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="There is no folder .*nowhere. Give a folder with a graph's files"):
+    with pytest.raises(ValueError, match="Folder .*nowhere does not exist. Use a folder with the files of a graph"):
         GraphDataModule(str(tmp_path / "nowhere"), partition_dir=tmp_path / "store").build(THREE)
     with pytest.raises(ValueError, match="source_kwargs=.* needs a callable or an import path"):
         GraphDataModule(str(own(tmp_path / "g")), {"a": 1}, partition_dir=tmp_path / "store").build(THREE)

@@ -475,8 +475,8 @@ STEPS: dict[str, tuple[Any, str]] = {
         some_edges,
         r"'model.model.conv.convs.<paper___cites___paper>' was called without edges of the batch",
     ),
-    "expand": (expanded, "gather_halo takes rows of graphs of one type"),
-    "self-loops": (looped, r"adds self-loops to edges \('author', 'writes', 'paper'\), whose ends are of two types"),
+    "expand": (expanded, "gather_halo does not support graphs with types"),
+    "self-loops": (looped, r"does not support self-loops on edges \('author', 'writes', 'paper'\), whose ends have two types"),
 }
 MODELS.update({f"refused: {name}": (lambda look=look: Mean(look)) for name, (look, _) in STEPS.items()})
 

@@ -351,7 +351,7 @@ def test_ranks_agree(ranks, tmp_path):
     found, said = results[0]
     assert results == [(found, said)] * 4
     assert [found.hops[hop].gb_per_s for hop in found.links[0, 2]] == [3.12, 12.5]
-    assert len(said) == 1 and "ranks 0, 1: one network port, of 3.12 GB/s" in said[0]
+    assert len(said) == 1 and "ranks 0, 1: one network port of 3.12 GB/s" in said[0]
     fast.interface("eth1", "pci0000:00/0000:00:04.0", "100000")  # which of the two gloo takes is unknown
     results = ranks.run(4, _detected, [tmp_path, tmp_path], None)
     assert same(results[0][0], machines([2, 2])) and len(results[0][1]) == 2
@@ -364,7 +364,7 @@ def test_ranks_agree_on_gpus(ranks):
     assert results == [(found, said)] * 4
     assert [found.hops[hop].gb_per_s for hop in found.links[0, 1]] == [24.22]
     assert found.hosts == ((0, 1), (2, 3)) and [found.hops[hop].gb_per_s for hop in found.links[0, 2]] == [3.12, 3.12]
-    assert ["slots of 11.13" in text and "port, of 3.12" in text and "NVLinks" not in text for text in said] == [
+    assert ["slots of 11.13" in text and "port of 3.12" in text and "NVLinks" not in text for text in said] == [
         True
     ] * 2
     results = ranks.run(4, _detected, [NOWHERE] * 2, {})

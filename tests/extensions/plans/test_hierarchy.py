@@ -130,5 +130,5 @@ def test_72_ranks_on_9_machines_as_directly(share, monkeypatch):
 def test_a_plan_by_name_needs_machines():
     assert DGCLScheme(plan="spst").layout(72, num_hosts=9).groups is not None
     for asked, num_hosts in (({}, 1), ({"topology": "uniform"}, 9)):
-        with pytest.raises(ValueError, match="at most 64 ranks, and there are 72. Rows can go directly"):
+        with pytest.raises(ValueError, match="at most 64 ranks, got 72. Use plan=.auto"):
             DGCLScheme(plan="spst", **asked).layout(72, num_hosts=num_hosts)

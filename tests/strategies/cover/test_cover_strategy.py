@@ -135,7 +135,7 @@ def test_plans_that_are_none():
     for plan in ("auto", "swap", "fastest", None):
         with pytest.raises(ValueError, match="plan must be one of 'p2p', 'spst'"):
             CoverStrategy(plan=plan)
-    with pytest.raises(ValueError, match='plan="spst" looks at a topology, and none is given'):
+    with pytest.raises(ValueError, match='plan="spst" needs a topology, got None'):
         CoverStrategy(plan="spst", topology=None)
 
 

@@ -268,7 +268,7 @@ BAD_GRAPHS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "'paper': train_mask has 7 entries",
     ),
-    "short_y": (lambda: changed(y=torch.zeros(7)), {}, "'paper': num_nodes is 40, but x and y have .40, 7. rows"),
+    "short_y": (lambda: changed(y=torch.zeros(7)), {}, "'paper': x and y must have num_nodes=40 rows, one per node, got .40, 7."),
     "nan": (lambda: changed(x=torch.full((40, 2), float("nan"))), {}, "'paper': x holds NaN"),
     "no_size": (without_size, {}, "'topic': it has neither x nor num_nodes"),
     "unknown_end": (

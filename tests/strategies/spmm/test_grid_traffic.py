@@ -404,13 +404,13 @@ def test_products_without_a_link_or_a_topology():
     found = all_products(workload(4), line)
     for each in found.values():
         assert each.seconds is None and each.rows > 0
-        assert "no link between them, and products on a process grid relay nothing" in each.reason
+        assert "no link between them, and products on a process grid are not relayed" in each.reason
     bare = all_products(workload(4), None)
     assert [each.rows for each in bare.values()] == [each.rows for each in found.values()]
     assert all(each.seconds is None and not each.reason for each in bare.values())
     json.dumps([each.as_dict() for each in bare.values()])
     assert list(all_products(workload(6), None))[-1] == "spmm_15d c=6 blocks"  # no square
-    with pytest.raises(ValueError, match="cut into 4 parts"):
+    with pytest.raises(ValueError, match="one device per part of the graph, 4,"):
         grid_exchanges(workload(4), dgx1())
-    with pytest.raises(ValueError, match="4 ranks exchange rows, but topology 'dgx1' has 8 devices"):
+    with pytest.raises(ValueError, match="'dgx1' must have one device per rank, 4, got 8"):
         direct_cost(np.zeros((1, 4, 4), np.int64), dgx1())
