@@ -189,7 +189,7 @@ def described(rank: int, world_size: int, strategy: str, folder: Path) -> None:
         ("spmm_2d", 4, {"permute": "random"}),
         ("vertex_cut_cached", 2, {"codec": "int8", "monitor": None}),
         ("sampling", 2, {"num_neighbors": [15, 10], "method": "neighbor"}),
-        ("cluster_allreduce", 2, {"clusters": 40, "average_every_n_batches": 1}),
+        ("cluster_allreduce", 2, {"num_clusters": 40, "average_every_n_batches": 1}),
     ],
 )
 def test_every_strategy_is_described(ranks, tmp_path, strategy, world_size, arguments):

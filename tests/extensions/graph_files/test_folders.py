@@ -597,7 +597,7 @@ def test_ranks_of_batches_hold_no_edges(ranks, tmp_path):
     graph = GRAPH.clone()
     graph.x = graph.x.half()
     folder = str(own(tmp_path / "g", graph))
-    found = {each: ranks.run(2, evaluated, folder, str(tmp_path / "s"), each) for each in ("layers", "batches")}
+    found = {each: ranks.run(2, evaluated, folder, str(tmp_path / "s"), each) for each in ("layerwise", "minibatch")}
     for layers, batches in zip(*found.values()):
         assert layers["has_edges"] and not batches["has_edges"]
         assert (layers["x"], batches["x"]) == (
