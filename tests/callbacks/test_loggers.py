@@ -186,9 +186,9 @@ def described(rank: int, world_size: int, strategy: str, folder: Path) -> None:
     ("strategy", "world_size", "arguments"),
     [
         ("dgcl", 2, {"plan": "auto", "codec": None, "timeout": 1800.0}),
-        ("spmm_2d", 4, {"permute": "random"}),
+        ("spmm_2d", 4, {"node_order": "random"}),
         ("vertex_cut_cached", 2, {"codec": "int8", "monitor": None}),
-        ("sampling", 2, {"num_neighbors": [15, 10], "method": "neighbor"}),
+        ("sampling", 2, {"num_neighbors": [15, 10], "sampler": "neighbor"}),
         ("cluster_allreduce", 2, {"num_clusters": 40, "average_every_n_batches": 1}),
     ],
 )
