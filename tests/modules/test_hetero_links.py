@@ -537,9 +537,9 @@ def predictor(**options: Any) -> LinkPredictor:
         ("sampling", two_predicted, Ratings, "The graph has none, or several"),
         ("sampling", overlapping, Ratings, "Edge type .*edges are in more than one of"),
         ("sampling", ratings, Ratings, "split_edges"),
-        ("dgcl", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
-        ("vertex_cut", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
-        ("auto", split, Ratings, 'on samples only: use Trainer.strategy="sampling"'),
+        ("dgcl", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
+        ("vertex_cut", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
+        ("auto", split, Ratings, 'in mini-batch steps only. Use Trainer.strategy="sampling"'),
         (SamplingStrategy([2, 2], evaluation="layerwise"), split, Ratings, "evaluation='layerwise' does not support"),
     ],
 )

@@ -92,11 +92,11 @@ class Dicts(Plain):
 @pytest.mark.parametrize(
     ("module", "data", "words"),
     [
-        (Plain, typed, r"Plain.training_step reads batch.x, .* batch\['paper'\].x, say, batch.x_dict"),
+        (Plain, typed, r"Plain.training_step reads batch.x, .* batch\['paper'\].x, batch.x_dict"),
         (
             Dicts,
             lambda: awkward_graph(dtype=torch.float32),
-            "Dicts.training_step reads batch.x_dict, .*: read batch.x.",
+            "Dicts.training_step reads batch.x_dict of a HeteroData, .* Read batch.x.",
         ),
     ],
 )

@@ -522,8 +522,8 @@ class Both(torch.nn.Module):
     ("make", "options", "words"),
     [
         (Batched, {}, "'model.norm' .HeteroBatchNorm. computes statistics over all nodes"),
-        (Both, {}, "'model.conv' .DirGNNConv. is for graphs of one type"),
-        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "does not know its input columns yet"),
+        (Both, {}, "'model.conv' .DirGNNConv. does not support graphs with types"),
+        (lambda: to_hetero(GraphSAGE((-1, -1), 4, 1), METADATA), {}, "has an unknown number of input columns"),
         (lambda: sages(3), {"checkpoint_convs": True}, "checkpoint_convs=True does not support HeteroData"),
     ],
 )

@@ -481,7 +481,7 @@ def test_any_ops(disk, data):
     [
         (lambda: DGCLStrategy(memory_limit="a lot"), "memory_limit must be a number of bytes"),
         (lambda: DGCLStrategy(spill_dir="/tmp"), "spill_dir is not supported without memory_limit"),
-        (lambda: DGCLStrategy(memory_limit="1GB", shared_memory=False), "through shared memory"),
+        (lambda: DGCLStrategy(memory_limit="1GB", shared_memory=False), "not supported with shared_memory=False"),
         (lambda: SamplingStrategy(memory_limit="1GB"), "is not supported"),
         (
             lambda: L.Trainer(strategy=DGCLStrategy(memory_limit="1GB"), devices=1, accelerator="cpu"),
