@@ -171,7 +171,7 @@ def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
 
 @contextmanager
 def _logging_to(before: Any, file: Any) -> Iterator[None]:
-    """Context manager that redirects log records from `before` to `file`: handlers keep their initial stream."""
+    """Context manager that redirects handlers of `before` to `file`; a handler does not follow a replaced ``sys.stderr``."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {
         handler

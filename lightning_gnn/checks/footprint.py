@@ -347,7 +347,7 @@ class Predicted:
         bind: function that binds a module to a rank's shard for the scheme.
         layout: layout of the scheme for two ranks.
         trainer: value of ``self.trainer`` in the step; its loggers record nothing.
-        device: training device: without attention kernels on it, as on CUDA without Triton, layers save rows of edges.
+        device: training device. Without attention kernels (CUDA without Triton), layers save rows of edges, which are counted.
 
     Raises:
         RuntimeError: the step fails on a small graph, or the number of saved tensors differs between small graphs.

@@ -178,7 +178,7 @@ class Exchange(ABC):
 
     @property
     def approximate(self) -> bool:
-        """Whether rows may be approximate now: in training except its last epoch, and not for cached values."""
+        """Whether rows may be approximate now: in training before the last epoch, except for values that layers cache."""
         return self.world.transport.approximate
 
     def state_dict(self) -> dict[str, Any]:

@@ -604,7 +604,7 @@ def masks_of(
 
 
 def set_edge_masks(data: Data | BaseStorage, num_edges: int, complete: bool = True) -> None:
-    """Check the masks of a graph's edges, or of an edge type; with `complete`, missing masks become empty masks."""
+    """Check the edge masks of a graph, or of an edge type; with `complete`, add missing masks, which are all False."""
     advice = "split_edges(data) of lightning_gnn creates all three"
     for name in EDGE_MASKS if complete else [name for name in EDGE_MASKS if name in data]:
         mask = data.get(name)

@@ -316,7 +316,7 @@ def dispatch_features(x: Tensor | None = None) -> Tensor:
 
 
 def graph_allgather(x: Tensor) -> Tensor:
-    """Returns the rows of local nodes, then copies of the rows of halo nodes, differentiable: see :meth:`CommInfo.gather`."""
+    """Returns one tensor of local rows followed by halo rows from their owners, differentiable: see :meth:`CommInfo.gather`."""
     return _built("graph_allgather").gather(x)
 
 

@@ -151,7 +151,7 @@ def set_report(error: BaseException, line: str, text: str | None = None) -> None
 
     Args:
         error: the error.
-        line: last line; empty for none.
-        text: text in place of the error's traceback; empty if another process shows it, None for the traceback.
+        line: last line of the output; empty for none.
+        text: text in place of the traceback. None shows the traceback; empty shows nothing, because another process does.
     """
     setattr(error, _REPORT, (line, text))

@@ -91,7 +91,7 @@ RuleOfRows = Callable[[RowsMode, Any, Any, Any, Sequence[tuple[Tensor, RowPlacem
 
 
 def of_rows(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
-    """Returns a rule from a rule for arguments with row tensors, which receives them, and a rule for other arguments."""
+    """Returns a rule that calls `rule`, with the row tensors as last argument, or `without` if no argument is a row tensor."""
 
     @wraps(rule)
     def checked(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule of ``zeros_like`` and similar functions, which create values."""
+    """Rule of ``zeros_like`` and similar functions: the result has the row placement of the first tensor."""
     of = rows_of(first_tensor(args, kwargs))
     return mode.plain(func, args, kwargs) if of is None else mode.tagged(func(*args, **kwargs), of.rows.at(of.dim))
 

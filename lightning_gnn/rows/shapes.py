@@ -104,7 +104,7 @@ RULES[Tensor.__reduce_ex__] = _pickled
 
 
 def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Rule of ``x.grad``: for a replicated tensor, each rank has 1 / P of the gradient; parameters' are summed already."""
+    """Rule of ``x.grad``: sum the ranks' parts for a replicated tensor; refuse leaves. Gradients of parameters stay unchanged."""
     x, of = args[0], placement_of(args[0])
     out = func(x)
     if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:

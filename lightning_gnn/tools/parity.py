@@ -456,7 +456,8 @@ class _Check:
 def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
     """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
 
-    Without a number of nodes, it is the whole graph if it has at most `MAX_VALUES` and `MAX_EDGES`, else a sample within them.
+    If `num_nodes` is None: the whole graph if ``x`` has at most `MAX_VALUES` entries and there are at most `MAX_EDGES` edges,
+    else a sample within both limits.
     """
     data = data.clone()
     data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))

@@ -299,7 +299,7 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
 def _files(folder: Path, pattern: str) -> list[Path]:
     found = sorted(map(Path, glob.glob(str(folder / pattern))))
     if not found:
-        raise ValueError(f"{folder} has no file {pattern}, which its description names.")
+        raise ValueError(f"{folder} has no file {pattern}, which its description lists. Add it, or correct the description.")
     return found
 
 

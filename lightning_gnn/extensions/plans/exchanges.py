@@ -70,7 +70,7 @@ class Workload:
 
     @cached_property
     def replication_factors(self) -> tuple[float, ...]:
-        """Nodes stored by all ranks, divided by N, after 1 to `num_layers` hops (DGCL Figure 4)."""
+        """Sum over ranks of stored nodes, with copies, divided by N, for 1 to `num_layers` hops (DGCL Figure 4)."""
         return replication_factors(self.edge_index, self.owner, self.relation.num_devices, self.num_layers)
 
 

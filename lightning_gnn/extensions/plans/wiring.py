@@ -251,7 +251,7 @@ def _entries(description: Any, key: str, where: str, default: Any) -> list[tuple
 
 
 def _get(entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None) -> Any:
-    """Returns a field, or the field `instead` if only that exists; without a `default`, a missing field raises ValueError."""
+    """Returns a field, or the field `instead` if only that exists; raises ValueError for another type, or without a `default`."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be a JSON object (got {shown(entry)}).")
     if instead is not None and key not in entry and instead in entry:

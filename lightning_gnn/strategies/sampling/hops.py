@@ -85,7 +85,7 @@ class Numbering:
             self._base = 0
 
     def start(self, seeds: Tensor) -> None:
-        """Reset, and give `seeds`, int64 ``[n]``, the first n numbers; duplicates take a number, but lookups return the first."""
+        """Reset, and number `seeds`, int64 ``[n]``, from 0 to n - 1; lookups of duplicates return their first number."""
         self.clear()
         self._number(seeds, loops.APPEND)
 

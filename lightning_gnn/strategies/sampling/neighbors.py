@@ -99,9 +99,10 @@ class InEdges:
         kind: type of the edges; ``("node", "to", "node")`` for a graph without types.
         uniform: a random number of each edge, from 0 up to 1, float64 ``[S]``: a function of the batch's random seed and of the
             edge.
-        offsets: first edge of each node, and the end, int64 ``[T + 1]``.
-        of_edges, of_sources, of_targets: functions that return an attribute of the edges, or of their ends, by name, ``[S,
-            ...]``.
+        offsets: edges of target t are ``offsets[t]`` to ``offsets[t + 1] - 1``, int64 ``[T + 1]``, for T targets and S edges.
+        of_edges: function that returns an edge attribute of a given name, ``[S, ...]``.
+        of_sources: function that returns a node attribute of a given name for the source of each edge, ``[S, ...]``.
+        of_targets: function that returns a node attribute of a given name for the target of each edge, ``[S, ...]``.
     """
 
     kind: EdgeType

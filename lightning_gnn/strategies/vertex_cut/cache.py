@@ -286,7 +286,7 @@ def _fit(old: Tensor, new: Tensor) -> Tensor:
 def _move(rows: Tensor, guess: Tensor) -> None:
     """Apply the result of :func:`_fit` in place.
 
-    Scale and offset are applied in two roundings, which are equal on all machines; the roundings of a fused operation are not.
+    Two operations, not a fused one: multiplication and addition round equally on every machine, a fused operation may not.
     """
     factor, shift = guess.view(2, -1)
     rows.mul_(factor).add_(shift)
