@@ -323,5 +323,5 @@ def test_losses_of_all_rows_count_each_node_once(ranks):
 
 def test_too_little_memory_is_told(monkeypatch):
     monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: 20_000)
-    with pytest.raises(ValueError, match=r"need at least 2\.\d+e-05 GB for .*with all that lies within 2 hops.*plan="):
+    with pytest.raises(ValueError, match=r"need at least 2\.\d+e-05 GB for .*including all nodes within 2 hops.*plan="):
         fit_from_here(NodeClassifier(build("gcn"), num_classes=CLASSES), plan="replicate", num_hops=2)

@@ -43,7 +43,7 @@ def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
     tells.send("independent", PLACE)
     assert supervisor.look() == [] and supervisor.look() == []
     told = capfd.readouterr().err
-    assert told == "Rank 1 ended with exit status 3: its output says why; the others go on.\n"
+    assert told == "Rank 1 ended with exit status 3: see its output; the others go on.\n"
     assert lives.exit_code() is None
     strategy: Any = SimpleNamespace(most_restarts=0)
     for launcher in (SurvivingScriptLauncher(strategy), ScriptLauncher(strategy)):

@@ -303,7 +303,7 @@ def test_a_stored_graph_with_types_is_for_strategies_that_take_them(tmp_path):
     [
         ({"num_neighbors": {WRITES: [3, 2], CITES: [3]}}, "the same number of hops"),
         ({"num_neighbors": {WRITES: [3, -2]}}, "-2"),
-        ({"num_neighbors": {}}, r"a number for each layer .*got \{\}"),
+        ({"num_neighbors": {}}, r"one number per layer .*got \{\}"),
     ],
 )
 def test_refused_fanouts(options, words):

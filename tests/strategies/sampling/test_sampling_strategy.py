@@ -132,7 +132,7 @@ def test_an_error_in_the_background_is_the_users(ahead):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_neighbors": []}, "a number for each layer"),
+        ({"num_neighbors": []}, "one number per layer"),
         ({"num_neighbors": [5, -2]}, "-2"),
         ({"num_neighbors": [5, 0]}, "0"),
         ({"batch_size": 0}, "batch_size must be at least 1 .got 0"),

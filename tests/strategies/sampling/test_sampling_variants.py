@@ -88,8 +88,8 @@ def test_yaml_of_a_named_strategy(tmp_path):
         ),
         ({"batch_size": 5}, {"batch_size": 4}, "batch_size is set twice: 4 in GraphDataModule, 5 in Sampl"),
         ({"sampler": "cluster"}, {"num_neighbors": [3]}, "num_neighbors is not supported with sampler='cluster'"),
-        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) asks for batches .* SingleDevice"),
-        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* asks for batches of .*, and DGCLStrategy makes none"),
+        ("auto", {"num_neighbors": [3, 2]}, r"GraphDataModule\(num_neighbors=\[3, 2\]\) requires sampled mini-batches.* SingleDevice"),
+        (DGCLStrategy, {"batch_size": 4}, "batch_size=4.* requires sampled mini-batches, and DGCLStrategy does not"),
     ],
 )
 def test_choices_that_contradict_or_would_be_ignored(strategy, data, message):
