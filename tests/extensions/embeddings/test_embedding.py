@@ -95,8 +95,8 @@ class Embedded(L.LightningModule):
         return self(batch)
 
     def on_train_end(self) -> None:
-        shared = getattr(self.trainer.strategy, "_shared", None)
-        channels = [channel for each in shared.learned_rows for channel in each._owners.channels] if shared else []
+        steps = getattr(self.trainer.strategy, "steps", None)
+        channels = [channel for each in steps.shared.learned_rows for channel in each._owners.channels] if steps else []
         self.received = sum(channel.bytes_received for channel in channels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
