@@ -107,12 +107,12 @@ class PlannedScheme(EdgeCutScheme):
         return found[self.topology]
 
     def _search(self, world: World) -> Topology | Hosts | None:
+        if world.size == 1:
+            return None
         if self.topology == "measured":
             from lightning_gnn.extensions.plans.measure import measured
 
-            return measured(world) if world.size > 1 else self.topology_of(1)
-        if world.size == 1:
-            return None
+            return measured(world)
         from lightning_gnn.extensions.plans.detect import detect, hosts_of
 
         if world.size <= MAX_DEVICES:
