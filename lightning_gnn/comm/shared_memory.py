@@ -172,7 +172,7 @@ class SharedMemory:
 
     def _is_taken(self, box: _Outbox) -> bool:
         """Returns whether all receivers have taken the messages in a buffer."""
-        for peer, number in box.waits_for.items():
+        for peer, number in box.waits_for.items():  # not `_has_taken`: this runs for every message
             if self._tables[peer][self.rank, _TAKEN] < number:
                 return False
         return not self.leaving

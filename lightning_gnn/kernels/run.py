@@ -131,7 +131,7 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
 def _arrays(*arguments: Any) -> list[Any]:
     """Returns tensors as arrays, and numbers unchanged; raises an error for bfloat16, which has no array dtype."""
     found = []
-    for value in arguments:
+    for value in arguments:  # a loop: a comprehension is one more call on the call path
         found.append(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
     return found
 
