@@ -22,6 +22,9 @@ from lightning_gnn.comm.exchange import start_messages
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment
 
+ExchangeRows = Callable[[Sequence[Tensor], Sequence[int] | None, str, Direction], list[Tensor]]
+"""All-to-all exchange of rows: ``exchange`` of :class:`TransportChannel`, or of a channel with a process group of its own."""
+
 
 class TransportChannel:
     """All-to-all exchange of a variable number of rows, over the transport of the halo exchange.
@@ -94,21 +97,21 @@ class OwnedRows:
 
     Args:
         first: first position of each rank and the end, int64 ``[P + 1]``.
-        channel: channel that sends the rows.
+        exchange: function that sends the rows.
     """
 
-    def __init__(self, first: Tensor, channel: Any) -> None:
-        self._first, self._channel = first, channel
+    def __init__(self, first: Tensor, exchange: ExchangeRows) -> None:
+        self._first, self._exchange = first, exchange
 
     def request(self, places: Tensor, layer: str = "") -> Request:
         """Send the positions of requested rows to their owners; `places`, int64 ``[U]``, are in rank order."""
         counts = torch.searchsorted(places, self._first).diff().tolist()
         parts = [part - first for part, first in zip(places.split(counts), self._first)]
-        return Request(counts, self._channel.exchange(parts, None, layer))
+        return Request(counts, self._exchange(parts, None, layer, "forward"))
 
     def pull(self, request: Request, read: Callable[[Tensor], Tensor], layer: str = "") -> Tensor:
         """Returns the rows that this rank requests, ``[U, ...]``; `read` returns copies of rows of this rank."""
-        return torch.cat(self._channel.exchange([read(rows) for rows in request.rows], request.counts, layer))
+        return torch.cat(self._exchange([read(rows) for rows in request.rows], request.counts, layer, "forward"))
 
     def push(self, request: Request, values: Tensor, layer: str = "") -> list[Tensor]:
         """Returns the values of each rank for ``request.rows``: the transpose of :meth:`pull`.
@@ -118,8 +121,7 @@ class OwnedRows:
             values: values for the rows that this rank requests, ``[U, ...]``.
             layer: name for errors and traffic.
         """
-        counts = [len(rows) for rows in request.rows]
-        return self._channel.exchange(values.split(request.counts), counts, layer, "backward")
+        return self._exchange(values.split(request.counts), list(map(len, request.rows)), layer, "backward")
 
 
 class AnyRows(OwnedRows):
@@ -131,7 +133,7 @@ class AnyRows(OwnedRows):
     """
 
     def __init__(self, n_id: Tensor, counts: Sequence[int], world: World, meter: Meter) -> None:
-        super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), TransportChannel(world, meter))
+        super().__init__(torch.tensor([0, *counts], device=world.device).cumsum(0), TransportChannel(world, meter).exchange)
         self.num_nodes, self._n_id = len(n_id), n_id
         self._place: Tensor | None = None  # position in rank order of each original id
 

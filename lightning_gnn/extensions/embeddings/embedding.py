@@ -109,8 +109,8 @@ class EmbeddingRows(AnyRows):
     def __init__(self, world: World, n_id: Tensor, counts: Sequence[int], batch_ids: Tensor | None = None) -> None:
         # Two groups, because rows of the next step are read while gradients of the last steps are being sent.
         self.channels = GroupChannel(world, "Reading rows"), GroupChannel(world, "Changing rows")
-        OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self.channels[0])
-        self._changed = OwnedRows(self._first, self.channels[1])
+        OwnedRows.__init__(self, torch.tensor([0, *counts]).cumsum(0), self.channels[0].exchange)
+        self._changed = OwnedRows(self._first, self.channels[1].exchange)
         self._world, self._batch_ids, self._place = world, batch_ids, None
         self.num_nodes, self._n_id = len(n_id), n_id
         self.own_ids = n_id.split(list(counts))[world.rank]
@@ -163,7 +163,7 @@ class EmbeddingRows(AnyRows):
             rows: rows of this rank's nodes.
         """
         size = self._world.size
-        found = torch.cat(self._channel.exchange([rows if peer == 0 else rows[:0] for peer in range(size)]))
+        found = torch.cat(self._exchange([rows if peer == 0 else rows[:0] for peer in range(size)], None, "", "forward"))
         return found if self._world.rank else torch.empty_like(found).index_copy_(0, self._n_id, found)
 
     def scatter(self, rows: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class EmbeddingRows(AnyRows):
         parts = [rows] * self._world.size
         if self._world.rank == 0:
             parts = [rows[ids] for ids in self._n_id.split(self._first.diff().tolist())]
-        return self._channel.exchange(parts)[0]
+        return self._exchange(parts, None, "", "forward")[0]
 
     def close(self) -> None:
         """End the thread and groups, once: several embeddings of a type share them."""
