@@ -199,7 +199,7 @@ def place(x: Any, placement: Placement) -> Any:
 
 def tensors_now() -> list[Tensor]:
     """Returns all tensors of this process."""
-    return [x for x in gc.get_objects() if type(x) is Tensor]
+    return [x for x in gc.get_referrers(Tensor) if type(x) is Tensor]  # faster than a pass over all objects
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -100,7 +100,7 @@ def test_a_trial_of_a_sweep_is_one_run_in_all_loggers(ran):
     assert {name: found.config[name] for name in CHOICE} == CHOICE
     config = found.config
     assert config["strategy"]["name"] == "spmm_15d" and config["strategy"]["sparsity_aware"] is True
-    assert config["world_size"] == 2 and config["plan"] == {"name": "products", "replication": 1}
+    assert config["world_size"] == 2 and config["plan"] == {"name": "products", "replication_factor": 1}
     assert config["graph"]["nodes"] == GRAPH["num_nodes"] and config["graph"]["features"] == GRAPH["num_features"]
     assert config["partition"]["method"] == "metis" and config["partition"]["halo_rows"] > 0
     # The command line's own configuration, too.

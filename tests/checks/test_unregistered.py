@@ -144,7 +144,7 @@ def fitted(rank: int, world_size: int, kind: type[Module], strategy: Any = "dgcl
             r"SGD, parameter group 0, .* shape \[12\] \(the first of 2\), self.scales\[0\], which InAList does not",
         ),
         (InModulesOfADict, r"Adam, parameter group 0, .* shape \[60, 12\], self.of_type\['paper'\].weight, which"),
-        (OfTheGraph, r"SGD is to train x of the graph.*DistributedEmbedding\(num_nodes, dim\), called with batch.n_id"),
+        (OfTheGraph, r"SGD optimizes x of the graph.*DistributedEmbedding\(num_nodes, dim\), called with batch.n_id"),
         (Later, r"SGD, parameter group 1, .*self.scales\[0\], which Later does not register.*ParameterList"),
         (ByHand, r"Adam, parameter group 0, .*self.scales\[0\], which ByHand does not register"),
     ],

@@ -419,6 +419,10 @@ class SampledBatches:
         self._copies = [Copies(self.device) for _ in self.makers]
         self._running: Generator[Data | HeteroData, None, None] | None = None
 
+    def to(self, *args: Any, **kwargs: Any) -> SampledBatches:
+        """Returns itself: Lightning would move the tensors of a dataclass, and samplers read the seeds on the CPU."""
+        return self
+
     def __len__(self) -> int:
         return self.batches.steps
 

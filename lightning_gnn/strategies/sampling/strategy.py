@@ -502,16 +502,14 @@ class SamplingStrategy(GNNStrategy):
         spec: Any = None
         for batch in batches:
             batch = self.batch_to_device(self.precision_plugin.convert_input(batch), self.root_device)
-            output = super(GNNStrategy, self).predict_step(batch, *args, **kwargs)
-            leaves, spec = tree_flatten(output)
-            batch_type = self._input_type
-            nodes = part_of(batch, batch_type)
+            leaves, spec = tree_flatten(super(GNNStrategy, self).predict_step(batch, *args, **kwargs))
+            nodes = part_of(batch, self._input_type)
             for leaf in leaves:
                 found: Any = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
                     raise ValueError(
-                        f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {batch_type!r}. Return "
-                        f"tensors with a row for each of them, such as out['{batch_type}'], or for the first batch_size."
+                        f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {self._input_type!r}. "
+                        f"Return a row for each of them, such as out['{self._input_type}'], or for the first batch_size."
                     )
             pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
         return tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)
