@@ -1,19 +1,18 @@
-"""Runs the commands that docs/numbers.md names, in the order of the page; the README's figures are its first section's.
+"""Runs the commands on the benchmark pages that docs/numbers.md links, in their order. The first has the README's figures.
 
     python benchmarks/reproduce.py --list
     python benchmarks/reproduce.py --only "Real graphs" Kernels
     python benchmarks/reproduce.py --netlab NETLAB.py      emulated links, too: root only
-    python benchmarks/reproduce.py --only Kernels --write  the page's tables, made from what the runs gave
+    python benchmarks/reproduce.py --only Kernels --write  the tables, generated from the results
 
-Each leaves a file in the folder ``reproduced``: the command, machine, date, seconds, exit status, what it printed, and its JSON
-where it writes one. What has ended well there is not run again; what has failed is. ``numbers.json`` has all of them, in the
-page's order.
+Each command writes a file to the folder ``reproduced``: the command, machine, date, seconds, exit status, output, and its JSON
+if it writes one. Commands that succeeded are not run again; failed ones are. ``numbers.json`` has all results, in the pages' order.
 
-``--write`` takes results into ``docs/numbers.json``, and makes of it each table of the page that is between ``<!-- COMMAND -->``
-and ``<!-- end -->``; below each stand date, machine and load.
+``--write`` copies results to ``docs/numbers.json``, and generates each table between ``<!-- COMMAND -->`` and ``<!-- end -->`` from
+them, with date, machine and load below.
 
-Of ``[--model sage|gat]``, a command runs without and with each choice. Options that stand alone in the text of a section
-(```--large```) are added to the last command above them that knows them.
+A command with ``[--model sage|gat]`` runs without the option and with each choice. Options alone in the text of a section
+(```--large```) are added to the last command above that supports them.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "numbers.md"
-NUMBERS = PAGE.with_suffix(".json")
+INDEX = ROOT / "docs" / "numbers.md"
+NUMBERS = INDEX.with_suffix(".json")
 
 _COMMAND = (
     r"^ {4}(?P<command>python benchmarks/.*)$|(?<!`)`(?P<inline>python benchmarks/[^`]*)`|(?<!`)`(?P<options>--[^`]*)`"
@@ -49,7 +48,7 @@ _MADE = re.compile(r"<!-- (?P<command>python benchmarks/.*?) -->\n.*?<!-- end --
 
 @dataclass(frozen=True)
 class Command:
-    """A command as the page has it, and the section that it stands in."""
+    """A command of a benchmark page, and its section."""
 
     section: str
     text: str
@@ -73,11 +72,18 @@ class Command:
         return f"{self.script.stem}-{hashlib.sha256(self.text.encode()).hexdigest()[:8]}"
 
 
+def pages() -> list[Path]:
+    """Returns the benchmark pages, in the order of their first links in the index."""
+    names = re.findall(r"\((?P<name>[\w-]+-benchmarks\.md)[#)]", INDEX.read_text(encoding="utf-8"))
+    return [INDEX.parent / name for name in dict.fromkeys(names)]
+
+
 def sections() -> Iterator[tuple[str, str]]:
-    """Yields title and text of each section that the page's headings begin."""
-    for part in re.split(r"^(?=#{2,} )", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, _, text = part.partition("\n")
-        yield title.lstrip("# "), text
+    """Yields title and text of each section of the benchmark pages."""
+    for page in pages():
+        for part in re.split(r"^(?=#{2,} )", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            title, _, text = part.partition("\n")
+            yield title.lstrip("# "), text
 
 
 def variants(text: str) -> list[str]:
@@ -93,7 +99,7 @@ def variants(text: str) -> list[str]:
 
 
 def commands() -> list[Command]:
-    """Returns all commands of the page, in its order, each once."""
+    """Returns all commands of the pages, in their order, each once."""
     found: dict[str, Command] = {}
     for section, text in sections():
         above: list[str] = []
@@ -158,7 +164,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("reproduced"))
     parser.add_argument("--netlab", help="netlab.py, for commands over emulated links")
     parser.add_argument("--jobs", help="runs at a time, for commands that know this option")
-    parser.add_argument("--write", action="store_true", help="then make the page's tables of what has ended well")
+    parser.add_argument("--write", action="store_true", help="then generate the tables of commands that succeeded")
     asked = parser.parse_args()
     found = commands()
     if asked.only is not None:
@@ -200,7 +206,7 @@ def main() -> None:
 
 
 def collect(folder: Path) -> None:
-    """Writes numbers.json: the records that are there, in the order of the page."""
+    """Writes numbers.json: the existing records, in the order of the pages."""
     paths = [folder / f"{command.name}.json" for command in commands()]
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
     (folder / "numbers.json").write_text(json.dumps(records, indent=1) + "\n")
@@ -232,20 +238,20 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path) -> None:
-    """Takes the results of the page's tables into ``docs/numbers.json``, without what they printed, and makes the tables."""
-    page, records = PAGE.read_text(encoding="utf-8"), kept()
-    texts = [match["command"] for match in _MADE.finditer(page)]
+    """Copies the results of the pages' tables to ``docs/numbers.json``, without their output, and generates the tables."""
+    texts, records = {page: page.read_text(encoding="utf-8") for page in pages()}, kept()
+    shown = [match["command"] for text in texts.values() for match in _MADE.finditer(text)]
     for command in commands():
         path = folder / f"{command.name}.json"
-        if command.text in texts and path.exists():
+        if command.text in shown and path.exists():
             record = json.loads(path.read_text())
             del record["output"]
             record.get("result", {}).pop("runs", None)  # epoch by epoch
             if record["status"] == 0:
                 records[command.text] = record
-    new = made(page, records)
-    NUMBERS.write_text(json.dumps([records[text] for text in texts], indent=1) + "\n")
-    PAGE.write_text(new, encoding="utf-8")
+    for page, text in texts.items():
+        page.write_text(made(text, records), encoding="utf-8")
+    NUMBERS.write_text(json.dumps([records[text] for text in shown], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -64,16 +64,25 @@ def test_commands_of_the_numbers():
     assert reproduce.variants("python a.py --x 1 [--model sage|gat] [--large]") == [
         f"python a.py --x 1{model}{large}" for model in ("", " --model sage", " --model gat") for large in ("", " --large")
     ]
-    blocks = re.findall(r"^    (python .*)", reproduce.PAGE.read_text(), re.MULTILINE)
+    blocks = [each for page in reproduce.pages() for each in re.findall(r"^    (python .*)", page.read_text(), re.MULTILINE)]
     assert {reproduce.variants(each)[0] for each in blocks} <= {each.text for each in reproduce.commands()}
 
 
 def test_tables_are_those_of_the_numbers():
     """Each table is what numbers.json gives: below it stand the day and the machine."""
-    page = reproduce.PAGE.read_text()
-    assert reproduce.made(page, reproduce.kept()) == page, "python benchmarks/reproduce.py --list --write"
-    ends = re.findall(r"^\|.*\n\n?(?!\|)(.*)", page, re.MULTILINE)
-    assert ends and not [end for end in ends if not re.match(r"\*\d{4}-\d\d-\d\d: ", end)]
+    for path in reproduce.pages():
+        page = path.read_text()
+        assert reproduce.made(page, reproduce.kept()) == page, "python benchmarks/reproduce.py --list --write"
+        ends = re.findall(r"^\|.*\n\n?(?!\|)(.*)", page, re.MULTILINE)
+        assert ends and not [end for end in ends if not re.match(r"\*\d{4}-\d\d-\d\d: ", end)], path
+
+
+def test_every_benchmark_page_is_in_the_index():
+    """Each page has a summary on its first screen, and no section of it is missing in the links of other pages."""
+    assert {page.name for page in reproduce.pages()} == {page.name for page in reproduce.INDEX.parent.glob("*-benchmarks.md")}
+    for page in reproduce.pages():
+        before = page.read_text().partition("\n## ")[0]
+        assert before.count("\n") < 25 and ("|---|" in before or "\n- **" in before), page
 
 
 def test_the_reference_is_that_of_the_code():
@@ -104,8 +113,9 @@ def test_reproducing_goes_on_where_it_was(tmp_path):
     (tmp_path / "docs").mkdir()
     shutil.copy(reproduce.__file__, tmp_path / "benchmarks")
     (tmp_path / "benchmarks" / "tiny.py").write_text(TINY)
-    page = "# Numbers\n\n## First\n\n    python benchmarks/tiny.py 1\n\n## Second\n\n    python benchmarks/tiny.py NETLAB.py\n"
-    (tmp_path / "docs" / "numbers.md").write_text(page)
+    page = "# Tiny\n\n## First\n\n    python benchmarks/tiny.py 1\n\n## Second\n\n    python benchmarks/tiny.py NETLAB.py\n"
+    (tmp_path / "docs" / "numbers.md").write_text("[Tiny](tiny-benchmarks.md#first)\n")
+    (tmp_path / "docs" / "tiny-benchmarks.md").write_text(page)
     found, fails = tmp_path / "reproduced" / "numbers.json", tmp_path / "fails"
     fails.touch()
     assert run(tmp_path / "benchmarks" / "reproduce.py", "--only", "first", cwd=tmp_path).code == 1
@@ -117,7 +127,7 @@ def test_reproducing_goes_on_where_it_was(tmp_path):
     assert (tmp_path / "runs").read_text() == "xx"
     # The table that it makes of the page's marks, and what it was before.
     marks = "<!-- python benchmarks/tiny.py 1 -->\n{}\n<!-- end -->\n"
-    page = tmp_path / "docs" / "numbers.md"
+    page = tmp_path / "docs" / "tiny-benchmarks.md"
     page.write_text(page.read_text() + marks.format("| a | b |\n|---|---|\n| 3 | 4 |"))
     run(tmp_path / "benchmarks" / "reproduce.py", "--list", "--write", cwd=tmp_path).succeeded()
     assert "| a | b |\n|---|---|\n| 1 | 2 |\n\n*20" in page.read_text() and "| 3 | 4 |" not in page.read_text()

@@ -69,7 +69,7 @@ class AdaptiveThreshold:
 
     Args:
         epsilon: initial threshold. The paper does not give it; in Figure 7 it is small at first. From 0.1 on, fewer rows are
-            sent, but two of six graphs lost one and four points (docs/numbers.md).
+            sent, but two of six graphs lost one and four points (docs/vertex-cut-benchmarks.md).
         rule: ``"text"`` or ``"printed"``.
         mu1, mu2: decrease below, or increase above, the moving average of the accuracy that changes epsilon.
         nu1, nu2: largest and smallest epsilon.
