@@ -6,10 +6,10 @@
     python benchmarks/reproduce.py --only Kernels --write  the tables, generated from the results
 
 Each command writes a file to the folder ``reproduced``: the command, machine, date, seconds, exit status, output, and its JSON
-if it writes one. Commands that succeeded are not run again; failed ones are. ``numbers.json`` has all results, in the pages' order.
+if it writes one. Commands that succeeded are not run again; failed ones are. ``numbers.json`` has all results, in page order.
 
-``--write`` copies results to ``docs/numbers.json``, and generates each table between ``<!-- COMMAND -->`` and ``<!-- end -->`` from
-them, with date, machine and load below.
+``--write`` copies results to ``docs/numbers.json``, and generates each table between ``<!-- COMMAND -->`` and ``<!-- end -->``
+from them, with date, machine and load below.
 
 A command with ``[--model sage|gat]`` runs without the option and with each choice. Options alone in the text of a section
 (```--large```) are added to the last command above that supports them.

@@ -42,7 +42,7 @@ larger graphs.
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost coefficients of a method, fitted to measured CPU seconds and memory peaks without the edges (partitioning-benchmarks.md).
+    """Cost coefficients of a method, fitted to measured CPU seconds and memory peaks (partitioning-benchmarks.md).
 
     Attributes:
         node, entry: bytes per node and per entry, including 4 for the symmetric graph; in a vertex cut, per directed edge.

@@ -16,7 +16,7 @@ from lightning_gnn.partition.adjacency import Adjacency
 _OPTIONS, _CUTS, _SEED, _NUMBERING = 40, 7, 8, 17  # METIS_NOPTIONS, the indices of three options (metis.h, 5.1)
 
 FEW_PARTS = 8
-"""Parts up to which METIS's recursive bisection satisfies several bounds that its k-way cuts exceed (partitioning-benchmarks.md)."""
+"""Parts up to which METIS's recursive bisection satisfies several bounds that its k-way cuts exceed (measured)."""
 
 
 DEFAULT_BOUND = 1.03
