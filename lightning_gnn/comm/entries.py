@@ -41,7 +41,7 @@ def spread_entry(world: World, leads: bool, folder: Path, lock: Callable[[str], 
         StoreError: the entry could not be read or written, or arrived corrupted; the other ranks raise RuntimeError. Nothing of
             the entry is kept. All ranks raise it if a machine has another partition of the same graph, from an earlier run.
     """
-    with world.together(_WHAT):
+    with world.shared_failures(_WHAT):
         has = leads and (folder / "manifest.json").exists()
         own = platform.node(), read_manifest(folder)["digest"] if has else "" if leads else None
     told = world.all_gather_object(own)
@@ -63,7 +63,7 @@ def _broadcast(world: World, lacking: Sequence[int], folder: Path, lock: Callabl
     Before each piece, all ranks exchange their failures. No rank waits for a failed rank, or longer than a piece takes.
     """
     group = dist.new_group([0, *lacking], timeout=world.group_timeout, backend="gloo")
-    with world.together(_WHAT):
+    with world.shared_failures(_WHAT):
         own = (platform.node(), _read_text(folder)) if world.rank == 0 else ("", b"")
     host, text = world.broadcast_object(own)
     buffer, began, ended = torch.empty(_CHUNK, dtype=torch.uint8), time.monotonic(), False

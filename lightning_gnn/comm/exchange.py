@@ -84,8 +84,8 @@ class Triples:
     def transpose(self) -> Triples:
         return Triples(self.col, self.row, self.value)
 
-    def __getitem__(self, chosen: Tensor) -> Triples:
-        return Triples(self.row[chosen], self.col[chosen], None if self.value is None else self.value[chosen])
+    def __getitem__(self, index: Tensor) -> Triples:
+        return Triples(self.row[index], self.col[index], None if self.value is None else self.value[index])
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Exchange(ABC):
             call: identifier of the exchange.
 
         Returns:
-            ``finish(own)``: function that adds received values to ``own`` ``[N, ...]`` in place, or takes the maximum, depending
+            ``finish(out)``: function that adds received values to ``out`` ``[N, ...]`` in place, or takes the maximum, depending
                 on ``call.operation``. The order does not depend on timing.
         """
 
@@ -327,20 +327,20 @@ class HaloExchange(Exchange):
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 
-        def finish(own: Tensor) -> None:
+        def finish(out: Tensor) -> None:
             wait()
-            self.add_arrived(own, arrived, call)
+            self.add_arrived(out, arrived, call)
             self.buffers.give_back(arrived)
 
         return finish
 
-    def add_arrived(self, own: Tensor, arrived: Tensor, call: Call) -> None:
+    def add_arrived(self, out: Tensor, arrived: Tensor, call: Call) -> None:
         """Add values of other ranks to local rows in place, in the order of :attr:`send_rows`, or take the maximum."""
         for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
             if len(rows) and call.operation == "sum":
-                add_rows(own, rows, values)
+                add_rows(out, rows, values)
             elif len(rows):
-                own[rows] = torch.maximum(own[rows], values)
+                out[rows] = torch.maximum(out[rows], values)
 
 
 class _Expanded(torch.autograd.Function):

@@ -215,14 +215,14 @@ class World:
         return SharedMemory(self.rank, self.all_gather_object, self.watch)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def shared_failures(self, message: str) -> Iterator[None]:
         """Context manager that raises on all ranks if its body fails on one, because the other ranks would wait."""
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        raise_together(self, failure, what)
+        raise_together(self, failure, message)
 
     def begin_step(self, step: Step) -> None:
         """Start another step and reset the numbering of exchanges."""
@@ -235,7 +235,7 @@ class World:
         return known_call(layer, self.calls[layer] - 1)
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether collectives are available: not inside :func:`no_process_group`."""
         return dist.is_initialized()
 
@@ -393,11 +393,11 @@ class World:
             dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
-    def told_by_rank_0(self, own: bool, operation: str) -> bool:
+    def broadcast_flag(self, value: bool, operation: str) -> bool:
         """Returns the value of rank 0, by the broadcast on the default group that Lightning uses to stop a run."""
-        told = torch.tensor([own], dtype=torch.int64, device=self.device)
+        flag = torch.tensor([value], dtype=torch.int64, device=self.device)
         with self.all_take_part(operation), self.watch.waiting(0 if self.rank else None):
-            request = dist.broadcast(told, 0, async_op=True)
+            request = dist.broadcast(flag, 0, async_op=True)
             try:
                 request.wait(*([self.timeout] if self.backend == "gloo" else []))  # on devices the host waits below
             except RuntimeError as error:
@@ -407,7 +407,7 @@ class World:
                 if self.rank:
                     raise PeerError(0, f"nothing from rank 0 {waited}", astray=True) from None
                 raise RuntimeError(f"timed out: another rank has not asked {waited}") from None
-        return bool(self.to_host(told, operation))
+        return bool(self.to_host(flag, operation))
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the tensors of `source`, on every rank."""
@@ -446,11 +446,11 @@ class World:
         self.graph_group = self.gradient_group = self.host_group = None
 
 
-def raise_together(world: World, failure: Exception | None, what: str) -> None:
+def raise_together(world: World, failure: Exception | None, message: str) -> None:
     """Raises on all ranks if one rank has a failure, because the other ranks would wait."""
     failures = world.all_gather_object(failure and f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(failures) if found]
     if failed:
-        raise RuntimeError(f"{what}, see {'; '.join(failed)}")
+        raise RuntimeError(f"{message}, see {'; '.join(failed)}")

@@ -64,7 +64,7 @@ class Meeting:
         """Returns the result or exception of ``work(rank)`` for each rank, each in its own thread."""
         results: list[Any] = [None] * self.size
 
-        def one(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             with self._turn:
                 try:
                     with kept_random_state():
@@ -75,7 +75,7 @@ class Meeting:
                     self._alive.discard(rank)
                     self._turn.notify_all()
 
-        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        threads = [threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -195,18 +195,18 @@ class InProcessTransport(Transport):
         return [parts[rank] for rank in sorted(parts)]
 
 
-def _check(found: Any, into: Tensor, peer: int) -> None:
-    """Raises PeerError unless `found` has the shape and dtype of `into`."""
-    if not isinstance(found, Tensor) or found.shape != into.shape or found.dtype != into.dtype:
-        what = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+def _check(message: Any, into: Tensor, peer: int) -> None:
+    """Raises PeerError unless `message` has the shape and dtype of `into`."""
+    if not isinstance(message, Tensor) or message.shape != into.shape or message.dtype != into.dtype:
+        what = f"{tuple(message.shape)} of {message.dtype}" if isinstance(message, Tensor) else type(message).__name__
         text = f"rank {peer} sent {what} where {tuple(into.shape)} of {into.dtype} was expected, and is elsewhere"
         raise PeerError(peer, text)
 
 
-def _check_varied(found: Any, into: UpTo, peer: int) -> None:
-    """Raises PeerError unless `found` is a uint8 tensor of at most ``into.most_bytes`` bytes."""
-    if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.numel() > into.most_bytes:
-        what = f"{found.nbytes} bytes of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+def _check_varied(message: Any, into: UpTo, peer: int) -> None:
+    """Raises PeerError unless `message` is a uint8 tensor of at most ``into.most_bytes`` bytes."""
+    if not isinstance(message, Tensor) or message.dtype != torch.uint8 or message.numel() > into.most_bytes:
+        what = f"{message.nbytes} bytes of {message.dtype}" if isinstance(message, Tensor) else type(message).__name__
         raise PeerError(peer, f"rank {peer} sent {what} where {into.most_bytes} bytes at most were expected, and is elsewhere")
 
 
@@ -232,7 +232,7 @@ class InProcessWorld(World):
 
     @property
     @override
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return True
 
     @override

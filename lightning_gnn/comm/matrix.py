@@ -85,15 +85,15 @@ def distribute(entries: Triples, holders: Holders, world: World) -> Triples:
     arriving = world.all_gather(sent, "Distributing a matrix over the ranks")[:, world.rank].tolist()
     sorted_entries = entries[torch.argsort(holder, stable=True).to(entries.row.device)]
 
-    def exchanged(values: Tensor) -> Tensor:
+    def exchange(values: Tensor) -> Tensor:
         into = values.new_empty(sum(arriving))
         into.split(arriving)[world.rank].copy_(values.split(counts)[world.rank])
         sends, receives = (_messages(*each, world.rank) for each in ((values, counts), (into, arriving)))
         world.transport.start_each(sends, receives)()
         return into
 
-    value = None if sorted_entries.value is None else exchanged(sorted_entries.value)
-    return Triples(exchanged(sorted_entries.row), exchanged(sorted_entries.col), value)
+    value = None if sorted_entries.value is None else exchange(sorted_entries.value)
+    return Triples(exchange(sorted_entries.row), exchange(sorted_entries.col), value)
 
 
 def _messages(values: Tensor, counts: Sequence[int], rank: int) -> list[tuple[int, Tensor]]:
@@ -126,7 +126,7 @@ class JoinedExchange:
             call: identifier of the exchange.
 
         Returns:
-            ``wait()``, which fills `halo` and returns ``finish(own)``; ``finish`` adds the received values to ``own`` ``[N, F]``.
+            ``wait()``, which fills `halo` and returns ``X adds the received values to ``own`` ``[N, F]``.
         """
         copies, results, width = self._copies, self._results, x.shape[1:]
         began = copies.now(call)
@@ -136,15 +136,15 @@ class JoinedExchange:
         into = copies.buffers.take((sum(self._into_counts), *width), x.dtype)
         wait = copies.send(message, self._out_counts, into, self._into_counts, call, began)
 
-        def waited() -> Callable[[Tensor], None]:
+        def wait_for_both() -> Callable[[Tensor], None]:
             wait()
             of_copies, of_results = self._into
             take_rows(into, of_copies, halo)
             arrived = into.index_select(0, of_results)
             copies.buffers.give_back(into)
-            return lambda own: results.add_arrived(own, arrived, call)
+            return lambda out: results.add_arrived(out, arrived, call)
 
-        return waited
+        return wait_for_both
 
 
 def _side_by_side(first: Sequence[int], second: Sequence[int], device: torch.device) -> tuple[list[int], Sequence[Tensor]]:
@@ -240,7 +240,7 @@ class SparseMatrix(Matrix):
         return exchange, local
 
     @cached_property
-    def _joined(self) -> dict[bool, JoinedExchange]:
+    def _joined_exchanges(self) -> dict[bool, JoinedExchange]:
         """Fused exchanges by whether the matrix is transposed."""
         assert isinstance(self.columns, HaloExchange) and isinstance(self.rows, HaloExchange)
         return {False: JoinedExchange(self.columns, self.rows), True: JoinedExchange(self.rows, self.columns)}
@@ -268,7 +268,7 @@ class SparseMatrix(Matrix):
         if len(partial):
             add(False, True, partial)
         if joins:
-            both = self._joined[transposed].start(x, arrived, partial, call)
+            both = self._joined_exchanges[transposed].start(x, arrived, partial, call)
             add(True, True, own)
             add_arrived = both()
             add(True, False, own)

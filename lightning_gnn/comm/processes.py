@@ -76,18 +76,18 @@ class Progress:
         return ", ".join(filter(None, [f"epoch {epoch}" if epoch >= 0 else "", PHASES[phase]]))
 
 
-_here: tuple[int, Progress] | None = None
+_current: tuple[int, Progress] | None = None
 # Kept after set-up for ranks that then train separately, such as workers of gossip.
 _pids: dict[int, int] = {}
 _progress: dict[int, Progress | None] = {}
 
 
-def here() -> Progress:
+def current_progress() -> Progress:
     """Returns the progress of this process; a fork has its own."""
-    global _here
-    if _here is None or _here[0] != os.getpid():
-        _here = os.getpid(), Progress()
-    return _here[1]
+    global _current
+    if _current is None or _current[0] != os.getpid():
+        _current = os.getpid(), Progress()
+    return _current[1]
 
 
 def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
@@ -98,7 +98,7 @@ def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
         rank, size: rank of this process and number of ranks.
         machine: key that is equal for processes that see each other; None if they cannot.
     """
-    store.set(f"process/{rank}", json.dumps([os.getpid(), machine, here().address]))
+    store.set(f"process/{rank}", json.dumps([os.getpid(), machine, current_progress().address]))
     found = [json.loads(value) for value in store.multi_get([f"process/{r}" for r in range(size)])]
     _pids.clear()
     _progress.clear()
@@ -112,7 +112,7 @@ def place_of(rank: int) -> str:
     return str(_progress.get(rank) or "")
 
 
-def ended(wait_s: float = 0.0) -> dict[int, int]:
+def exit_statuses(wait_s: float = 0.0) -> dict[int, int]:
     """Returns the exit status of each ended rank of this machine, see :func:`exit_status`.
 
     Args:
@@ -121,9 +121,9 @@ def ended(wait_s: float = 0.0) -> dict[int, int]:
     deadline = time.monotonic() + wait_s
     while True:
         statuses = {rank: exit_status(pid) for rank, pid in _pids.items()}
-        found = {rank: status for rank, status in statuses.items() if status is not None}
-        if found or not _pids or time.monotonic() >= deadline:
-            return found
+        ended = {rank: status for rank, status in statuses.items() if status is not None}
+        if ended or not _pids or time.monotonic() >= deadline:
+            return ended
         time.sleep(_STEP_S)
 
 

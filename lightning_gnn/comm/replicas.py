@@ -73,12 +73,12 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return flat.view(kind).sum(dtype=torch.int64)
 
 
-def _difference(tensor: Tensor, other: Tensor) -> Tensor:
+def _difference(tensor: Tensor, reference: Tensor) -> Tensor:
     """Returns the largest difference of two tensors, relative to the second's largest value, float64 ``[]``."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    own, other = (torch.nan_to_num(each.detach().to(torch.float64), nan=0.0) for each in (tensor, other))
-    return (own - other).abs().max() / other.abs().max().clamp(min=1e-30)
+    own, reference = (torch.nan_to_num(each.detach().to(torch.float64), nan=0.0) for each in (tensor, reference))
+    return (own - reference).abs().max() / reference.abs().max().clamp(min=1e-30)
 
 
 def _message(named: tuple[str, Tensor], rank: int, difference: float, count: int, when: str) -> str:

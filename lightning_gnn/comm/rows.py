@@ -177,13 +177,13 @@ class _Pull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: OwnedRows, request: Request, layer: str) -> Tensor:
         ctx.rows, ctx.request, ctx.layer, ctx.num_rows = rows, request, layer, len(x)
-        return rows.pull(request, lambda chosen: x.index_select(0, chosen), layer)
+        return rows.pull(request, lambda ids: x.index_select(0, ids), layer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         out = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
         # In rank order; the rows of one rank are distinct.
-        for chosen, values in zip(ctx.request.rows, ctx.rows.push(ctx.request, grad, ctx.layer)):
-            out.index_add_(0, chosen, values)
+        for ids, values in zip(ctx.request.rows, ctx.rows.push(ctx.request, grad, ctx.layer)):
+            out.index_add_(0, ids, values)
         return out, None, None, None

@@ -142,8 +142,8 @@ class SharedMemory:
             for r, segment in {rank: self._control, **segments}.items():
                 table = segment.bytes[: len(everyone) * width * 8].view(torch.int64).view(len(everyone), width)
                 self._tables[r] = table.numpy()
-        self._sent = dict.fromkeys(self.peers, 0)
-        self._received = dict.fromkeys(self.peers, 0)
+        self._num_sent = dict.fromkeys(self.peers, 0)
+        self._num_received = dict.fromkeys(self.peers, 0)
         self._expected: dict[int, deque[tuple[int, Accept]]] = {peer: deque() for peer in self.peers}
         self._outboxes = (_Outbox(), _Outbox())
         self._current = 0
@@ -195,26 +195,26 @@ class SharedMemory:
             mark: number of the operation; the receiver expects the same number.
         """
         if not self.lends(messages[0][1]):
-            messages = self._copied(messages)
+            messages = self._copy_messages(messages)
         box = self._outboxes[self._current]
         assert box.segment is not None
         for peer, rows in messages:
             offset = rows.data_ptr() - box.first if rows.nbytes else 0
             assert 0 <= offset < box.segment.size, "rows of scratch memory and others in one call"
             # The receiver of the previous message has yet to read its fields.
-            if not self._has_taken(peer, self._sent[peer]):
-                self._wait(peer, self._sent[peer], self._has_taken)
-            self._sent[peer] += 1
+            if not self._has_taken(peer, self._num_sent[peer]):
+                self._wait(peer, self._num_sent[peer], self._has_taken)
+            self._num_sent[peer] += 1
             row = self._tables[self.rank][peer]
             row[_BUFFER : _MARK + 1] = (self._current, box.generation, box.segment.fd, offset, rows.nbytes, mark)
-            row[_POSTED] = self._sent[peer]
-            box.waits_for[peer] = self._sent[peer]
+            row[_POSTED] = self._num_sent[peer]
+            box.waits_for[peer] = self._num_sent[peer]
         self._current = 1 - self._current
 
-    def _copied(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    def _copy_messages(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Returns the messages with their rows in the send buffer."""
-        given = list(map(itemgetter(1), messages))
-        distinct = dict(zip(map(id, given), given))
+        tensors = list(map(itemgetter(1), messages))
+        distinct = dict(zip(map(id, tensors), tensors))
         sizes = list(map(attrgetter("nbytes"), distinct.values()))
         copies = dict(zip(distinct, self.scratch(sum(sizes)).split(sizes)))
         for key, rows in distinct.items():
@@ -233,7 +233,7 @@ class SharedMemory:
             Peer and number of the message, for :meth:`receive_all`.
         """
         self._expected[peer].append((mark, accept))
-        return peer, self._received[peer] + len(self._expected[peer])
+        return peer, self._num_received[peer] + len(self._expected[peer])
 
     def receive_all(self, expected: Sequence[tuple[int, int]]) -> None:
         """Wait until registered messages, given by peer and number, have been accepted.
@@ -242,9 +242,9 @@ class SharedMemory:
             PeerError: a message has not arrived in time, or belongs to another operation.
         """
         for peer, number in expected:
-            while self._received[peer] < number:
+            while self._num_received[peer] < number:
                 self._wait(peer, number, self._has_come)
-                if self._received[peer] < number and not self._accept(peer):
+                if self._num_received[peer] < number and not self._accept(peer):
                     self._watch.peer = peer
                     raise PeerError(peer, f"what rank {peer} has sent belongs to another operation", astray=True)
 
@@ -263,13 +263,13 @@ class SharedMemory:
             self._maps[peer, buffer] = known
         accept(known[1].bytes[offset : offset + num_bytes])
         self._expected[peer].popleft()
-        self._received[peer] += 1
-        self._tables[self.rank][peer, _TAKEN] = self._received[peer]
+        self._num_received[peer] += 1
+        self._tables[self.rank][peer, _TAKEN] = self._num_received[peer]
         return True
 
     def _has_posted(self, peer: int) -> bool:
         """Returns whether a peer's mailbox has a message that was not accepted."""
-        return bool(self._tables[peer][self.rank, _POSTED] > self._received[peer])
+        return bool(self._tables[peer][self.rank, _POSTED] > self._num_received[peer])
 
     def _take_in(self) -> None:
         """Accept the registered messages that have arrived, during any wait."""
@@ -279,7 +279,7 @@ class SharedMemory:
 
     def _has_come(self, peer: int, number: int) -> bool:
         """Returns whether a message of a peer was accepted, or the next message can be."""
-        return self._received[peer] >= number or self._has_posted(peer)
+        return self._num_received[peer] >= number or self._has_posted(peer)
 
     def _wait(self, peer: int, number: int, ready: Callable[[int, int], bool]) -> None:
         """Wait until a message is `ready`; see :meth:`_take_in`."""

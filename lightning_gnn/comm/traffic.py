@@ -68,18 +68,18 @@ class Moment:
     span: AbstractContextManager[Any] | None = None
 
     @classmethod
-    def now(cls, device: torch.device, what: str = "", layer: str = "", direction: str = "") -> Moment:
+    def now(cls, device: torch.device, word: str = "", layer: str = "", direction: str = "") -> Moment:
         """Returns the current time; does not wait for the device.
 
         Args:
             device: device of the rank.
-            what: first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for
+            word: first word of a span that begins now: ``"send"`` for packing and starting messages, ``"wait"`` for waiting for
                 messages and unpacking them. Empty for no span.
             layer, direction: layer and direction of the exchange.
         """
         opened = None
-        if what and profiler_is_on():
-            opened = span(what, layer, direction)
+        if word and profiler_is_on():
+            opened = span(word, layer, direction)
             opened.__enter__()
         return cls(time.perf_counter(), None if device.type == "cpu" else _event(device), opened)
 

@@ -65,7 +65,7 @@ Receive = Tensor | UpTo
 
 
 @lru_cache(maxsize=4096)
-def _some(counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _nonzero_counts(counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Returns the ranks with nonzero counts, and their counts."""
     peers = [peer for peer, count in enumerate(counts) if count]
     return peers, [counts[peer] for peer in peers]
@@ -73,7 +73,7 @@ def _some(counts: tuple[int, ...]) -> tuple[list[int], list[int]]:
 
 def by_peer(rows: Tensor, counts: Sequence[int]) -> list[tuple[int, Tensor]]:
     """Returns the messages of rows in rank order, with `counts` rows per rank, ``[P]``; none for empty rows."""
-    peers, sizes = _some(tuple(counts))
+    peers, sizes = _nonzero_counts(tuple(counts))
     return list(zip(peers, rows.split(sizes))) if rows.numel() else []
 
 
@@ -301,7 +301,7 @@ class ProcessTransport(Transport):
             requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
         if memory is not None and remote:
             leaving = [request for request, op in zip(requests, remote) if op.op is dist.isend]
-            memory.leaving = [request for request in memory.leaving if not request.done] + leaving
+            memory.leaving = [request for request in memory.leaving if not request.is_done] + leaving
         # All receives are registered before a message is posted: the peer may do the same, and each must accept the other's.
         if memory is not None and local:
             memory.post(local, mark)
@@ -402,13 +402,13 @@ class _Request:
 
     def __init__(self, work: Any, peer: int, transport: ProcessTransport) -> None:
         self._work, self._peer, self._transport = work, peer, transport
-        self.done = False
+        self.is_done = False
 
     def wait(self) -> None:
         """Wait for completion; raises :class:`PeerError` after the deadline."""
-        if self.done:
+        if self.is_done:
             return
-        self.done, began = True, time.perf_counter()
+        self.is_done, began = True, time.perf_counter()
         watch = self._transport.watch
         try:
             with watch.waiting(self._peer):

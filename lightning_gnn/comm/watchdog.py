@@ -133,20 +133,20 @@ class State:
         return any(each.name == self.operation and not each.joint for each in self.passed)
 
 
-def difference(first: int, one: State, second: int, other: State) -> str:
+def difference(first: int, first_state: State, second: int, second_state: State) -> str:
     """Returns a message about two diverged ranks, or an empty string if divergence is not certain.
 
     The states may be outdated: the conclusions must hold however far the ranks have come since.
 
     Args:
         first, second: ranks.
-        one, other: published states of the ranks.
+        first_state, second_state: published states of the ranks.
     """
-    ours, theirs = ({each.number: each for each in state.passed if each.joint} for state in (one, other))
+    ours, theirs = ({each.number: each for each in state.passed if each.joint} for state in (first_state, second_state))
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number].name != theirs[number].name:
             return f"Rank {first} has come to: {ours[number].name}; where rank {second} has come to: {theirs[number].name}."
-    for rank, state, peer, there in ((first, one, second, other), (second, other, first, one)):
+    for rank, state, peer, there in ((first, first_state, second, second_state), (second, second_state, first, first_state)):
         # The rank waits for rows of a peer. The peer is in a later operation, or waits for rows of this rank, too.
         later = there.operation and (
             there.number > state.number
@@ -217,7 +217,7 @@ class Watchdog:
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._summary = ""
-        self._raise, self._known, self._end = (threading.Event() for _ in range(3))
+        self._raise, self._summary_ready, self._end = (threading.Event() for _ in range(3))
 
     # Operations #################################################################
 
@@ -243,25 +243,25 @@ class Watchdog:
         try:
             yield
         except errors as error:
-            raise self._failed(operation, error) from None
+            raise self._make_error(operation, error) from None
         finally:
             if before is None:
                 self._running.pop(thread, None)
             else:
                 self._running[thread] = before
 
-    def _failed(self, operation: str, error: Exception) -> CommunicationError:
+    def _make_error(self, operation: str, error: Exception) -> CommunicationError:
         peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
-        known = self.explained(f"{operation} on rank {self.rank}: {error}.") if astray or self.alarm else ""
-        failed = CommunicationError(
-            f"{operation} on rank {self.rank}: {error}.{f' {self.cause}' if known else ''}\n"
+        report = self.report_alarm(f"{operation} on rank {self.rank}: {error}.") if astray or self.alarm else ""
+        failure = CommunicationError(
+            f"{operation} on rank {self.rank}: {error}.{f' {self.cause}' if report else ''}\n"
             f"The deadline is {self.deadline_s:.0f} s (argument `timeout` of the strategy). Look at {peer} output "
             "first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
-            + (f"\n{known}" if known else "")
+            + (f"\n{report}" if report else "")
         )
-        failed.explained = bool(known)
-        return failed
+        failure.explained = bool(report)
+        return failure
 
     @contextmanager
     def waiting(self, peer: int | None = None) -> Iterator[None]:
@@ -304,7 +304,7 @@ class Watchdog:
                 self._store, self._calls = None, lambda: 0
         self._thread = None
 
-    def explained(self, reason: str) -> str:
+    def report_alarm(self, reason: str) -> str:
         """Raise the alarm and return the report of all ranks, for an error of this rank; empty without a watchdog thread.
 
         Args:
@@ -314,20 +314,20 @@ class Watchdog:
             return ""
         self.alarm = self.alarm or reason
         self._raise.set()
-        self._known.wait(2 * _ANSWERS_S)
+        self._summary_ready.wait(2 * _ANSWERS_S)
         self._end.set()  # this process ends by the error that follows
         return self._summary
 
     def _watch(self) -> None:
         try:
-            news, heard_at, next_s, told = 0, 0.0, _LONG_S, ""
+            news, heard_at, next_s, reported = 0, 0.0, _LONG_S, ""
             while not self._end.is_set():
                 self._raise.wait(_LOOK_S)
                 if self._end.is_set():
                     return
                 operation, waited_s = self._longest_wait()
-                if operation != told or waited_s < next_s / 2:
-                    next_s, told = _LONG_S, operation
+                if operation != reported or waited_s < next_s / 2:
+                    next_s, reported = _LONG_S, operation
                 if not self.alarm and waited_s > next_s:
                     next_s = min(2 * next_s, next_s + _AGAIN_S)
                     self._store.add("news", 1)
@@ -339,8 +339,8 @@ class Watchdog:
                 found = self._store.add("news", 0)
                 if found != news:
                     news, heard_at = found, time.monotonic()
-                    self.alarm = self.alarm or self._heard("alarm")
-                    self._tell("waits", self._state(_LONG_S))
+                    self.alarm = self.alarm or self._read_value("alarm")
+                    self._publish_state("waits", self._state(_LONG_S))
                 if not self.alarm and self.rank == 0 and time.monotonic() - heard_at < _ANSWERS_S:
                     self.alarm = self._difference()
                 if self.alarm:
@@ -349,7 +349,7 @@ class Watchdog:
         except RuntimeError:  # the store has ended, and with it rank 0: waits end without the watchdog
             return
         finally:
-            self._known.set()
+            self._summary_ready.set()
 
     def _longest_wait(self) -> tuple[str, float]:
         """Returns the longest-running operation and its duration in seconds."""
@@ -358,7 +358,7 @@ class Watchdog:
 
     def _difference(self) -> str:
         """Compare, on rank 0, the published states: each with rank 0, and with the rank that it waits for."""
-        states = {**self._told("waits"), self.rank: self._state(_LONG_S)}
+        states = {**self._read_states("waits"), self.rank: self._state(_LONG_S)}
         for rank, state in states.items():
             for peer, other in states.items():
                 if peer in (0, state.peer) and peer != rank and (found := difference(rank, state, peer, other)):
@@ -369,8 +369,8 @@ class Watchdog:
         """Publish the state of this rank, collect the states of all ranks, and end this process unless an error ends it."""
         self._store.compare_set("alarm", "", self.alarm)
         self._store.add("news", 1)
-        self.alarm = self._heard("alarm")  # the first alarm, on all ranks
-        self._tell("answers", self._state(0.0))
+        self.alarm = self._read_value("alarm")  # the first alarm, on all ranks
+        self._publish_state("answers", self._state(0.0))
         stack = _stack(self._frame())
         before = "; ".join(each.name for each in list(self._passed)[-_SHOWN:]) or "none"
         print(
@@ -380,12 +380,12 @@ class Watchdog:
             flush=True,
         )
         deadline = time.monotonic() + _ANSWERS_S
-        while len(answers := self._told("answers")) < self.size and time.monotonic() < deadline:
+        while len(answers := self._read_states("answers")) < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
         self._summary, self.cause = summary(self.alarm, answers, self.size), cause(self.alarm, answers, self.size)
         if self.rank == 0:
             print(self._summary, file=sys.stderr, flush=True)
-        self._known.set()
+        self._summary_ready.set()
         if not self._end.wait(_GRACE_S):
             print(f"Watchdog, rank {self.rank}: ends this process.", file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -405,14 +405,14 @@ class Watchdog:
         """Returns the current frame of the thread that made this object."""
         return sys._current_frames().get(self._owner)
 
-    def _tell(self, what: str, state: State) -> None:
-        self._store.set(f"{what}/{self.rank}", json.dumps(asdict(state)))
+    def _publish_state(self, key: str, state: State) -> None:
+        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(state)))
 
-    def _heard(self, key: str) -> str:
+    def _read_value(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _told(self, what: str) -> dict[int, State]:
-        found = {rank: self._heard(f"{what}/{rank}") for rank in range(self.size)}
+    def _read_states(self, key: str) -> dict[int, State]:
+        found = {rank: self._read_value(f"{key}/{rank}") for rank in range(self.size)}
         states = {rank: State(**json.loads(text)) for rank, text in found.items() if text}
         return {rank: replace(state, passed=[Passed(*each) for each in state.passed]) for rank, state in states.items()}
 

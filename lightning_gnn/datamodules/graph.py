@@ -332,7 +332,7 @@ class GraphDataModule(L.LightningDataModule):
         world = strategy.world
         raise_together(world, self._failure, "The graph could not be loaded and partitioned")
         folder = self.agree(world, layout, leads=strategy.local_rank == 0)
-        with world.together("The partitioned graph could not be read"):
+        with world.shared_failures("The partitioned graph could not be read"):
             if self._shard is not None and self._shard_of == (folder, layout):
                 shard = self._shard  # unchanged since the last stage, like the whole graph on one device
                 shard.batch.cpu()

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import is_about_peers
-from lightning_gnn.comm.processes import here
+from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.comm.watchdog import EXIT_STATUS
 from lightning_gnn.launching import RankFailedError
 
@@ -68,13 +68,13 @@ class Failure:
             sent = None
         about_peers = is_about_peers(error)
         if isinstance(error, SystemExit):
-            return cls(rank, "left", f"sys.exit({error.code!r})", str(here()), text)
+            return cls(rank, "left", f"sys.exit({error.code!r})", str(current_progress()), text)
         said = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        return cls(rank, "failed", reason, str(here()), text, about_peers, sent)
+        return cls(rank, "failed", reason, str(current_progress()), text, about_peers, sent)
 
     @classmethod
-    def ended(cls, rank: int, code: int, place: str = "") -> Failure:
+    def from_exit_code(cls, rank: int, code: int, place: str = "") -> Failure:
         """Returns the failure of a process that ended without a report."""
         if code >= 0:
             about_peers = code == EXIT_STATUS  # exit status of the watchdog: its ranks are deadlocked
@@ -102,9 +102,9 @@ def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
         wait_s: seconds to wait for a rank that ended.
     """
     lines = []
-    for peer, status in processes.ended(wait_s).items():
+    for peer, status in processes.exit_statuses(wait_s).items():
         place = processes.place_of(peer)
-        failure = Failure.ended(peer, status, place) if status else Failure(peer, "has ended", place=place)
+        failure = Failure.from_exit_code(peer, status, place) if status else Failure(peer, "has ended", place=place)
         lines.append(f"Rank {rank} {what}: {str(failure)[0].lower()}{str(failure)[1:]}")
     if lines:
         # os.write instead of print: a signal handler may interrupt another.

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.processes import end_with_parent, here
+from lightning_gnn.comm.processes import current_progress, end_with_parent
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
@@ -136,7 +136,7 @@ class ProcessLauncher(Launcher):
         gc.freeze()
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
-        reporter.send("arrived", here().address)
+        reporter.send("arrived", current_progress().address)
         try:
             if random_states is not None:
                 set_random_states(random_states)
@@ -209,7 +209,7 @@ def _result_of(supervisor: Supervisor) -> bytes:
     supervisor.look()
     first = next((child for child in supervisor.children if child.received.get("result")), supervisor.children[0])
     if "result" not in first.received:
-        raise _to_raise(first.failures[0] if first.failures else Failure.ended(first.rank, first.exit_code() or 0))
+        raise _to_raise(first.failures[0] if first.failures else Failure.from_exit_code(first.rank, first.exit_code() or 0))
     supervisor.wait_for(lambda: not supervisor.running(), GRACE_S)
     return first.received["result"]
 

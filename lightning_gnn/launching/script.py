@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.processes import end_after, end_with_parent, here
+from lightning_gnn.comm.processes import current_progress, end_after, end_with_parent
 from lightning_gnn.launching import STARTED_BY, program
 from lightning_gnn.launching.failures import (
     GRACE_S,
@@ -249,7 +249,7 @@ class ScriptLauncher(Launcher):
         what = f"was asked to end by {signal.Signals(signum).name}"
         reporter, supervisor = self._script.reporter, self._script.supervisor
         if reporter is not None:
-            reporter.send("failed", Failure(reporter.rank, what, place=str(here())))
+            reporter.send("failed", Failure(reporter.rank, what, place=str(current_progress())))
         elif supervisor is not None:
             supervisor.stopping = True
             for child in supervisor.running():

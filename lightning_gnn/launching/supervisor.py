@@ -27,7 +27,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 from lightning_gnn.comm.listening import listen_for_ranks
-from lightning_gnn.comm.processes import Progress, here
+from lightning_gnn.comm.processes import Progress, current_progress
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
 from lightning_gnn.private_lightning import PORT
 
@@ -94,7 +94,7 @@ class Reporter:
 
         Copies the parent's environment, and its handling of Ctrl-C. Ends this process silently if the parent ends.
         """
-        self.send("arrived", here().address)
+        self.send("arrived", current_progress().address)
         try:
             variables, interruptible, given = self._connection.recv()
         except (EOFError, OSError):
@@ -168,7 +168,7 @@ class Supervisor:
                 code = child.exit_code()  # before listening, so that its last message is available
                 child.listen()
                 if code and not child.failures:
-                    child.failures.append(Failure.ended(child.rank, code, str(child.progress or "")))
+                    child.failures.append(Failure.from_exit_code(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
             return sorted(self._of_concern(found), key=lambda failure: failure.about_peers)
 

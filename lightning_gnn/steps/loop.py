@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
-from lightning_gnn.comm.processes import here
+from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.private_lightning import END_QUESTION, EXAMPLE
 
 SKIPPED = object()
@@ -67,7 +67,7 @@ def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
     loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
 
     def ask() -> None:
-        if world.told_by_rank_0(trainer.received_sigterm, "Lightning's question whether to end"):
+        if world.broadcast_flag(trainer.received_sigterm, "Lightning's question whether to end"):
             with suppress(CommunicationError):
                 world.barrier("End")
             raise SIGTERMException
@@ -124,7 +124,7 @@ class Progress(pl.Callback):
 
     def at(self, phase: str, trainer: pl.Trainer) -> None:
         phase = "the sanity check" if trainer.sanity_checking else phase
-        here().at(phase, trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None)
+        current_progress().at(phase, trainer.current_epoch if trainer.state.fn == TrainerFn.FITTING else None)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.at("the epoch's start", trainer)

@@ -198,7 +198,7 @@ class StandInMetrics:
     @property
     def acts(self) -> bool:
         """True if ranks can communicate here; False in copies that a check runs on."""
-        return _current.metrics is self and self._world.connected
+        return _current.metrics is self and self._world.is_connected
 
     def _has_others(self, metric: Metric) -> bool:
         """Returns whether states must be reduced over ranks; not if they cover all rows on every rank."""

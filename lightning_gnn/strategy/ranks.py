@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags, check_numbers
 from lightning_gnn.checkpoints import WholeCheckpointIO
 from lightning_gnn.comm.group import World, wait_for_all
-from lightning_gnn.comm.processes import here
+from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.devices import backend_of
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.private_lightning import TRAINER, WrappingCheckpointIO, compilation
@@ -142,7 +142,7 @@ class RankStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        here().at("set-up")
+        current_progress().at("set-up")
         super().setup_environment()
         self.set_world_ranks()
         expected = self.num_nodes * self.num_processes
@@ -197,7 +197,7 @@ class RankStrategy(ParallelStrategy):
         if self._world is not None:
             self._world.close()
             self._world = None
-        here().at("")
+        current_progress().at("")
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:

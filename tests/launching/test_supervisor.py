@@ -88,9 +88,9 @@ def test_a_process_that_ends_without_a_word():
 def test_where_a_process_was_that_ends_without_a_word():
     code = """
 import os
-from lightning_gnn.comm.processes import here
-here().at("backward", 3)
-print("ready", here().address, flush=True)
+from lightning_gnn.comm.processes import current_progress
+current_progress().at("backward", 3)
+print("ready", current_progress().address, flush=True)
 input()
 os.kill(os.getpid(), 9)
 """

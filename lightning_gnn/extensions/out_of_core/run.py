@@ -111,11 +111,11 @@ class FileMemory(SharedMemory):
 
     def _is_there(self, peer: int, number: int) -> bool:
         """Returns whether a message is in its mailbox or was accepted; accepts earlier messages."""
-        while self._received[peer] < number and self._has_posted(peer):
-            if self._received[peer] == number - 1:
+        while self._num_received[peer] < number and self._has_posted(peer):
+            if self._num_received[peer] == number - 1:
                 return True
             self._accept(peer)
-        return self._received[peer] >= number
+        return self._num_received[peer] >= number
 
 
 class _FreedBuffers(Buffers):
@@ -157,8 +157,8 @@ class OutOfCoreWorld(World):
 
     @contextmanager
     @override
-    def together(self, what: str) -> Iterator[None]:
-        with super().together(what), self.turns.taken():
+    def shared_failures(self, message: str) -> Iterator[None]:
+        with super().shared_failures(message), self.turns.taken():
             yield
 
     @override

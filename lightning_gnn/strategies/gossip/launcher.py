@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_gnn.comm.processes import here
+from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.launching.failures import Failure
 from lightning_gnn.launching.processes import ProcessLauncher
 from lightning_gnn.launching.script import ScriptLauncher
@@ -83,7 +83,7 @@ class SurvivingScriptLauncher(ScriptLauncher):
     @override
     def _arrive(self, reporter: Reporter) -> None:
         if REJOIN_VARIABLE in os.environ:  # the others already run this call
-            reporter.send("arrived", here().address)
+            reporter.send("arrived", current_progress().address)
         else:
             super()._arrive(reporter)
 
