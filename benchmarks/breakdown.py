@@ -63,14 +63,14 @@ def labelled() -> None:
     import lightning_gnn.kernels.sums as sums
     import lightning_gnn.nn.edges as edges
 
-    over_rows = kernel_runner.over_rows
+    run_over_rows = kernel_runner.run_over_rows
 
     def marked(loop: Any, csr: Any, *arguments: Any, work: int) -> None:
         columns = max(1, work // max(1, csr.num_edges))
         with record_function(f"edges|{_layer[0]}|{loop.py_func.__name__}|{csr.num_edges}|{columns}"):
-            over_rows(loop, csr, *arguments, work=work)
+            run_over_rows(loop, csr, *arguments, work=work)
 
-    sums.over_rows = attention.over_rows = marked  # type: ignore[attr-defined]
+    sums.run_over_rows = attention.run_over_rows = marked  # type: ignore[attr-defined]
     take_rows, send = exchange.take_rows, exchange.Exchange.send
 
     def taken(*arguments: Any) -> Any:

@@ -199,7 +199,7 @@ def kernels(options: argparse.Namespace) -> list[Row]:
     # As many edges as the square says end at the first nodes: hubs.
     target = (torch.rand(edges) ** 2 * nodes).long()
     csr = CSR.from_coo(target.to(device), source.to(device), nodes, nodes)
-    edge, csr = csr.edge_ids().long(), csr.of_slots()
+    edge, csr = csr.edge_ids().long(), csr.to_slot_order()
     source, target = source.to(device), target.to(device)
     x = torch.randn(nodes, columns, device=device)
     weight = torch.rand(edges, device=device)

@@ -34,7 +34,7 @@ def best(function: Callable[[], Any], repeats: int = 9) -> float:
 
 def attention_rows(csr: CSR, source: Tensor, target: Tensor, heads: int = 4, columns: int = 32) -> list[dict[str, Any]]:
     """GAT's scores, softmax and weighted sums, forward and backward; gathering and scattering as PyG does, once."""
-    csr = csr.of_slots()
+    csr = csr.to_slot_order()
     x = torch.randn(csr.num_rows, heads, columns, requires_grad=True)
     left, right = (torch.randn(csr.num_rows, heads, requires_grad=True) for _ in range(2))
 

@@ -58,7 +58,7 @@ class HaloProduct(Matrix):
     def __init__(self, edge_index: np.ndarray, exchange: HaloExchange) -> None:
         self.exchange = exchange
         edges = SplitEdges.from_edges(torch.from_numpy(edge_index), exchange.num_owned, exchange.num_halo)
-        self.what = Sum(edges.of_slots())
+        self.what = Sum(edges.to_slot_order())
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:

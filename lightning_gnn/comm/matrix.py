@@ -206,7 +206,7 @@ class SparseMatrix(Matrix):
     def csr(self) -> CSR:
         """This rank's block as one matrix: local rows and rows that it adds to, by local columns and columns that it reads."""
         shape = [of.num_owned + of.num_halo for of in (self.rows, self.columns)]
-        return CSR.from_coo(self._row, self._col, *shape).of_slots()
+        return CSR.from_coo(self._row, self._col, *shape).to_slot_order()
 
     @cached_property
     def _parts(self) -> dict[tuple[bool, bool], _Part]:
@@ -224,7 +224,7 @@ class SparseMatrix(Matrix):
             columns.num_owned if own_col else columns.num_halo,
         )
         values = None if self._value is None else csr.permute(self._value[ids])
-        csr = csr.of_slots()
+        csr = csr.to_slot_order()
         return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
     def _exchange(self, ids: Tensor, offsets: Ids, meter: Meter) -> tuple[Exchange, Tensor]:

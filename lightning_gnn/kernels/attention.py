@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gnn.kernels import loops
 from lightning_gnn.kernels.csr import CSR
-from lightning_gnn.kernels.run import over_rows
+from lightning_gnn.kernels.run import run_over_rows
 
 Across = Callable[[Tensor, str], Tensor]
 """Completes the partial ``"max"`` or ``"sum"`` of each row, ``[R, H]``, if a row's edges are on several ranks."""
@@ -34,7 +34,7 @@ def pair_sums(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H]``.
         target: ``[R, H]``.
     """
-    return _PairSums.apply(csr.of_slots(), *_taken(source, target)).to(source.dtype)
+    return _PairSums.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target)).to(source.dtype)
 
 
 def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H, C]``.
         target: ``[R, H, C]``.
     """
-    return _PairProducts.apply(csr.of_slots(), *_taken(source, target)).to(source.dtype)
+    return _PairProducts.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target)).to(source.dtype)
 
 
 def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float) -> Tensor:
@@ -58,7 +58,7 @@ def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor,
         attention: ``[H, C]``.
         slope: negative slope of the leaky ReLU.
     """
-    return _AdditiveScores.apply(csr.of_slots(), *_taken(source, target, attention), slope).to(source.dtype)
+    return _AdditiveScores.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target, attention), slope).to(source.dtype)
 
 
 def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tens
         scores: ``[E, H]``.
         across: see :data:`Across`; None if this rank has all edges of its rows. For 16-bit floats, it gets float32.
     """
-    return _EdgeSoftmax.apply(csr.of_slots(), scores, across or (lambda partial, operation: partial))
+    return _EdgeSoftmax.apply(csr.to_slot_order(), scores, across or (lambda partial, operation: partial))
 
 
 def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
@@ -80,10 +80,10 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
         x: ``[K, H, C]``.
         weight: ``[E, H]``.
     """
-    return _WeightedSums.apply(csr.of_slots(), *_taken(x, weight)).to(x.dtype)
+    return _WeightedSums.apply(csr.to_slot_order(), *_to_loop_dtypes(x, weight)).to(x.dtype)
 
 
-def _taken(*tensors: Tensor) -> Sequence[Tensor]:
+def _to_loop_dtypes(*tensors: Tensor) -> Sequence[Tensor]:
     """Returns tensors in dtypes that the loops support: numba has no 16-bit floats."""
     return tensors if tensors[0].device.type != "cpu" else [_wide(each) for each in tensors]
 
@@ -96,9 +96,9 @@ def _slots(csr: CSR) -> tuple[Tensor, bool]:
     return (csr.indptr.new_empty(0, dtype=torch.int32), False) if csr.edge is None else (csr.edge, True)
 
 
-def _scores(loop: Any, csr: CSR, source: Tensor, *others: Any) -> Tensor:
+def _scores(loop: Any, csr: CSR, source: Tensor, *arguments: Any) -> Tensor:
     out = source.new_empty((csr.num_edges, source.size(1)))
-    over_rows(loop, csr, csr.indices, source, *others, out, work=csr.num_edges * source[:1].numel())
+    run_over_rows(loop, csr, csr.indices, source, *arguments, out, work=csr.num_edges * source[:1].numel())
     return out
 
 
@@ -106,7 +106,7 @@ def _slot_sums(csr: CSR, values: Tensor) -> Tensor:
     """Returns sums over rows; `values` are in the order of the list that `csr.edge` refers to."""
     place, placed = _slots(csr)
     out = values.new_empty((csr.num_rows, values.size(1)))
-    over_rows(loops.slot_sums, csr, place, values, out, placed, work=values.numel())
+    run_over_rows(loops.slot_sums, csr, place, values, out, placed, work=values.numel())
     return out
 
 
@@ -114,7 +114,7 @@ def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
     place, placed = _slots(csr)
     out = x.new_empty((csr.num_rows, *x.shape[1:]))
     work = csr.num_edges * x.size(1) * x.size(2)
-    over_rows(loops.spmm_heads, csr, csr.indices, place, weight, x, out, placed, work=work)
+    run_over_rows(loops.spmm_heads, csr, csr.indices, place, weight, x, out, placed, work=work)
     return out
 
 
@@ -124,7 +124,7 @@ def _wide(values: Tensor) -> Tensor:
 
 def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
     out = torch.empty_like(values)
-    over_rows(loop, csr, values, rows, out, work=values.numel())
+    run_over_rows(loop, csr, values, rows, out, work=values.numel())
     return out
 
 
@@ -178,11 +178,11 @@ class _AdditiveScores(torch.autograd.Function):
         source, target, attention = ctx.saved_tensors
         grad = grad.contiguous()
 
-        def slopes(csr: CSR, near: Tensor, far: Tensor) -> Tensor:
+        def slopes(csr: CSR, row_values: Tensor, col_values: Tensor) -> Tensor:
             place, placed = _slots(csr)
-            out = torch.empty_like(near)
-            arguments = (csr.indices, place, grad, near, far, ctx.slope, out, placed)
-            over_rows(loops.additive_scores_grad, csr, *arguments, work=csr.num_edges * near[:1].numel())
+            out = torch.empty_like(row_values)
+            arguments = (csr.indices, place, grad, row_values, col_values, ctx.slope, out, placed)
+            run_over_rows(loops.additive_scores_grad, csr, *arguments, work=csr.num_edges * row_values[:1].numel())
             return out
 
         # leaky_relu(z) is z times its slope, so the gradient of attention uses the same sums as the gradients of both sides.
@@ -197,7 +197,7 @@ class _EdgeSoftmax(torch.autograd.Function):
         # In float16, a hub's sum of exponentials would overflow, and 1e-16 would round to 0.
         dtype, scores = scores.dtype, _wide(scores.contiguous())
         largest = scores.new_empty((csr.num_rows, scores.size(1)))
-        over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
+        run_over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
         powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max")).exp_()
         total = across(_slot_sums(csr, powers), "sum").add_(1e-16)
         out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_()).to(dtype)

@@ -113,12 +113,12 @@ class CSR:
         if not num_last:  # nothing is selected, so nothing is copied
             first, none = cls.from_coo(row, col, num_rows, num_first), col[:0]
             last = cls.from_coo(none, none, num_rows, 0)
-            return (first, last.in_list(none)) if in_list else (first.of_slots(), last)
+            return (first, last.in_list(none)) if in_list else (first.to_slot_order(), last)
 
         def half(where: Tensor, first: int, columns: int) -> CSR:
             ids = where.nonzero().view(-1)
             made = cls.from_coo(row[ids], col[ids] - first, num_rows, columns)
-            return made.in_list(ids) if in_list else made.of_slots()
+            return made.in_list(ids) if in_list else made.to_slot_order()
 
         return half(col < num_first, 0, num_first), half(col >= num_first, num_first, num_last)
 
@@ -162,11 +162,11 @@ class CSR:
             in_list: whether it must have an ``edge``, 4 bytes per edge; unweighted sums do not need it. A cached ``edge``
                 remains.
         """
-        return self._transposed if in_list or "_transposed" in vars(self) else self._transposed_alone
+        return self._full_transpose if in_list or "_full_transpose" in vars(self) else self._bare_transpose
 
-    def of_slots(self) -> CSR:
+    def to_slot_order(self) -> CSR:
         """Returns the matrix with its slots as the edge list."""
-        return self if self.edge is None else self._of_slots
+        return self if self.edge is None else self._slot_order
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
         """Returns at most `count` ranges of rows with about equal numbers of edges and rows."""
@@ -199,21 +199,21 @@ class CSR:
         return {}
 
     @cached_property
-    def _of_slots(self) -> CSR:
+    def _slot_order(self) -> CSR:
         return CSR(self.indptr, self.indices, None, self.num_cols)
 
     @cached_property
-    def _transposed(self) -> CSR:
+    def _full_transpose(self) -> CSR:
         return self._transpose(in_list=True)
 
     @cached_property
-    def _transposed_alone(self) -> CSR:
+    def _bare_transpose(self) -> CSR:
         return self._transpose(in_list=False)
 
     def _transpose(self, in_list: bool) -> CSR:
         if self.device.type != "cpu":
             made = CSR.from_coo(self.indices, self.row_of_slot(), self.num_cols, self.num_rows)
-            return made if in_list else made.of_slots()
+            return made if in_list else made.to_slot_order()
         # Allocated by torch, so that tools that count its tensors include them.
         indptr = _indptr(self.indices, self.num_cols)
         rows = torch.empty(self.num_edges, dtype=torch.int32)

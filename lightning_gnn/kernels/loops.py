@@ -40,7 +40,7 @@ def _helpers(module: str) -> bytes:
     return blake2b(b"".join(files)).digest()
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
+def compile_loop(function: Callable[..., Any], **options: Any) -> Any:
     """Returns a function that numba compiles at the first call and caches on disk until its file or a helper's file changes."""
     made = numba.njit(cache=True, nogil=True, **options)(function)
     if hasattr(made, "_cache"):  # not with NUMBA_DISABLE_JIT; private API of numba 0.59 to 0.68
@@ -51,13 +51,13 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 def loop(function: Callable[..., Any]) -> Any:
     # Sums may be reassociated for vectorization. The order is fixed at compile time, so results do not vary.
-    LOOPS.append(compiled(function, fastmath={"contract", "nsz", "reassoc"}))
+    LOOPS.append(compile_loop(function, fastmath={"contract", "nsz", "reassoc"}))
     return LOOPS[-1]
 
 
 def exact_loop(function: Callable[..., Any]) -> Any:
     # Each operation is rounded as written, so that other devices compute the same bits.
-    LOOPS.append(compiled(function, error_model="numpy"))
+    LOOPS.append(compile_loop(function, error_model="numpy"))
     return LOOPS[-1]
 
 
@@ -326,17 +326,17 @@ def additive_scores(indptr, indices, source, target, attention, slope, out, low,
 
 
 @loop
-def additive_scores_grad(indptr, indices, place, grad, near, far, slope, out, placed, low, high):
-    """``out[r, h] = sum of grad[s, h] * leaky_relu'(far[col, h] + near[r, h])``: common part of both sides' gradients.
+def additive_scores_grad(indptr, indices, place, grad, row_values, col_values, slope, out, placed, low, high):
+    """``out[r, h] = sum of grad[s, h] * leaky_relu'(col_values[col, h] + row_values[r, h])``: part of both sides' gradients.
 
-    place ``[E]`` or empty, as in `spmm_heads`; grad ``[E, H]``; near, out ``[R, H, C]``; far ``[K, H, C]``.
+    place ``[E]`` or empty, as in `spmm_heads`; grad ``[E, H]``; row_values, out ``[R, H, C]``; col_values ``[K, H, C]``.
     """
-    slope = far.dtype.type(slope)
-    heads, columns, last = far.shape[1], far.shape[2], len(indices) - 1
+    slope = col_values.dtype.type(slope)
+    heads, columns, last = col_values.shape[1], col_values.shape[2], len(indices) - 1
     for row in range(low, high):
         out[row] = 0
         for slot in range(indptr[row], indptr[row + 1]):
-            prefetch(far, indices[min(slot + AHEAD, last)])
+            prefetch(col_values, indices[min(slot + AHEAD, last)])
             a, p = indices[slot], slot
             if placed:
                 prefetch(grad, place[min(slot + AHEAD, last)])
@@ -345,7 +345,7 @@ def additive_scores_grad(indptr, indices, place, grad, near, far, slope, out, pl
                 steep = grad[p, h]
                 flat = slope * steep
                 for c in range(columns):
-                    out[row, h, c] += steep if far[a, h, c] + near[row, h, c] > 0 else flat
+                    out[row, h, c] += steep if col_values[a, h, c] + row_values[row, h, c] > 0 else flat
 
 
 @loop
@@ -556,19 +556,19 @@ def _copy(source, target):
 
 
 @loop
-def count_nonzero(rows, counts, kept):
+def count_nonzero(rows, counts, num_nonzero):
     """Count the rows of each part that have a nonzero byte; rows uint8 ``[R, B]``, counts: rows of each part."""
     first = 0
     for part in range(len(counts)):
-        kept[part] = 0
+        num_nonzero[part] = 0
         for row in range(first, first + counts[part]):
             if not _is_zero(rows[row]):
-                kept[part] += 1
+                num_nonzero[part] += 1
         first += counts[part]
 
 
 @loop
-def pack_nonzero(rows, counts, packed, places, out, kept):
+def pack_nonzero(rows, counts, packed, places, out, num_nonzero):
     """See :func:`count_nonzero`; also write the parts to their places in uint8 `out`.
 
     A part with `packed` consists of one bit per row, 1 for a row with a nonzero byte, and then these rows; other parts have all
@@ -576,7 +576,7 @@ def pack_nonzero(rows, counts, packed, places, out, kept):
     """
     first, width = 0, rows.shape[1]
     for part in range(len(counts)):
-        kept[part] = 0
+        num_nonzero[part] = 0
         start = places[part]
         place = start
         if packed[part]:
@@ -585,7 +585,7 @@ def pack_nonzero(rows, counts, packed, places, out, kept):
         for row in range(counts[part]):
             found = not _is_zero(rows[first + row])
             if found:
-                kept[part] += 1
+                num_nonzero[part] += 1
             if found and packed[part]:
                 out[start + (row >> 3)] |= np.uint8(1 << (row & 7))
             if found or not packed[part]:
@@ -597,15 +597,15 @@ def pack_nonzero(rows, counts, packed, places, out, kept):
 @loop
 def unpack_nonzero(data, out):
     """Write the rows of a part from :func:`pack_nonzero`; returns the number of nonzero rows."""
-    width, place, kept = out.shape[1], (len(out) + 7) // 8, 0
+    width, place, num_nonzero = out.shape[1], (len(out) + 7) // 8, 0
     for row in range(len(out)):
         if data[row >> 3] >> (row & 7) & 1:
             _copy(data[place : place + width], out[row])
             place += width
-            kept += 1
+            num_nonzero += 1
         else:
             out[row] = 0
-    return kept
+    return num_nonzero
 
 
 # Building #####################################################################

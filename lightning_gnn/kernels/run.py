@@ -58,7 +58,7 @@ _in_place_of: list[torch.device] = []
 
 
 def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether :func:`over_rows` supports this device and floats of this dtype."""
+    """Returns whether :func:`run_over_rows` supports this device and floats of this dtype."""
     if device.type in BACKENDS:
         return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     there = _in_place_of[-1].type if _in_place_of else "cpu"
@@ -107,7 +107,7 @@ def _warn_of_rows_per_edge(device: str, num_bytes: int) -> None:
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
-def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
+def run_over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     """Run ``loop(csr.indptr, *arguments, low, high)`` over all rows, or the corresponding loop of a backend.
 
     On the CPU, one thread computes a row, so results do not depend on the number of threads.
@@ -125,7 +125,7 @@ def over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     if work < _SMALL:  # calls dominate the step of a small graph
         loop(*_arrays(csr.indptr, *arguments), 0, csr.num_rows)
         return
-    over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
+    run_over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
 
 
 def _arrays(*arguments: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def _arrays(*arguments: Any) -> list[Any]:
     return found
 
 
-def over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
+def run_over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
     """Run ``loop(*arguments, low, high)`` over 0 to `size`; large work is split over threads by ``ranges(count)``."""
     arrays = _arrays(*arguments)
     threads = min(torch.get_num_threads(), size)
@@ -150,8 +150,8 @@ def over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], I
         chunk.result()
 
 
-def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
-    """Run ``loop(*arguments, low, high)`` over all of `num_rows` rows of equal cost; see :func:`over_rows`.
+def run_over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
+    """Run ``loop(*arguments, low, high)`` over all of `num_rows` rows of equal cost; see :func:`run_over_rows`.
 
     The first argument is a tensor on the device whose backend has the loop.
     """
@@ -163,7 +163,7 @@ def over_range(loop: Any, num_rows: int, *arguments: Any, work: int) -> None:
     def ranges(count: int) -> Iterable[tuple[int, int]]:
         return pairwise([num_rows * part // count for part in range(count + 1)])
 
-    over_ranges(loop, *arguments, size=num_rows, ranges=ranges, work=work)
+    run_over_ranges(loop, *arguments, size=num_rows, ranges=ranges, work=work)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -175,13 +175,13 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 def timed_compilation(use: Callable[[], Any]) -> float:
     """Call `use`, which runs loops; returns its seconds if loops were compiled, 0 if all were cached on disk."""
-    before, began = _compiled(), time.perf_counter()
+    before, began = _num_compilations(), time.perf_counter()
     with _announcer.in_set_up():
         use()
-    return time.perf_counter() - began if _compiled() > before else 0.0
+    return time.perf_counter() - began if _num_compilations() > before else 0.0
 
 
-def _compiled() -> int:
+def _num_compilations() -> int:
     return sum(sum(loop.stats.cache_misses.values()) for loop in LOOPS)
 
 
@@ -197,7 +197,7 @@ class _Announcer(event.Listener):
     """
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
         self._bars: list[ExitStack] = []
         self._in_set_up = False
 
@@ -219,9 +219,9 @@ class _Announcer(event.Listener):
             if not self._bars:  # else a loop that the displayed loop calls
                 bar.enter_context(progress_bar(f"Compiling {module.rpartition('.')[2]}.{loop.py_func.__name__}, once"))
             self._bars.append(bar)
-        if module in self._told or module.partition(".")[0] != _PACKAGE:
+        if module in self._announced or module.partition(".")[0] != _PACKAGE:
             return
-        self._told.add(module)
+        self._announced.add(module)
         count = sum(isinstance(each, Dispatcher) for each in vars(sys.modules[module]).values())
         rank_zero_info(f"Compiling up to {count} kernels of {module} once, about 0.5 s each; cached in {loop.stats.cache_path}")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnn.kernels import loops
 from lightning_gnn.kernels.csr import CSR
-from lightning_gnn.kernels.run import BACKENDS, has_loops, over_rows
+from lightning_gnn.kernels.run import BACKENDS, has_loops, run_over_rows
 
 
 def spmm(
@@ -66,7 +66,7 @@ def spmm(
             dense = dense.view(torch.uint16)
         tensors = none if weight is None else weight, dense, none if scale is None else scale, target
         given = weight is not None, scale is not None, accumulate
-        over_rows(loops.spmm, csr, csr.indices, *tensors, *given, work=csr.num_edges * dense.size(1))
+        run_over_rows(loops.spmm, csr, csr.indices, *tensors, *given, work=csr.num_edges * dense.size(1))
     else:
         product = _torch_spmm(csr, dense.to(wide), weight)
         target = target.add_(product) if accumulate else target.copy_(product)
@@ -137,7 +137,7 @@ class RowStatistics:
         """
         parts = (self.sum, self.squares, self.max, self.num_max, self.min, self.num_min)
         work = csr.num_edges * x.size(1) * 2
-        over_rows(loops.statistics, csr, csr.indices, x.detach(), *parts, accumulate, work=work)
+        run_over_rows(loops.statistics, csr, csr.indices, x.detach(), *parts, accumulate, work=work)
 
     def ties(self, name: str) -> Tensor:
         """Returns the number of ties that share a gradient of ``"max"`` or ``"min"``, at least 1, ``[R, F]``, as torch counts."""
@@ -171,5 +171,5 @@ def row_statistics_grad(csr: CSR, x: Tensor, grads: RowStatistics, extremes: Row
     total, square, largest, smallest = (each.contiguous() for each in (grads.sum, grads.squares, grads.max, grads.min))
     parts = (total, square, extremes.max, largest, extremes.min, smallest)
     work = csr.num_edges * x.size(1) * 4
-    over_rows(loops.statistics_grad, flipped, flipped.indices, x.detach(), *parts, out, work=work)
+    run_over_rows(loops.statistics_grad, flipped, flipped.indices, x.detach(), *parts, out, work=work)
     return out

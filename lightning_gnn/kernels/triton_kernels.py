@@ -49,10 +49,10 @@ def _columns(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _put(result, out, part, row, width, column, kept, num_segments, HUBS: tl.constexpr):
+def _put(result, out, part, row, width, column, mask, num_segments, HUBS: tl.constexpr):
     """Store the result of a whole row, or of a segment."""
     # A scalar boolean is not broadcast in masks: the interpreter would convert it to int32 and raise an error.
-    tl.store(out + row * width + column, result, mask=kept)
+    tl.store(out + row * width + column, result, mask=mask)
     if HUBS:
         unit = tl.program_id(0).to(tl.int64)
         tl.store(part + unit * width + column, result, mask=column < tl.where(unit < num_segments, width, 0))
@@ -68,7 +68,7 @@ def _larger(value, number, best, count, strange):
 
 @triton.jit
 def _put_extreme(
-    best, count, strange, out, counts, part, part_counts, row, width, column, kept, num_segments,
+    best, count, strange, out, counts, part, part_counts, row, width, column, mask, num_segments,
     SIGN: tl.constexpr, ACCUMULATE: tl.constexpr, COUNTED: tl.constexpr, HUBS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store the largest of several edges' maxima; a minimum is the maximum of negated numbers."""
@@ -77,12 +77,12 @@ def _put_extreme(
     odd = tl.max(strange.to(tl.int32), 0) > 0
     if ACCUMULATE:
         place = row * width + column
-        old = tl.where(kept, SIGN * tl.load(out + place, mask=kept, other=0.0).to(WIDE), float("-inf"))
-        top, count, odd = _larger(old, tl.load(counts + place, mask=kept, other=0), top, count, odd)
+        old = tl.where(mask, SIGN * tl.load(out + place, mask=mask, other=0.0).to(WIDE), float("-inf"))
+        top, count, odd = _larger(old, tl.load(counts + place, mask=mask, other=0), top, count, odd)
     top = tl.where(odd, float("nan"), SIGN * top)
-    _put(top, out, part, row, width, column, kept, num_segments, HUBS)
+    _put(top, out, part, row, width, column, mask, num_segments, HUBS)
     if COUNTED:
-        _put(tl.where(odd, 1, count), counts, part_counts, row, width, column, kept, num_segments, HUBS)
+        _put(tl.where(odd, 1, count), counts, part_counts, row, width, column, mask, num_segments, HUBS)
 
 
 # Kernels over rows ############################################################
@@ -116,12 +116,12 @@ def row_sums(
             value *= tl.load(factor, mask=both, other=0.0).to(WIDE)
         total += value
     result = tl.sum(total, 0)
-    kept = column < tl.where(whole, width, 0)
+    mask = column < tl.where(whole, width, 0)
     if ACCUMULATE:
-        result += tl.load(out + row * width + column, mask=kept, other=0.0).to(WIDE)
+        result += tl.load(out + row * width + column, mask=mask, other=0.0).to(WIDE)
     if SCALED:
         result *= tl.where(whole, tl.load(scale + row).to(WIDE), 1.0)
-    _put(result, out, part, row, width, column, kept, num_segments, HUBS)
+    _put(result, out, part, row, width, column, mask, num_segments, HUBS)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -171,25 +171,25 @@ def statistics(
                     one = tl.load(part_bottoms + at, mask=both, other=0)
             low = tl.where(both, -value, float("-inf"))
             smallest, least, strange_bottom = _larger(low, one, smallest, least, strange_bottom)
-    kept = column < tl.where(whole, width, 0)
+    mask = column < tl.where(whole, width, 0)
     if SUM:
         result = tl.sum(sums, 0)
         if ACCUMULATE:
-            result += tl.load(total + row * width + column, mask=kept, other=0.0).to(WIDE)
-        _put(result, total, part_total, row, width, column, kept, num_segments, HUBS)
+            result += tl.load(total + row * width + column, mask=mask, other=0.0).to(WIDE)
+        _put(result, total, part_total, row, width, column, mask, num_segments, HUBS)
     if SQUARES:
         result = tl.sum(squares, 0)
         if ACCUMULATE:
-            result += tl.load(square + row * width + column, mask=kept, other=0.0).to(WIDE)
-        _put(result, square, part_square, row, width, column, kept, num_segments, HUBS)
+            result += tl.load(square + row * width + column, mask=mask, other=0.0).to(WIDE)
+        _put(result, square, part_square, row, width, column, mask, num_segments, HUBS)
     if MAX:
         _put_extreme(
-            largest, most, strange_top, top, tops, part_top, part_tops, row, width, column, kept, num_segments,
+            largest, most, strange_top, top, tops, part_top, part_tops, row, width, column, mask, num_segments,
             1, ACCUMULATE, COUNTED, HUBS, WIDE,
         )  # fmt: skip
     if MIN:
         _put_extreme(
-            smallest, least, strange_bottom, bottom, bottoms, part_bottom, part_bottoms, row, width, column, kept,
+            smallest, least, strange_bottom, bottom, bottoms, part_bottom, part_bottoms, row, width, column, mask,
             num_segments, -1, ACCUMULATE, COUNTED, HUBS, WIDE,
         )  # fmt: skip
 
@@ -220,19 +220,19 @@ def statistics_grad(
         if MIN:
             share = tl.load(bottom_grad + at, mask=both, other=0.0).to(WIDE)
             result += tl.where(own == tl.load(bottom + at, mask=both, other=0.0).to(WIDE), share, 0.0)
-    kept = column < tl.where(whole, width, 0)
-    _put(tl.sum(result, 0), out, part, row, width, column, kept, num_segments, HUBS)
+    mask = column < tl.where(whole, width, 0)
+    _put(tl.sum(result, 0), out, part, row, width, column, mask, num_segments, HUBS)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def additive_scores_grad(
-    indptr, rows, starts, indices, place, grad, near, far, out, part, num_segments, heads, columns, width,
+    indptr, rows, starts, indices, place, grad, row_values, col_values, out, part, num_segments, heads, columns, width,
     SLOPE: tl.constexpr, PLACED: tl.constexpr,
     HUBS: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, start, end, whole = _bounds(indptr, rows, starts, num_segments, SPLIT, HUBS, False)
     column, inside = _columns(width, BLOCK)
-    own = tl.load(near + row * width + column, mask=inside, other=0.0).to(WIDE)[None, :]
+    own = tl.load(row_values + row * width + column, mask=inside, other=0.0).to(WIDE)[None, :]
     result = tl.zeros((EDGES, BLOCK), WIDE)
     for first in range(start, end, EDGES):
         slot = first + tl.arange(0, EDGES)
@@ -242,11 +242,11 @@ def additive_scores_grad(
         p = slot
         if PLACED:
             p = tl.load(place + slot, mask=here, other=0).to(tl.int64)
-        z = tl.load(far + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE) + own
+        z = tl.load(col_values + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE) + own
         steep = tl.load(grad + p[:, None] * heads + (column // columns)[None, :], mask=both, other=0.0).to(WIDE)
         result += tl.where(z > 0, steep, SLOPE * steep)
-    kept = column < tl.where(whole, width, 0)
-    _put(tl.sum(result, 0), out, part, row, width, column, kept, num_segments, HUBS)
+    mask = column < tl.where(whole, width, 0)
+    _put(tl.sum(result, 0), out, part, row, width, column, mask, num_segments, HUBS)
 
 
 # Kernels over slots: one per edge, so hubs need no segments #######################
@@ -254,7 +254,7 @@ def additive_scores_grad(
 
 @triton.jit(do_not_specialize=["num_edges"])
 def on_slots(
-    rows, indices, values, at_rows, out, num_edges, width,
+    rows, indices, values, row_values, out, num_edges, width,
     INDEXED: tl.constexpr, OPERATION: tl.constexpr, WIDE: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
@@ -266,7 +266,7 @@ def on_slots(
     if INDEXED:
         col = tl.load(indices + slot, mask=here, other=0).to(tl.int64)
     value = tl.load(values + col[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
-    other = tl.load(at_rows + row[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
+    other = tl.load(row_values + row[:, None] * width + column[None, :], mask=both, other=0.0).to(WIDE)
     if OPERATION == "plus":
         value += other
     elif OPERATION == "minus":
@@ -422,8 +422,8 @@ def shorten(
             draw = ((bits >> 16) & 1) + 0x7FFF
         strange = (bits & 0x7F800000) == 0x7F800000
         # Truncation could turn a NaN into infinity.
-        kept = tl.where((bits & 0x7FFFFF) != 0, 64, 0).to(tl.uint32)
-        result = tl.where(strange, (bits >> 16) | kept, (bits + draw) >> 16)
+        mask = tl.where((bits & 0x7FFFFF) != 0, 64, 0).to(tl.uint32)
+        result = tl.where(strange, (bits >> 16) | mask, (bits + draw) >> 16)
         tl.store(short + at, result.to(tl.uint16), mask=both)
         error = (result << 16).to(tl.float32, bitcast=True).to(tl.float64) - value.to(tl.float64)
         wrong += tl.where(both, error * error, 0.0)

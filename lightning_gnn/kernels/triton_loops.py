@@ -72,36 +72,36 @@ def statistics_grad(
 
 
 def additive_scores_grad(
-    csr: CSR, indices: Tensor, place: Tensor, grad: Tensor, near: Tensor, far: Tensor, slope: float, out: Tensor,
+    csr: CSR, indices: Tensor, place: Tensor, grad: Tensor, row_values: Tensor, col_values: Tensor, slope: float, out: Tensor,
     placed: bool,
 ) -> None:  # fmt: skip
-    heads, columns = far.shape[1:]
+    heads, columns = col_values.shape[1:]
     _in_segments(
-        kernels.additive_scores_grad, csr, (indices, place, grad, near, far), out, (heads, columns),
+        kernels.additive_scores_grad, csr, (indices, place, grad, row_values, col_values), out, (heads, columns),
         SLOPE=slope, PLACED=placed,
     )  # fmt: skip
 
 
 def pair_sums(csr: CSR, indices: Tensor, source: Tensor, target: Tensor, out: Tensor) -> None:
-    _over_slots(csr, indices, source, target, out, "plus")
+    _launch_over_slots(csr, indices, source, target, out, "plus")
 
 
 def minus_rows(csr: CSR, values: Tensor, rows: Tensor, out: Tensor) -> None:
-    _over_slots(csr, None, values, rows, out, "minus")
+    _launch_over_slots(csr, None, values, rows, out, "minus")
 
 
 def times_rows(csr: CSR, values: Tensor, rows: Tensor, out: Tensor) -> None:
-    _over_slots(csr, None, values, rows, out, "times")
+    _launch_over_slots(csr, None, values, rows, out, "times")
 
 
 def pair_products(csr: CSR, indices: Tensor, source: Tensor, target: Tensor, out: Tensor) -> None:
-    _over_pairs(csr, indices, source, target, source, 0.0, out, additive=False)
+    _launch_over_pairs(csr, indices, source, target, source, 0.0, out, additive=False)
 
 
 def additive_scores(
     csr: CSR, indices: Tensor, source: Tensor, target: Tensor, attention: Tensor, slope: float, out: Tensor
 ) -> None:
-    _over_pairs(csr, indices, source, target, attention, slope, out, additive=True)
+    _launch_over_pairs(csr, indices, source, target, attention, slope, out, additive=True)
 
 
 # Quantization: over rows, without a matrix ###################################
@@ -110,18 +110,18 @@ def additive_scores(
 def quantise(
     x: Tensor, ends: Tensor, packed: Tensor, squares: Tensor, bits: int, rounding: float, key: Any, stochastic: bool
 ) -> None:  # fmt: skip
-    _over_rows(
+    _launch_over_rows(
         kernels.quantise, x, (x, ends, packed, squares), (packed.size(1), int(key), rounding),
         BITS=bits, STOCHASTIC=stochastic,
     )  # fmt: skip
 
 
 def dequantise(packed: Tensor, ends: Tensor, out: Tensor, bits: int) -> None:
-    _over_rows(kernels.dequantise, out, (packed, ends, out), (packed.size(1),), BITS=bits)
+    _launch_over_rows(kernels.dequantise, out, (packed, ends, out), (packed.size(1),), BITS=bits)
 
 
 def shorten(x: Tensor, short: Tensor, squares: Tensor, key: Any, stochastic: bool) -> None:
-    _over_rows(kernels.shorten, x, (x, short, squares), (int(key),), STOCHASTIC=stochastic)
+    _launch_over_rows(kernels.shorten, x, (x, short, squares), (int(key),), STOCHASTIC=stochastic)
 
 
 # Launches #####################################################################
@@ -134,7 +134,7 @@ def _launch(
     kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=fused, **constants)
 
 
-def _over_rows(kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any) -> None:
+def _launch_over_rows(kernel: Any, rows: Tensor, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], **constants: Any) -> None:
     """Launch a quantization kernel over ``rows [n, F]``."""
     num_rows, columns = rows.shape
     if rows.numel() == 0:
@@ -243,7 +243,7 @@ def _statistics_of_rows(
         _launch(kernels.statistics, grid, *starts, *tensors, 0, width, HUBS=False, SECOND=True, **common)
 
 
-def _over_slots(csr: CSR, indices: Tensor | None, values: Tensor, rows: Tensor, out: Tensor, operation: str) -> None:
+def _launch_over_slots(csr: CSR, indices: Tensor | None, values: Tensor, rows: Tensor, out: Tensor, operation: str) -> None:
     if out.numel() == 0:
         return
     width = out.size(1)
@@ -256,7 +256,7 @@ def _over_slots(csr: CSR, indices: Tensor | None, values: Tensor, rows: Tensor, 
     )  # fmt: skip
 
 
-def _over_pairs(
+def _launch_over_pairs(
     csr: CSR, indices: Tensor, source: Tensor, target: Tensor, attention: Tensor, slope: float, out: Tensor, additive: bool
 ) -> None:
     if out.numel() == 0:

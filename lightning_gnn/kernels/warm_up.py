@@ -38,14 +38,14 @@ _GROUPS: dict[str, Callable[[CSR, torch.dtype], object]] = {
 
 
 def warm_up(
-    groups: Collection[str], dtypes: Collection[torch.dtype], others: Sequence[Callable[[torch.dtype], object]] = ()
+    groups: Collection[str], dtypes: Collection[torch.dtype], extra_loops: Sequence[Callable[[torch.dtype], object]] = ()
 ) -> float:
     """Load loops from disk, and compile missing loops; returns the seconds of compilation, 0 if all were on disk.
 
     Args:
         groups: names among ``"sums"``, ``"statistics"`` and ``"attention"``.
         dtypes: dtypes of the rows.
-        others: functions that run other loops, on rows of a dtype.
+        extra_loops: functions that run other loops, on rows of a dtype.
     """
     # Unsorted sources, so that the transpose sorts them and needs a permutation of slots.
     rows, columns = torch.tensor([[0, 0, 1], [2, 0, 1]], dtype=torch.int32)
@@ -57,8 +57,8 @@ def warm_up(
             for group in groups:
                 for dtype in dtypes:
                     _GROUPS[group](csr, dtype)
-            for other in others:
+            for run_loop in extra_loops:
                 for dtype in dtypes:
-                    other(dtype)
+                    run_loop(dtype)
 
     return timed_compilation(use)

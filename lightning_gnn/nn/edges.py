@@ -71,9 +71,9 @@ class SplitEdges:
         """Returns the edges without edges from absent halo rows, and without positions in the list; `present` is bool ``[H]``."""
         row, col = self.halo.row_of_slot(), self.halo.indices.long()
         kept = present[col]
-        halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).of_slots()
+        halo = CSR.from_coo(row[kept], col[kept], self.halo.num_rows, self.halo.num_cols).to_slot_order()
         degree = self.in_degree - torch.bincount(row[~kept], minlength=len(self.in_degree))
-        return SplitEdges(self.owned.of_slots(), halo, degree)
+        return SplitEdges(self.owned.to_slot_order(), halo, degree)
 
     @cached_property
     def inverse_degree(self) -> Tensor:

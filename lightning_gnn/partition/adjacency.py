@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from lightning_gnn.kernels.loops import compiled, prefetch
+from lightning_gnn.kernels.loops import compile_loop, prefetch
 
 AHEAD = 16
 """Prefetch distance in neighbors or edges: node data of large graphs is in no cache."""
@@ -20,7 +20,7 @@ COPIED = 1 << 18
 """Number of edges that are copied to int64 at once."""
 
 
-@compiled
+@compile_loop
 def mix(value):  # type: ignore[no-untyped-def]
     """Returns a hash that orders ties: splitmix64's last steps."""
     mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
@@ -29,7 +29,7 @@ def mix(value):  # type: ignore[no-untyped-def]
     return mixed ^ (mixed >> np.uint64(31))
 
 
-@compiled
+@compile_loop
 def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
     """Prefetch the values of both ends of a later edge."""
     later = min(edge + AHEAD, len(source) - 1)
@@ -37,7 +37,7 @@ def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
     prefetch(values, target[later])
 
 
-@compiled
+@compile_loop
 def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[no-untyped-def]
     """Prefetch the clusters of both ends of a distant later edge, and two values of each cluster of a nearer edge."""
     later, farther = min(edge + AHEAD, len(source) - 1), min(edge + 2 * AHEAD, len(source) - 1)
@@ -98,7 +98,7 @@ class Adjacency:
         return len(self.indptr) - 1
 
 
-@compiled
+@compile_loop
 def _count(source, target, indptr):  # type: ignore[no-untyped-def]
     for edge in range(len(source)):
         ask_for_ends(indptr, source, target, edge)
@@ -107,7 +107,7 @@ def _count(source, target, indptr):  # type: ignore[no-untyped-def]
             indptr[target[edge] + 1] += 1
 
 
-@compiled
+@compile_loop
 def _fill(source, target, free, indices):  # type: ignore[no-untyped-def]
     for edge in range(len(source)):
         ask_for_ends(free, source, target, edge)
@@ -118,7 +118,7 @@ def _fill(source, target, free, indices):  # type: ignore[no-untyped-def]
             free[other] += 1
 
 
-@compiled
+@compile_loop
 def _deduplicate(indptr, indices):  # type: ignore[no-untyped-def]
     """Sort each row and move distinct entries to the front, in place; returns the number of remaining entries."""
     kept = begin = 0

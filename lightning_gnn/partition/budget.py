@@ -19,7 +19,7 @@ from rich.table import Table
 from lightning_gnn.console import text_table
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.partition import kaminpar
-from lightning_gnn.partition.adjacency import ask_for_clusters, compiled, edge_pieces, mix
+from lightning_gnn.partition.adjacency import ask_for_clusters, compile_loop, edge_pieces, mix
 from lightning_gnn.partition.layout import KAMINPAR, Groups
 from lightning_gnn.registry import partitioners
 
@@ -280,7 +280,7 @@ def table(found: Sequence[Prediction], free: int | None, taken: str | None) -> T
     return result
 
 
-@compiled
+@compile_loop
 def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
     """Match clusters along edges; returns pairs of clusters whose hash is in a sample of 1 / `share`, once per edge."""
     keys, found, most = np.empty(len(source), np.uint64), 0, np.uint64(2**64 - 1) // np.uint64(share)
@@ -298,7 +298,7 @@ def _match(source, target, of, mate, share):  # type: ignore[no-untyped-def]
     return keys[:found].copy()
 
 
-@compiled
+@compile_loop
 def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyped-def]
     """Match unmatched clusters with a common neighbor, as METIS does (two-hop matching)."""
     for edge in range(len(source)):
@@ -314,7 +314,7 @@ def _match_over_two(source, target, of, mate, waiting):  # type: ignore[no-untyp
             one, other = other, one
 
 
-@compiled
+@compile_loop
 def _merge(mate, of):  # type: ignore[no-untyped-def]
     """Renumber matched pairs and single clusters in place; returns their number."""
     count = 0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from lightning_gnn.console import text_table
-from lightning_gnn.partition.adjacency import ask_for_ends, compiled
+from lightning_gnn.partition.adjacency import ask_for_ends, compile_loop
 
 Counts = NDArray[np.int64]
 
@@ -155,7 +155,7 @@ def edge_cut_report(
     )
 
 
-@compiled
+@compile_loop
 def _count_cut(source, target, part, reads, edges, halo_rows):  # type: ignore[no-untyped-def]
     """Count edges and halo rows per rank, return the cut edges; `reads` marks, in bits, the ranks that read a node."""
     cut = 0

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.kernels.loops import compiled
+from lightning_gnn.kernels.loops import compile_loop
 from lightning_gnn.partition.layout import Replicas
 from lightning_gnn.partition.shard import Ids
 
@@ -151,7 +151,7 @@ def _holders(
     return holder
 
 
-@compiled
+@compile_loop
 def _grown(source, target, reached):  # type: ignore[no-untyped-def]
     grown = reached.copy()
     for edge in range(len(source)):

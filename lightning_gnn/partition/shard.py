@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_gnn.kernels import CSR
-from lightning_gnn.kernels.loops import compiled
+from lightning_gnn.kernels.loops import compile_loop
 
 Ids = NDArray[np.int64]
 
@@ -190,7 +190,7 @@ def recent_reads(edge_index: Ids, relabelling: Relabelling, window: int = RECENT
     return recent / total if total else 1.0
 
 
-@compiled
+@compile_loop
 def _communities(indptr, indices, out_degree, most, passes, settled):  # type: ignore[no-untyped-def]
     """Returns the first node of each node's community, ``[N]``; integer arithmetic avoids decisions by rounding."""
     num_nodes, total = len(indptr) - 1, len(indices)
@@ -228,7 +228,7 @@ def _communities(indptr, indices, out_degree, most, passes, settled):  # type: i
     return first[community]
 
 
-@compiled
+@compile_loop
 def _recent(indptr, indices, owner, window):  # type: ignore[no-untyped-def]
     """Returns the number of reads of local rows within `window` reads of the row's last read, and the number of reads."""
     last = np.full(len(owner), -window - 1)

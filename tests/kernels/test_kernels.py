@@ -363,10 +363,10 @@ for _ in range(2):
 
 def test_a_loop_is_compiled_anew_when_the_file_of_its_helper_has_changed(tmp_path):
     (tmp_path / "loop_of_test.py").write_text("""
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import compile_loop
 from lightning_gnn.partition.between_of_test import between
 
-@compiled
+@compile_loop
 def run(x):
     return between(x)
 """)

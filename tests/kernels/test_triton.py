@@ -214,9 +214,9 @@ def compare(loop: str, cases: list[Any]) -> None:
             else value
             for key, value in given.items()
         }
-        runner.over_rows(getattr(loops, loop), csr, *theirs.values(), work=0)
+        runner.run_over_rows(getattr(loops, loop), csr, *theirs.values(), work=0)
         with in_triton(split):
-            runner.over_rows(getattr(loops, loop), csr, *ours.values(), work=0)
+            runner.run_over_rows(getattr(loops, loop), csr, *ours.values(), work=0)
         for key in filter(str.isupper, given):
             exact = key in ("TOP", "TOPS", "BOTTOM", "BOTTOMS") or loop == "slot_maxima"
             rtol, atol = (0.0, 0.0) if exact else TOLERANCE[dtype]
@@ -497,7 +497,7 @@ def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
     for split in (8, 1024):
         monkeypatch.setattr(triton_loops, "SPLIT", split)
         given = arguments_of(loop, csr, dtype, 2, 48, (True, True, True))
-        runner.over_rows(getattr(loops, loop), csr, *given.values(), work=0)
+        runner.run_over_rows(getattr(loops, loop), csr, *given.values(), work=0)
     over_rows = loop not in ("pair_sums", "minus_rows", "times_rows", "pair_products", "additive_scores")
     assert len(binaries) == (3 if over_rows else 1) and all(binaries.values())
 

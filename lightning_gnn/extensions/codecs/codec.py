@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import is_one_of, shown
 from lightning_gnn.kernels import loops
-from lightning_gnn.kernels.run import has_loops, over_range
+from lightning_gnn.kernels.run import has_loops, run_over_range
 
 
 def packed_bytes(width: int, bits: int) -> int:
@@ -49,7 +49,7 @@ def quantise(rows: Tensor, bits: int, noise: int | None = None) -> tuple[Tensor,
         packed = wide.new_empty((len(rows), packed_bytes(rows.size(1), bits)), dtype=torch.uint8)
         key, stochastic = np.uint64(noise or 0), noise is not None
         work = rows.numel()
-        over_range(loops.quantise, len(rows), wide, ends, packed, squares, bits, rounding, key, stochastic, work=work)
+        run_over_range(loops.quantise, len(rows), wide, ends, packed, squares, bits, rounding, key, stochastic, work=work)
     else:
         ends, packed, squares = _quantise(wide, bits, rounding, noise)
     return ends.to(rows.dtype), packed, squares.sum(0)
@@ -61,7 +61,7 @@ def dequantise(ends: Tensor, packed: Tensor, bits: int, out: Tensor) -> None:
     wide = out.detach() if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     ends = ends.to(dtype)
     if has_loops(out.device, dtype):
-        over_range(loops.dequantise, len(out), packed.contiguous(), ends, wide, bits, work=out.numel())
+        run_over_range(loops.dequantise, len(out), packed.contiguous(), ends, wide, bits, work=out.numel())
     else:
         wide.copy_(_dequantise(ends, packed, bits, out.size(1)))
     if wide.dtype != out.dtype:
@@ -78,7 +78,7 @@ def shorten(rows: Tensor, short: Tensor, noise: int | None = None) -> Tensor:
     if has_loops(rows.device, rows.dtype):
         squares = rows.new_empty((len(rows), 2), dtype=torch.float64)
         key, stochastic = np.uint64(noise or 0), noise is not None
-        over_range(loops.shorten, len(rows), rows, short.view(torch.uint16), squares, key, stochastic, work=rows.numel())
+        run_over_range(loops.shorten, len(rows), rows, short.view(torch.uint16), squares, key, stochastic, work=rows.numel())
         return squares.sum(0)
     short.copy_(rows)
     if noise is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_gnn.data.shards import Orders
 from lightning_gnn.data.store import ArrayWriter, Written, read_array, write_header
-from lightning_gnn.partition.adjacency import compiled, mix
+from lightning_gnn.partition.adjacency import compile_loop, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
 PIECE = 1 << 22
@@ -162,13 +162,13 @@ def _records(file: Any, dtype: np.dtype[Any]) -> Iterator[tuple[ShortIds, ShortI
         yield found["source"], found["target"], found["edge"]
 
 
-@compiled
+@compile_loop
 def _count(ids, first, counts):  # type: ignore[no-untyped-def]
     for place in range(len(ids)):
         counts[ids[place] - first] += 1
 
 
-@compiled
+@compile_loop
 def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
     """Add the hash of each edge and subtract the hash of its reverse edge; integers wrap around."""
     for edge in range(len(source)):
@@ -176,7 +176,7 @@ def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
         total[0] += mix(one ^ mix(other)) - mix(other ^ mix(one))
 
 
-@compiled
+@compile_loop
 def _place(source, target, low, high, ids, free, sources, edge_ids):  # type: ignore[no-untyped-def]
     """Put edges with targets from `low` to `high` into their places; advance `free`."""
     for edge in range(len(target)):
@@ -252,7 +252,7 @@ class PartEdges:
             begin, done = end, int(ends[end - 1])
 
 
-@compiled
+@compile_loop
 def _mark(indptr, source, nodes, new, reads):  # type: ignore[no-untyped-def]
     count = 0
     for node in nodes:
@@ -262,7 +262,7 @@ def _mark(indptr, source, nodes, new, reads):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled
+@compile_loop
 def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
     place = 0
     for node in nodes:

@@ -31,7 +31,7 @@ from lightning_gnn.console import progress_bar
 from lightning_gnn.data.store import writing
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, in_degrees, is_symmetric
 from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.partition.adjacency import AHEAD, Adjacency, ask_for_clusters, ask_for_ends, compiled, edge_pieces, mix
+from lightning_gnn.partition.adjacency import AHEAD, Adjacency, ask_for_clusters, ask_for_ends, compile_loop, edge_pieces, mix
 from lightning_gnn.partition.budget import BUILDING, Candidates, Levels, Prediction
 from lightning_gnn.partition.edge_cut import EDGE_BOUNDS, SHARE_BOUND, cut_within
 from lightning_gnn.partition.layout import Groups, devices
@@ -238,7 +238,7 @@ class PairCounts:
         return Adjacency(both.indptr.astype(np.int64), both.indices, both.data)
 
 
-@compiled
+@compile_loop
 def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
     for each in range(len(most)):  # noqa: SIM110 - compiled
         if np.int64(load[group, each]) + weights[node, each] > most[each]:
@@ -246,13 +246,13 @@ def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@compile_loop
 def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
     """Returns whether a node and a cluster, named after a node of its part, are in different parts, if `inside` is given."""
     return len(inside) > 0 and inside[cluster] != inside[node]
 
 
-@compiled
+@compile_loop
 def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
     """Move each node of a block to the cluster of most of its neighbors that has room; return the number of moves.
 
@@ -296,7 +296,7 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
     return moved
 
 
-@compiled
+@compile_loop
 def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
     """Add single nodes to a cluster of other nodes with the same favorite; the last entry of `waiting` is for isolated nodes."""
     for row in range(len(indptr) - 1):
@@ -332,7 +332,7 @@ def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, 
             waiting[favourite] = own
 
 
-@compiled
+@compile_loop
 def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
     """Number clusters in the order of their first nodes, in place; return the number of clusters."""
     numbers[:] = -1
@@ -346,7 +346,7 @@ def _renumber(cluster, numbers):  # type: ignore[no-untyped-def]
     return found
 
 
-@compiled
+@compile_loop
 def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capacity):  # type: ignore[no-untyped-def]
     """Count edges between clusters from a row on, until the table is full; return the next row and the number of pairs."""
     mask, last = np.uint64(len(keys) - 1), len(indices) - 1
@@ -376,7 +376,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
     return row, used
 
 
-@compiled
+@compile_loop
 def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
     """Keep `room` pairs with count `least`, spread evenly over the table, as clustered slots make searches very long."""
     ties, seen, taken = np.count_nonzero(counts == least), 0, 0
@@ -387,7 +387,7 @@ def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
                 kept[place], taken = True, taken + 1
 
 
-@compiled
+@compile_loop
 def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
     mask = np.uint64(len(keys) - 1)
     for place in range(len(new_keys)):
@@ -397,7 +397,7 @@ def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
         keys[slot], counts[slot] = new_keys[place], new_counts[place]
 
 
-@compiled
+@compile_loop
 def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-untyped-def]
     """Returns the cost of a block's entries between parts (:class:`Refined`); `shared`: whether there are several machines."""
     cost, last = 0, len(indices) - 1
@@ -411,7 +411,7 @@ def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-unt
     return cost
 
 
-@compiled
+@compile_loop
 def _move(  # type: ignore[no-untyped-def]
     first, indptr, indices, part, load, weights, most, machine, shared, force, seed
 ):
@@ -620,7 +620,7 @@ def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: 
         yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
 
 
-@compiled
+@compile_loop
 def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
     for edge in range(len(source)):
         ask_for_ends(ends, source, target, edge)
@@ -628,7 +628,7 @@ def _count_ends(source, target, ends):  # type: ignore[no-untyped-def]
         ends[target[edge]] += 1
 
 
-@compiled
+@compile_loop
 def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
     """Move one end of each edge to the cluster of the other end, if it has room (Hollocou et al., arXiv:1703.02955).
 
@@ -643,7 +643,7 @@ def _gather(source, target, of, size, ends, filled, most_nodes, most_ends):  # t
         _enter(node, of[other], of, size, ends, filled, most_nodes, most_ends)
 
 
-@compiled
+@compile_loop
 def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends, waiting, waits):  # type: ignore[no-untyped-def]
     """Join single nodes with a common neighboring cluster: each node joins a node waiting at that cluster, or waits itself."""
     for edge in range(len(source)):
@@ -658,7 +658,7 @@ def _gather_single(source, target, of, size, ends, filled, most_nodes, most_ends
             node, other = other, node
 
 
-@compiled
+@compile_loop
 def _enter(node, cluster, of, size, ends, filled, most_nodes, most_ends):  # type: ignore[no-untyped-def]
     own = of[node]
     if own == cluster or size[cluster] == 0 or size[cluster] >= most_nodes or filled[cluster] + ends[node] > most_ends:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import compile_loop
 from lightning_gnn.partition.shard import Ids
 
 ORIGIN, FLOW, AFTER = REACHED, FIRST, BACK = 0, 1, 2
@@ -41,7 +41,7 @@ def cover_edges(edge_index: Ids, part: NDArray[np.integer], num_parts: int, copy
     return computed_by
 
 
-@compiled
+@compile_loop
 def _cover_pairs(source, target, part, num_parts, computed_by, copy_cost, result_cost):  # type: ignore[no-untyped-def]
     """Assign the edges of covered targets to the partitions of their sources, one pair of partitions at a time."""
     first, pair_of = np.zeros(num_parts * num_parts + 1, np.int64), np.empty(len(source), np.int32)
@@ -79,7 +79,7 @@ def _cover_pairs(source, target, part, num_parts, computed_by, copy_cost, result
             number_of[ends[at, 0]] = number_of[ends[at, 1]] = -1
 
 
-@compiled
+@compile_loop
 def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: ignore[no-untyped-def]
     """Returns which targets are in the minimum cover of edges from `u` to `v`, bool ``[targets]``.
 
@@ -168,7 +168,7 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
     return ends[:, REACHED] == phase
 
 
-@compiled
+@compile_loop
 def _with_flow(edge, edges):  # type: ignore[no-untyped-def]
     """Remove the edges without flow from a list; returns the first edge of the list."""
     first = last = np.int32(-1)

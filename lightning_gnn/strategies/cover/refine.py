@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gnn.console import progress_bar
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import compile_loop
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.cover.covers import cover_edges
 
@@ -60,7 +60,7 @@ def refine_for_cover(edge_index: Ids, part: NDArray[np.integer], num_parts: int,
             told(1)
 
 
-@compiled
+@compile_loop
 def _count_edges(ends, part, served_by, num_parts):  # type: ignore[no-untyped-def]
     """Returns the number of edges that each row covers, int32 ``[2, N, P]``.
 
@@ -78,7 +78,7 @@ def _count_edges(ends, part, served_by, num_parts):  # type: ignore[no-untyped-d
     return rows
 
 
-@compiled
+@compile_loop
 def _move_nodes(  # type: ignore[no-untyped-def]
     order, ends, incident, indptr, part, served_by, rows, nodes, edges, most_nodes, most_edges
 ):

@@ -16,7 +16,7 @@ from torch_geometric.typing import EdgeType
 
 from lightning_gnn.arguments import check_fanout
 from lightning_gnn.kernels.csr import CSR, even_ranges
-from lightning_gnn.kernels.run import over_range, over_ranges
+from lightning_gnn.kernels.run import run_over_range, run_over_ranges
 from lightning_gnn.strategies.sampling import loops
 
 _WORK = 32
@@ -152,7 +152,7 @@ def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, found: Ne
     out = torch.empty(len(found.sources), dtype=torch.float64)
     arrays = csr.indptr, targets, keys, seed & (2**63 - 1), found.offsets, found.edges, out
     ranges = partial(even_ranges, found.offsets)
-    over_ranges(loops.random_numbers, *arrays, size=len(targets), ranges=ranges, work=_WORK * len(out))
+    run_over_ranges(loops.random_numbers, *arrays, size=len(targets), ranges=ranges, work=_WORK * len(out))
     return out
 
 
@@ -224,7 +224,7 @@ def sample_neighbors(
         loops.offsets_of_allowed(*edges_of, limits.numpy(), targets.numpy(), fanout, offsets.numpy())
     slots, sources, edges = (torch.empty(int(offsets[-1]), dtype=torch.long) for _ in range(3))
     work = _WORK * len(slots)
-    run = partial(over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=work)
+    run = partial(run_over_ranges, size=len(targets), ranges=partial(even_ranges, offsets), work=work)
     if free and source_keys is None:
         run(loops.draw_uniform, csr.indptr, targets, key, seed, offsets, again, slots)
     else:
@@ -232,7 +232,7 @@ def sample_neighbors(
         edges_by = csr.indptr, csr.indices, weights, times, of_sources
         run(loops.draw_best, *edges_by, limits, latest, by_source, targets, key, seed, offsets, slots)
     edge = NO_IDS if csr.edge is None else csr.edge
-    over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
+    run_over_range(loops.take, len(slots), csr.indices, edge, csr.edge is not None, slots, sources, edges, work=work)
     return Neighbors(offsets, sources, edges)
 
 
@@ -271,5 +271,5 @@ def random_walks(csr: CSR, roots: Tensor, steps: int, seed: int = 0) -> Tensor:
     check_ids(roots, csr.num_rows, "Roots")
     out = torch.empty(len(roots), steps + 1, dtype=torch.long)
     arrays = csr.indptr, csr.indices, roots.contiguous(), seed & (2**63 - 1), out
-    over_range(loops.walk, len(roots), *arrays, work=_WORK * out.numel())
+    run_over_range(loops.walk, len(roots), *arrays, work=_WORK * out.numel())
     return out

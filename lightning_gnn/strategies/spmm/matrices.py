@@ -74,7 +74,7 @@ class BlockMatrix(Matrix):
             begin, end = self.offsets[owner : owner + 2].tolist()
             part = mine[((mine.col >= begin) & (mine.col < end)).nonzero().view(-1)]
             csr = CSR.from_coo(part.row - first, part.col - begin, stop - first, end - begin)
-            blocks[owner] = csr.of_slots(), None if part.value is None else csr.permute(part.value)
+            blocks[owner] = csr.to_slot_order(), None if part.value is None else csr.permute(part.value)
         return blocks
 
     @override
@@ -284,7 +284,7 @@ class SummaMatrix(Matrix):
         rows = mine.row + shift[block_of].to(mine.row.device)
         here = self.layer * cube.side + self.column
         csr = CSR.from_coo(rows, mine.col - int(starts[here]), total, self._sizes[here])
-        form, own = _packed(csr.of_slots(), None if mine.value is None else csr.permute(mine.value))
+        form, own = _packed(csr.to_slot_order(), None if mine.value is None else csr.permute(mine.value))
         counts = torch.tensor([form.filled, form.entries], device=world.device)
         filled, num_entries = world.all_gather(counts, "Distributing a matrix").T.tolist()
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]

@@ -19,7 +19,7 @@ from heapq import heapreplace
 import numpy as np
 
 from lightning_gnn.kernels.loops import prefetch
-from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compiled, mix
+from lightning_gnn.partition.adjacency import AHEAD, ask_for_clusters, compile_loop, mix
 
 LANE_BITS = 12
 """Bits of a score for the lane: at most 4,096 lanes."""
@@ -44,7 +44,7 @@ LANES = (1 << LANE_BITS) - 1
 """Mask of a score's last bits."""
 
 
-@compiled
+@compile_loop
 def by_degree_sum(source, target, degree, chosen, pairs, order):
     """Sort edges by the sum of their ends' degrees, stably.
 
@@ -71,7 +71,7 @@ def by_degree_sum(source, target, degree, chosen, pairs, order):
             order[position] = edge
 
 
-@compiled
+@compile_loop
 def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, replica_step, rank_of, held, part):
     """Assign each edge in turn to the lane of the lowest score: ``part[order[k]] = rank_of[lane]``.
 
@@ -112,7 +112,7 @@ def ebv(pairs, order, penalty, blocks_per_host, host_penalty, load, edge_step, r
         part[order[k]] = rank_of[chosen]
 
 
-@compiled
+@compile_loop
 def cluster(source, target, degree, most, of, volume):
     """Move one end of each edge to the other end's cluster if it has room; returns the number of moves.
 
@@ -140,7 +140,7 @@ def cluster(source, target, degree, most, of, volume):
     return moved
 
 
-@compiled
+@compile_loop
 def schedule(clusters, volume, num_parts, home):
     """Assign clusters, the largest first, to the partition of the lowest volume: ``home[cluster]``."""
     loads = [(np.int64(0), rank) for rank in range(num_parts)]
@@ -150,7 +150,7 @@ def schedule(clusters, volume, num_parts, home):
         heapreplace(loads, (load + volume[each], rank))
 
 
-@compiled
+@compile_loop
 def two_phases(source, target, between, degree, of, volume, home, most, seed, load, held, part):
     """Assign edges inside a partition's clusters to it, or edges between two partitions to one of these.
 
@@ -197,7 +197,7 @@ def two_phases(source, target, between, degree, of, volume, home, most, seed, lo
         held[v, one >> 3] |= bit
 
 
-@compiled
+@compile_loop
 def ends(source, target, part, reads, adds):
     """Mark the ranks with an edge from each node, and the ranks with an edge to it; uint8 ``[N, B]``, lanes are ranks."""
     for edge in range(len(source)):
@@ -206,7 +206,7 @@ def ends(source, target, part, reads, adds):
         adds[target[edge], block] |= bit
 
 
-@compiled
+@compile_loop
 def elect(reads, adds, in_degree, largest_first, host, far, most, master):
     """Choose a master for each node among the ranks that have an edge of it.
 
@@ -286,7 +286,7 @@ def elect(reads, adds, in_degree, largest_first, host, far, most, master):
             owned[rank] += 1
 
 
-@compiled
+@compile_loop
 def traffic(reads, adds, master, host):
     """Returns per rank: stored rows, features received, partial sums sent, rows sent inside and outside its host.
 
@@ -319,7 +319,7 @@ def traffic(reads, adds, master, host):
 # hubs, which would be in most partitions anyway, are then never read. Edges between hubs stay free.
 
 
-@compiled
+@compile_loop
 def incidence(source, target, indptr, neighbour, edge_of):
     """Write the other ends of each node's edges, and the edges' indices, ``[M]``, at the positions in `indptr` ``[N + 1]``."""
     place = indptr[:-1].copy()
@@ -332,7 +332,7 @@ def incidence(source, target, indptr, neighbour, edge_of):
             place[v] += 1
 
 
-@compiled
+@compile_loop
 def _wait(node, key, first, after, before):
     """Insert a node at the head of the list `key`."""
     after[node], before[node] = first[key], -1
@@ -341,7 +341,7 @@ def _wait(node, key, first, after, before):
     first[key] = node
 
 
-@compiled
+@compile_loop
 def _leave(node, key, first, after, before):
     """Remove a node from the list `key`."""
     if before[node] >= 0:
@@ -352,7 +352,7 @@ def _leave(node, key, first, after, before):
         before[after[node]] = before[node]
 
 
-@compiled
+@compile_loop
 def expand(indptr, end, neighbour, edge_of, hub, num_free, budget, lane, rank, free, part, held):
     """Grow a partition by `budget` edges, or until only edges between hubs are free; returns the edges and nodes added.
 

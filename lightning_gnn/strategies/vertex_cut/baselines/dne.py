@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import compile_loop
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.vertex_cut.cutters import Parts, degrees, incidence
 
@@ -25,7 +25,7 @@ def dne(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, par
     _expand_at_once(indptr, neighbour, edge_of, starts, share, bound * len(source) / num_parts, num_parts, part)
 
 
-@compiled
+@compile_loop
 def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part):
     """Grow all partitions in rounds, like DNE's workers, until all edges are assigned or partitions exceed `limit` edges.
 

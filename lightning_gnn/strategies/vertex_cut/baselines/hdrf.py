@@ -11,7 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from lightning_gnn.partition.adjacency import compiled
+from lightning_gnn.partition.adjacency import compile_loop
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies.vertex_cut.cutters import STREAM_BOUND, Parts, degrees
 from lightning_gnn.strategies.vertex_cut.loops import LANE_BITS, LANES, NEVER, ONE
@@ -23,7 +23,7 @@ def hdrf(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, pa
     _hdrf(source, target, degrees(source, target, num_nodes), num_parts, most, part)
 
 
-@compiled
+@compile_loop
 def _hdrf(source, target, degree, num_parts, limit, part):
     """Assign each edge to the rank of the highest score among the ranks with fewer than `limit` edges.
 
