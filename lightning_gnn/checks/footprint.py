@@ -320,7 +320,7 @@ class RankStep:
             self._backward(loss)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._rows.mode.opened(in_backward=True):
+        with self._rows.mode.activate(in_backward=True):
             (loss / self.world.size).backward(*args, **kwargs)
 
     def footprint(self) -> Footprint:

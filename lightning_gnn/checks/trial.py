@@ -251,7 +251,7 @@ class Trial:
             def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
                 with self._hooks.around_backward(model, loss, optimizer, alone), ExitStack() as stack:
                     if rows is not None:
-                        stack.enter_context(rows.mode.opened(in_backward=True))
+                        stack.enter_context(rows.mode.activate(in_backward=True))
                     if world is not None and self._observer is not None:
                         stack.enter_context(self._observer.backward(world.rank))
                     backward(loss if world is None else loss / world.size, sums, *args, **kwargs)

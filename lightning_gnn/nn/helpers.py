@@ -140,7 +140,7 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
         if of_x is None:
             return x[ids]  # gathered already
         with mode.pause():
-            found = gather_nodes(mode.own(x, of_x), ids)
+            found = gather_nodes(mode.drop_replicas(x, of_x), ids)
             return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
     graph.check_rows(x.size(0), "gather_nodes")
     assert graph.rows is not None

@@ -50,7 +50,7 @@ def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) ->
     if isinstance(placement, RowPlacement):
         if placement.rows is rows and x.dim() - placement.dim == right:
             return x
-        x, placement = mode.gathered(x, placement, name), FROM_ROWS
+        x, placement = mode.gather_rows(x, placement, name), FROM_ROWS
     at = x.dim() - right
     if at < 0:
         return mode.enter(x, placement, name)
@@ -68,7 +68,7 @@ def whole(mode: RowsMode, x: Tensor, name: str) -> Tensor:
     """Returns a tensor with the rows of all ranks, for use with another row set."""
     of = placement_of(x)
     if isinstance(of, RowPlacement):
-        x, of = mode.gathered(x, of, name), FROM_ROWS
+        x, of = mode.gather_rows(x, of, name), FROM_ROWS
     return mode.enter(x, of, name)
 
 
@@ -157,13 +157,13 @@ def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         return mode.plain(func, args, kwargs)
     out = func(*args, **kwargs)
-    return out if out is x or not isinstance(out, Tensor) else mode.tagged(out, placement.with_view(None))
+    return out if out is x or not isinstance(out, Tensor) else mode.place(out, placement.with_view(None))
 
 
 def like(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of ``zeros_like`` and similar functions: the result has the row placement of the first tensor."""
     of = rows_of(first_tensor(args, kwargs))
-    return mode.plain(func, args, kwargs) if of is None else mode.tagged(func(*args, **kwargs), of.rows.at(of.dim))
+    return mode.plain(func, args, kwargs) if of is None else mode.place(func(*args, **kwargs), of.rows.at(of.dim))
 
 
 def random(rule: Rule) -> Rule:
@@ -185,7 +185,7 @@ def random(rule: Rule) -> Rule:
             return out
         if out.shape != (*x.shape[: of.dim], of.rows.total, *x.shape[of.dim + 1 :]):
             return out
-        return mode.tagged(mode.take(out, of.dim, of.rows, name_of(func)), of.rows.at(of.dim))
+        return mode.place(mode.take(out, of.dim, of.rows, name_of(func)), of.rows.at(of.dim))
 
     return draw
 
@@ -254,7 +254,7 @@ def along(
         out = func(*map(change, args), **{key: change(each) for key, each in kwargs.items()})
         is_reduced = (out if isinstance(out, Tensor) else out[0]).dim() < x.dim()
         gone = sum([dim < of.dim for dim in {*dims}]) if is_reduced else 0
-        return mode.tagged(out, of.rows.at(of.dim - gone))
+        return mode.place(out, of.rows.at(of.dim - gone))
 
     return of_rows(rule, without)
 

@@ -130,7 +130,7 @@ class GraphRows:
         """Remove the placements of a module's buffers and other tensors, and the references to tensors from before the run."""
         self.mode.forget_constants()  # weak references would prevent torch from moving their module
         for _, x in _state(module):
-            self.mode.untagged(x)
+            self.mode.remove_placement(x)
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
@@ -287,7 +287,7 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
             if of.local_ids or of.rows.all_keys is not None or of.rows is edges or targets is None:
                 return x
             # Possibly in another order: joined or shuffled.
-            x, of = mode.tagged(mode.gathered(x, of, "layer"), FROM_ROWS), FROM_ROWS
+            x, of = mode.place(mode.gather_rows(x, of, "layer"), FROM_ROWS), FROM_ROWS
             if edges is not None and targets is not None and x.size(0) == edges.total != targets.total:
                 return mode.take(x, 0, edges, "layer")
         if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
@@ -305,7 +305,7 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
 def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: bool) -> Any:
     if not of_edges:
         of = found[0][1]
-        return mode.tagged(out, of.rows.at(of.dim))
+        return mode.place(out, of.rows.at(of.dim))
     if isinstance(out, dict):
         nodes = {of.rows.name: of.rows for _, of in found if not of.local_ids}
         for name, each in out.items():

@@ -157,12 +157,12 @@ def register_row_rule(function: Any, rule: Literal["row_wise", "all_rows"] = "ro
     if is_class:
         _row_wise.add(function)
         return
-    for each in _called(function):
-        RULES[each] = RULES[torch.add] if rule == "row_wise" else RowsMode.other
+    for each in _dispatched_callables(function):
+        RULES[each] = RULES[torch.add] if rule == "row_wise" else RowsMode.run_without_rule
         _backwards.add(f"{_GENERATED}{each}".replace(".", "_"))
 
 
-def _called(function: Any) -> list[Any]:
+def _dispatched_callables(function: Any) -> list[Any]:
     """Returns the callables that torch may dispatch for a function: for an operator, all overloads."""
     function = getattr(function, OPERATOR, function)
     packet = getattr(function, "overloadpacket", function)
@@ -217,17 +217,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Returns arguments with `change` applied to each tensor and number."""
     if isinstance(value, (list, tuple)):
-        made = [mapped(each, change) for each in value]
+        made = [map_leaves(each, change) for each in value]
         if isinstance(value, tuple):
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
         return made
     if isinstance(value, dict):
-        return {name: mapped(each, change) for name, each in value.items()}
+        return {name: map_leaves(each, change) for name, each in value.items()}
     if isinstance(value, slice):
-        return slice(*(mapped(each, change) for each in (value.start, value.stop, value.step)))
+        return slice(*(map_leaves(each, change) for each in (value.start, value.stop, value.step)))
     return change(value)
 
 
@@ -275,7 +275,7 @@ class RowsMode(TorchFunctionMode):
 
     Attributes:
         lets_rows_leave: whether arrays and lists may contain the local rows, as in ``predict_step``, where results are combined.
-        left: arrays and lists made from rows in that case, with the rows, by object id.
+        exports: arrays and lists made from rows in that case, with the rows, by object id.
         exact_draws: whether random numbers for rows equal the draws of one device; each rank then draws for all rows.
         see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
@@ -294,7 +294,7 @@ class RowsMode(TorchFunctionMode):
         self.paused = 0
         self.in_backward = self._has_views = False
         self.exact_draws = self.lets_rows_leave = False
-        self.left: dict[int, tuple[Any, Tensor]] = {}
+        self.exports: dict[int, tuple[Any, Tensor]] = {}
         self.see: Callable[[Any, Any], None] | None = None
         self.twice_at = ""  # line of the last gradient with create_graph=True
         # Tensors from before the run by object id, and whether they were found to be equal on all ranks.
@@ -302,14 +302,14 @@ class RowsMode(TorchFunctionMode):
         ranks._where = user_line
 
     def __enter__(self) -> RowsMode:
-        self._here().append(self)
+        self._open_modes().append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._here().pop()
+        self._open_modes().pop()
 
-    def _here(self) -> list[RowsMode]:
+    def _open_modes(self) -> list[RowsMode]:
         return _open.modes if self.ranks.world.stand_ins else _everywhere
 
     @contextmanager
@@ -322,7 +322,7 @@ class RowsMode(TorchFunctionMode):
             self.paused -= 1
 
     @contextmanager
-    def opened(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:
+    def activate(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:
         """Context manager with row semantics, also if it was paused; `in_backward` for recomputations in a backward pass.
 
         Inside a rule, torch has removed the mode from its stack, so it is entered again.
@@ -356,17 +356,17 @@ class RowsMode(TorchFunctionMode):
             return out
         if (kwargs or _is_in_place(func)) and _changes(func, args, kwargs):
             return self.change(func, args, kwargs)
-        return self.applied(func, args, kwargs)
+        return self.apply_rule(func, args, kwargs)
 
-    def applied(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def apply_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function by its rule."""
         if kwargs.get("out") is not None:
             out, kwargs = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
             if isinstance(out, Tensor) and next(tensors_in((args, kwargs)), None) is None:
                 kwargs.setdefault("dtype", out.dtype)  # for created values
-            return self.written(out, self.applied(func, args, kwargs))
-        rule = RULES.get(func, RowsMode.other)
-        if self._has_views and rule is not RowsMode.untouched:
+            return self.write_out(out, self.apply_rule(func, args, kwargs))
+        rule = RULES.get(func, RowsMode.run_without_rule)
+        if self._has_views and rule is not RowsMode.run_unchanged:
             for x in tensors_in((args, kwargs)):
                 self.refresh(x)
         try:
@@ -382,13 +382,13 @@ class RowsMode(TorchFunctionMode):
         x = args[0]
         found = copied_for(x)
         self.refresh(x)
-        out = self.applied(func, args, kwargs)
+        out = self.apply_rule(func, args, kwargs)
         note_change(x)
         after, base = placement_of(x), base_of(x)
         if base is not None and not isinstance(base, torch.nn.Parameter):  # it changed with the view
             of = placement_of(base)
             if after is None:
-                self.untagged(base)
+                self.remove_placement(base)
             elif after.from_rows and of is not None and of.rows is None and of.view is None:
                 base.__dict__[ATTRIBUTE] = FROM_ROWS
         if found is not None:
@@ -403,7 +403,7 @@ class RowsMode(TorchFunctionMode):
                 assert of is not None
                 if of.local_ids:
                     raise self.refuse(_WRITTEN_IDS)
-                own = self.tagged(self.take(view.whole, of.dim, of.rows, "view"), of.rows.at(of.dim))
+                own = self.place(self.take(view.whole, of.dim, of.rows, "view"), of.rows.at(of.dim))
                 self.change(Tensor.copy_, (view.base, own), {})
             view.version = version_of(view.base)
         return out
@@ -418,16 +418,16 @@ class RowsMode(TorchFunctionMode):
         if view.whole is None:
             now = RULES[Tensor.__getitem__](self, Tensor.__getitem__, (view.base, view.index), {})
         else:
-            copy, now = view.whole, self.gathered(view.base, rows_of(view.base), "view")  # type: ignore[arg-type]
+            copy, now = view.whole, self.gather_rows(view.base, rows_of(view.base), "view")  # type: ignore[arg-type]
         copy.copy_(now)
         view.version = version_of(view.base)
 
     # Helpers of rules #######################################################
 
-    def refuse(self, what: str) -> NotExactError:
+    def refuse(self, reason: str) -> NotExactError:
         """Returns the error for an operation at the user's line."""
         line = user_line()  # empty if the step is in a library
-        return NotExactError(f"{line}: {what}" if line else what)
+        return NotExactError(f"{line}: {reason}" if line else reason)
 
     def row_tensors(self, args: Any, kwargs: Any) -> list[tuple[Tensor, RowPlacement]]:
         """Returns the row tensors in arguments.
@@ -441,13 +441,13 @@ class RowsMode(TorchFunctionMode):
                 raise self.refuse(f"{found[0][1].rows.name} are combined with {unknown_origin(x)}")
         return found
 
-    def note_constants(self, found: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> None:
+    def note_constants(self, tensors: Iterable[Tensor], local_tensors: Iterable[Tensor] = ()) -> None:
         """Record tensors from before the run, see :func:`tensors_now`.
 
-        `apart` are tensors of this rank's part of the graph, which are skipped.
+        `local_tensors` are tensors of this rank's part of the graph, which are skipped.
         """
-        known = {id(x) for x in apart}
-        for x in found:
+        known = {id(x) for x in local_tensors}
+        for x in tensors:
             if id(x) not in known:
                 self.note_constant(x)
 
@@ -504,17 +504,17 @@ class RowsMode(TorchFunctionMode):
         constants = [self.constants_of(x) for x in unknown]
         out = func(*args, **kwargs)
         if not unknown:
-            return self.tagged(out, FROM_ROWS if from_rows else REPLICATED)
+            return self.place(out, FROM_ROWS if from_rows else REPLICATED)
         if all(constants) and any(out is x for x in unknown):
             return out
-        self.untagged(out)
+        self.remove_placement(out)
         if all(constants):
             made_of = tuple({id(each): each for of in constants for each in of}.values())
             for x in tensors_in((out,)):
                 x.__dict__[_MADE_OF] = FROM_ROWS if from_rows else REPLICATED, made_of
         return out
 
-    def tagged(self, out: Any, placement: Placement) -> Any:
+    def place(self, out: Any, placement: Placement) -> Any:
         """Set the placement of all tensors in a result; returns the result."""
         if type(out) is Tensor:
             out.__dict__[ATTRIBUTE] = placement
@@ -524,12 +524,12 @@ class RowsMode(TorchFunctionMode):
                     x.__dict__[ATTRIBUTE] = placement
         return out
 
-    def viewed(self, out: Tensor, placement: Placement, view: View) -> Tensor:
+    def place_view(self, out: Tensor, placement: Placement, view: View) -> Tensor:
         """Set the placement of a copy that stands for a view on one device; returns it."""
         self._has_views = True
         return place(out, placement.with_view(view))
 
-    def untagged(self, out: Any) -> Any:
+    def remove_placement(self, out: Any) -> Any:
         for x in tensors_in((out,)):
             self._constants.pop(id(x), None)
             for name in (ATTRIBUTE, _MADE_OF):
@@ -548,7 +548,7 @@ class RowsMode(TorchFunctionMode):
             return TakeRows.apply(x, rows, operation)
         return TakeRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
 
-    def gathered(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
+    def gather_rows(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
         """Returns the rows of all ranks in the order of the graph, on all ranks."""
         rows, dim = placement.rows, placement.dim
         if placement.local_ids:
@@ -592,7 +592,7 @@ class RowsMode(TorchFunctionMode):
                 f"{free / 1e9:.3g} GB are available."
             )
 
-    def own(self, x: Tensor, placement: RowPlacement) -> Tensor:
+    def drop_replicas(self, x: Tensor, placement: RowPlacement) -> Tensor:
         """Returns a row tensor without replicas."""
         rows = placement.rows
         return x if rows.owned == rows.count else x.narrow(placement.dim, 0, rows.owned)
@@ -605,11 +605,11 @@ class RowsMode(TorchFunctionMode):
     def parts(self, x: Tensor, operation: str) -> Tensor:
         return GatherParts.apply(x, self.ranks, operation)
 
-    def untouched(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_unchanged(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that does not depend on values."""
         return func(*args, **kwargs)
 
-    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_without_rule(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function without a rule, on the rows of all ranks."""
         if not self.row_tensors(args, kwargs) and not has_counts(args, kwargs):
             with self.common_draws():  # multinomial, dropout2d and similar functions draw
@@ -627,10 +627,10 @@ class RowsMode(TorchFunctionMode):
             placement = rows_of(value)
             if placement is None:
                 return int(value) if isinstance(value, RowCount) else value
-            wholes.append((value, self.gathered(value, placement, name)))
+            wholes.append((value, self.gather_rows(value, placement, name)))
             return wholes[-1][1]
 
-        args, kwargs = mapped(args, change), mapped(kwargs, change)
+        args, kwargs = map_leaves(args, change), map_leaves(kwargs, change)
         with self.common_draws():
             out = func(*args, **kwargs)
         if changes and (of := rows_of(into)) is not None:
@@ -638,19 +638,19 @@ class RowsMode(TorchFunctionMode):
                 raise self.refuse(f"{name} changes the shape of rows in place. Use {name[:-1]}, which returns its result.")
             into.copy_(self.take(args[0], of.dim, of.rows, name))
             return None if out is None else into
-        self.tagged(out, FROM_ROWS)
+        self.place(out, FROM_ROWS)
         for x in tensors_in((out,)):
             for base, whole in wholes if base_of(x) is not None else ():
                 root = whole if base_of(whole) is None else base_of(whole)
                 if base_of(x) is root:
                     view = View(base, None, whole)
-                    self.viewed(root, FROM_ROWS, view)
-                    self.viewed(x, FROM_ROWS, view)
+                    self.place_view(root, FROM_ROWS, view)
+                    self.place_view(x, FROM_ROWS, view)
         return out
 
-    def written(self, out: Any, made: Any) -> Any:
+    def write_out(self, out: Any, results: Any) -> Any:
         """Copy results into tensors that were passed as ``out``."""
-        for into, value in zip(tensors_in((out,)), tensors_in((made,))):
+        for into, value in zip(tensors_in((out,)), tensors_in((results,))):
             if value.requires_grad:
                 raise self.refuse("out=... is not supported for arguments that require gradients")
             of, before = placement_of(value), placement_of(into)
@@ -660,7 +660,7 @@ class RowsMode(TorchFunctionMode):
             with torch.no_grad():
                 into.resize_(value.shape).copy_(value)
             note_change(into)
-            self.untagged(into) if of is None else self.tagged(into, of.with_view(None))
+            self.remove_placement(into) if of is None else self.place(into, of.with_view(None))
         return out
 
 

@@ -45,7 +45,7 @@ class RowSet:
     Attributes:
         targets: for edges, the row set of their target nodes.
         places: for a selection, the positions of its rows in the original rows on this rank, int64 ``[count]``.
-        entries_of: for entries of rows, see :meth:`repeated`, the rows and the number of entries per row.
+        entries_of: for entries of rows, see :meth:`flatten_entries`, the rows and the number of entries per row.
         known_total: number of rows of all ranks; None if it takes a message to compute.
     """
 
@@ -69,23 +69,23 @@ class RowSet:
         self.replicas = self.owned != count if replicas is None else replicas
         self.known_total, self.all_keys, self._keys = total, all_keys, keys
         self._num: Tensor | None = None
-        self._made: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
         self._at = [RowPlacement(self, dim) for dim in range(4)]
 
     def at(self, dim: int) -> RowPlacement:
         """Returns the placement of a tensor whose dimension `dim` has these rows."""
         return self._at[dim] if dim < 4 else RowPlacement(self, dim)
 
-    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+    def get_or_make(self, key: Any, make: Callable[[], Made]) -> Made:
         """Returns the cached value of a key, which is created on first use."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: Made = self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        found: Made = self._cache[key]
         return found
 
     @property
     def keys(self) -> Tensor:
-        return self.once("keys", self._keys)
+        return self.get_or_make("keys", self._keys)
 
     def _resolve(self) -> tuple[list[int], Tensor, Tensor]:
         """Returns rows per rank, the order of the gathered rows, and the position of each row of this rank; collective."""
@@ -116,17 +116,17 @@ class RowSet:
     @property
     def counts(self) -> list[int]:
         """Number of rows per rank, without replicas; collective."""
-        return self.once("resolved", self._resolve)[0]
+        return self.get_or_make("resolved", self._resolve)[0]
 
     @property
     def order(self) -> Tensor:
         """Permutation of gathered rows to the order of the graph, ``[total]``; collective."""
-        return self.once("resolved", self._resolve)[1]
+        return self.get_or_make("resolved", self._resolve)[1]
 
     @property
     def positions(self) -> Tensor:
         """Position of each row of this rank among all rows, in the order of the graph, ``[count]``; collective."""
-        return self.once("resolved", self._resolve)[2]
+        return self.get_or_make("resolved", self._resolve)[2]
 
     def select(self, mask: Tensor) -> RowSet:
         """Returns the rows in a mask, bool ``[count]``; the same row set for the same mask."""
@@ -139,7 +139,7 @@ class RowSet:
             made.targets, made.places = self.targets, places
             return made
 
-        return self.selected(mask, make)
+        return self.get_selection(mask, make)
 
     def choose(self, index: Tensor) -> RowSet:
         """Returns the rows at global positions in the order of `index`, int64 ``[k]``, equal on all ranks. Collective.
@@ -159,17 +159,17 @@ class RowSet:
             found.targets, found.places = self.targets, order[place[where]] if len(in_order) else where
             return found
 
-        return self.selected(index, make)
+        return self.get_selection(index, make)
 
-    def selected(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
+    def get_selection(self, by: Tensor, make: Callable[[], RowSet]) -> RowSet:
         """Returns the rows that `by`, a mask or an index, selects; computed again if it changed in place."""
-        kept = by.__dict__.setdefault(_SELECTIONS, _Selections())
-        known, version = kept.get(self), version_of(by)
-        if known is None or known[0] != version:
-            known = kept[self] = (version, make())
-        return known[1]
+        selections = by.__dict__.setdefault(_SELECTIONS, _Selections())
+        selection, version = selections.get(self), version_of(by)
+        if selection is None or selection[0] != version:
+            selection = selections[self] = (version, make())
+        return selection[1]
 
-    def repeated(self, times: int) -> RowSet:
+    def flatten_entries(self, times: int) -> RowSet:
         """Returns the rows of ``x.view(-1)`` for an ``x [count, times]``."""
 
         def keys() -> Tensor:
@@ -183,11 +183,11 @@ class RowSet:
             made.entries_of = self, times
             return made
 
-        return self.once(times, make)
+        return self.get_or_make(times, make)
 
-    def joined(self, others: Sequence[RowSet]) -> RowSet | None:
+    def concat(self, row_sets: Sequence[RowSet]) -> RowSet | None:
         """Returns the rows of ``torch.cat``; None if any rank has replicas."""
-        parts = (self, *others)
+        parts = (self, *row_sets)
         if any(part.replicas for part in parts):
             return None
 
@@ -200,7 +200,7 @@ class RowSet:
             total = None if None in totals else sum(part.total for part in parts)
             return RowSet(self.ranks, sum(part.count for part in parts), keys, total=total, name=f"joined {self.name}")
 
-        return self.once(parts, make)
+        return self.get_or_make(parts, make)
 
 
 class _Selections(weakref.WeakKeyDictionary[RowSet, tuple[int, RowSet]]):
@@ -324,7 +324,7 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
-        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
+        ctx.rows, ctx.operation = rows, rows.ranks.make_operation(operation)
         found, _ = rows.ranks.gather_rows(x[: rows.owned], rows.counts, ctx.operation)
         return found[rows.order]
 
@@ -342,7 +342,7 @@ class TakeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowSet, operation: str | Operation) -> Tensor:
-        ctx.rows, ctx.operation = rows, rows.ranks.named(operation)
+        ctx.rows, ctx.operation = rows, rows.ranks.make_operation(operation)
         return x[rows.positions]
 
     @staticmethod

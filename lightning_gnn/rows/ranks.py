@@ -78,7 +78,7 @@ class Ranks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self
 
-    def named(self, operation: str | Operation) -> Operation:
+    def make_operation(self, operation: str | Operation) -> Operation:
         """Returns an operation with the user's line."""
         return operation if isinstance(operation, Operation) else Operation(operation, self._where(), self.rows)
 
@@ -94,7 +94,7 @@ class Ranks:
         """Returns the sum of `x` over ranks, with equal rounding on all ranks."""
         if self.size == 1:
             return x
-        operation = self.named(operation)
+        operation = self.make_operation(operation)
         if x.nbytes <= _SMALL:
             return self.gather(x, operation).sum(0, dtype=x.dtype)
         self.gather(x.new_empty(0), operation)
@@ -109,7 +109,7 @@ class Ranks:
         Raises:
             DivergedError: ranks called it from different operations.
         """
-        operation = self.named(operation)
+        operation = self.make_operation(operation)
         self.messages[operation.name] += 1
         # The line is excluded in the backward pass, since it may differ for one gradient; folders may differ between machines.
         line = "" if operation.in_backward else operation.line.rpartition("/")[2]
@@ -118,14 +118,14 @@ class Ranks:
         header = torch.tensor([code], dtype=torch.int64, device=flat.device).view(torch.uint8)
         payload = torch.cat([header, flat, flat.new_zeros(-len(flat) % 8)])
         with self._sending(operation):
-            found = self._exchanged(payload, operation)
+            found = self._exchange_payload(payload, operation)
         codes = found[:, :8].view(torch.int64)
         if found.device.type == "cpu" and bool((codes != code).any()):
             self._raise_diverged(operation)
         parts = found[:, 8 : 8 + len(flat)].contiguous().view(-1).view(x.dtype)
         return parts.view(self.size, *x.shape)
 
-    def _exchanged(self, payload: Tensor, operation: Operation) -> Tensor:
+    def _exchange_payload(self, payload: Tensor, operation: Operation) -> Tensor:
         # Ranks in different operations may send different sizes, so a large message is preceded by its size.
         name = str(operation)
         if len(payload) > _FIRST:
@@ -147,17 +147,17 @@ class Ranks:
             "the same order: make conditions and loops depend on values that are the same on all ranks."
         )
 
-    def gather_rows(self, own: Tensor, counts: Sequence[int] | None, operation: str | Operation) -> tuple[Tensor, list[int]]:
+    def gather_rows(self, rows: Tensor, counts: Sequence[int] | None, operation: str | Operation) -> tuple[Tensor, list[int]]:
         """Returns the rows of all ranks in rank order, and their number per rank; with None for `counts`, ranks exchange it."""
         if self.size == 1:
-            return own, [len(own)]
-        operation = self.named(operation)
-        of_ranks = self.gather(torch.tensor([len(own)], device=own.device), operation).view(-1).tolist()
-        if counts is not None and list(counts) != of_ranks:
-            raise DivergedError(f"{operation.name}: the numbers of rows of the ranks must be {list(counts)}, got {of_ranks}.")
-        self.bytes_sent += own.nbytes * (self.size - 1)
+            return rows, [len(rows)]
+        operation = self.make_operation(operation)
+        sizes = self.gather(torch.tensor([len(rows)], device=rows.device), operation).view(-1).tolist()
+        if counts is not None and list(counts) != sizes:
+            raise DivergedError(f"{operation.name}: the numbers of rows of the ranks must be {list(counts)}, got {sizes}.")
+        self.bytes_sent += rows.nbytes * (self.size - 1)
         with self._sending(operation):
-            return self.world.all_gather_rows(own.detach().contiguous(), of_ranks), of_ranks
+            return self.world.all_gather_rows(rows.detach().contiguous(), sizes), sizes
 
 
 _FIRST = 1 << 8
@@ -183,7 +183,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
+        ctx.ranks, ctx.operation = ranks, ranks.make_operation(operation)
         return ranks.sum(x, ctx.operation)
 
     @staticmethod
@@ -196,7 +196,7 @@ class EnterRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
+        ctx.ranks, ctx.operation = ranks, ranks.make_operation(operation)
         return x.view_as(x)
 
     @staticmethod
@@ -210,7 +210,7 @@ class GatherParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, operation: str | Operation) -> Tensor:
-        ctx.ranks, ctx.operation = ranks, ranks.named(operation)
+        ctx.ranks, ctx.operation = ranks, ranks.make_operation(operation)
         return ranks.gather(x, ctx.operation)
 
     @staticmethod

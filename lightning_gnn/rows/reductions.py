@@ -44,7 +44,7 @@ def reduction(over_rows: Callable[[RowsMode, Call], Tensor | None], place: int =
 
     def join(mode: RowsMode, call: Call) -> Any:
         out = over_rows(mode, call)
-        return mode.on_all_rows(call.func, call.args, call.kwargs) if out is None else mode.tagged(out, FROM_ROWS)
+        return mode.on_all_rows(call.func, call.args, call.kwargs) if out is None else mode.place(out, FROM_ROWS)
 
     return along(dim_argument(place), join, _without_rows)
 
@@ -63,7 +63,7 @@ def _keeps(call: Call, place: int = 2) -> bool:
 
 
 def _sum(mode: RowsMode, call: Call) -> Tensor:
-    return mode.sum(call.again(mode.own(call.x, call.of)), call.name)
+    return mode.sum(call.again(mode.drop_replicas(call.x, call.of)), call.name)
 
 
 def _mean(mode: RowsMode, call: Call) -> Tensor | None:
@@ -75,7 +75,7 @@ def _mean(mode: RowsMode, call: Call) -> Tensor | None:
 
 def mean(mode: RowsMode, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool, name: str) -> Tensor:
     """Returns the mean over rows of all ranks, and other dimensions."""
-    own, dims = mode.own(x, of), tuple(dims)
+    own, dims = mode.drop_replicas(x, of), tuple(dims)
     wide = own.float() if x.dtype in (torch.float16, torch.bfloat16) else own
     part = wide.sum(dims, keepdim=keepdim)
     others = prod(x.size(dim) for dim in set(dims) if dim != of.dim)
@@ -101,7 +101,7 @@ def _var(mode: RowsMode, call: Call) -> Tensor:
     unbiased, correction = given.get("unbiased", args[place] if len(args) > place else True), given.get("correction")
     correction = float(unbiased) if correction is None else correction
     center = mode.enter(mean(mode, x, of, call.dims, True, call.name), FROM_ROWS, call.name)
-    apart = mode.own(x, of) - center
+    apart = mode.drop_replicas(x, of) - center
     part = (apart * apart.conj()).real.sum(call.dims, keepdim=_keeps(call, 3))
     num = of.rows.num_rows(part)
     assert num is not None
@@ -116,7 +116,7 @@ def _var(mode: RowsMode, call: Call) -> Tensor:
 
 def _joined(combine: Callable[[Tensor], Tensor]) -> Callable[[RowsMode, Call], Tensor]:
     """Returns a reduction that combines the results of ranks by itself."""
-    return lambda mode, call: combine(mode.parts(call.again(mode.own(call.x, call.of)), call.name))
+    return lambda mode, call: combine(mode.parts(call.again(mode.drop_replicas(call.x, call.of)), call.name))
 
 
 def _norm(mode: RowsMode, call: Call) -> Tensor | None:
@@ -126,7 +126,7 @@ def _norm(mode: RowsMode, call: Call) -> Tensor | None:
     order = 2.0 if given in (None, "fro") else given
     if of_matrix or isinstance(order, str) or not 0 <= order < float("inf") or call.kwargs.get("dtype") is not None:
         return None
-    part = torch.linalg.vector_norm(mode.own(call.x, call.of), order, call.dims, _keeps(call, 3))
+    part = torch.linalg.vector_norm(mode.drop_replicas(call.x, call.of), order, call.dims, _keeps(call, 3))
     if order == 0:  # number of nonzero entries
         return mode.sum(part, call.name)
     return torch.linalg.vector_norm(mode.parts(part, call.name), order, 0)
@@ -140,7 +140,7 @@ def _extreme(mode: RowsMode, call: Call) -> Tensor | None:
 
 def extreme(mode: RowsMode, name: str, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool) -> Tensor:
     """Returns the maximum, or minimum, over rows of all ranks; ties share the gradient evenly, as on one device."""
-    largest, own, dims = "max" in name, mode.own(x, of), tuple(dims)
+    largest, own, dims = "max" in name, mode.drop_replicas(x, of), tuple(dims)
     reduce = torch.amax if largest else torch.amin
     with torch.no_grad():
         if own.size(of.dim):
@@ -177,14 +177,14 @@ def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, weights, of = names.get("input"), names.get("weights"), rows_of(names.get("input"))
     if of is None or any(each.rows is not of.rows or each.local_ids for _, each in found):
         return on_all(mode, func, args, kwargs)
-    own = mode.own(x, of)
+    own = mode.drop_replicas(x, of)
     weights = None if weights is None else converted(mode, weights, of.rows, 1, "bincount")[: len(own)]
     part = torch.bincount(own, weights, int(names.get("minlength", 0)))
     most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
     if weights is not None and rows:  # without rows, torch returns integer counts
         part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     part = torch.cat([part, part.new_zeros(most - len(part))])
-    return mode.tagged(mode.sum(part, "bincount"), FROM_ROWS)
+    return mode.place(mode.sum(part, "bincount"), FROM_ROWS)
 
 
 _max_of_all, _places = reduction(_extreme), reduction(lambda mode, call: None)
@@ -265,7 +265,7 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
                 given[key] = mode.enter(value, placement_of(value), name)
             else:
                 given[key] = converted(mode, value, rows, value.dim(), name)
-        each = mode.tagged(func(**given), rows.at(0))
+        each = mode.place(func(**given), rows.at(0))
     else:
         each = rowwise(mode, func, (given.pop(first),), given)
     if reduction == "none":
@@ -273,18 +273,18 @@ def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     placement = rows_of(each)
     if placement is None or (given.get("weight") is not None and func in _WEIGHTED):
         return mode.on_all_rows(func, args, kwargs)
-    own = mode.own(each, placement)
+    own = mode.drop_replicas(each, placement)
     if reduction == "sum":
-        return mode.tagged(mode.sum(own.sum(), name), FROM_ROWS)
+        return mode.place(mode.sum(own.sum(), name), FROM_ROWS)
     if func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
         return _weighted_mean(mode, own, given, name)
     of = rows_of(args[0] if args else kwargs[first])
     if reduction == "batchmean" and of is not None and of.rows is placement.rows and of.dim == placement.dim == 0:
         total, num = with_count(mode, own.sum(), placement.rows, name)
-        return mode.tagged(total / num.to(total.dtype), FROM_ROWS)
+        return mode.place(total / num.to(total.dtype), FROM_ROWS)
     if reduction != "mean":
         return mode.on_all_rows(func, args, kwargs)
-    return mode.tagged(mean(mode, each, placement, range(each.dim()), False, name), FROM_ROWS)
+    return mode.place(mean(mode, each, placement, range(each.dim()), False, name), FROM_ROWS)
 
 
 def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str) -> Tensor:
@@ -296,7 +296,7 @@ def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str
     else:
         part = (weight.detach()[target.where(counted, torch.zeros_like(target))] * counted).sum().to(own.dtype)
     total, num = mode.sum(torch.stack([own.sum(), part]), name).unbind()
-    return mode.tagged(total / num.detach(), FROM_ROWS)
+    return mode.place(total / num.detach(), FROM_ROWS)
 
 
 register(_loss, f"{_POINTWISE} {_PER_ROW}", (F,))
@@ -318,7 +318,7 @@ def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -
     for key in ("x1", "x2"):
         names[key] = converted(mode, names[key], rows, right, name_of(func))
     at = most - right
-    return mode.tagged(func(**names), rows.at(at - (dim < at)))
+    return mode.place(func(**names), rows.at(at - (dim < at)))
 
 
 RULES[F.cosine_similarity] = RULES[torch.cosine_similarity] = RULES[F.pairwise_distance] = _similarity

@@ -30,7 +30,7 @@ from lightning_gnn.rows.mode import (
     RowsMode,
     active_mode,
     has_counts,
-    mapped,
+    map_leaves,
     name_of,
     place,
     placement_of,
@@ -77,9 +77,9 @@ get_device data_ptr storage_offset is_set_to is_pinned is_inference untyped_stor
 is_shared is_coalesced const_data_ptr dim_order record_stream
 __hash__ __repr__ __str__ __format__ __deepcopy__ __setstate__ retains_grad_ is_nonzero_ _is_view
 is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled typename"""
-register(RowsMode.untouched, _ABOUT)
+register(RowsMode.run_unchanged, _ABOUT)
 properties(
-    RowsMode.untouched,
+    RowsMode.run_unchanged,
     "dtype device ndim requires_grad is_leaf grad_fn layout is_cuda is_cpu is_sparse is_quantized is_meta is_mps is_nested "
     "_version output_nr itemsize nbytes _base _backward_hooks retains_grad name _grad_fn _post_accumulate_grad_hooks "
     "is_sparse_csr is_mkldnn is_xla is_xpu is_vulkan is_ipu is_maia is_mtia",
@@ -111,7 +111,7 @@ def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return same(mode, func, args, kwargs)
     if x.is_leaf:
         raise mode.refuse("x.grad of a replicated tensor is this rank's part only. Use torch.autograd.grad(loss, x)")
-    return mode.tagged(mode.sum(out.detach(), "grad"), FROM_ROWS)
+    return mode.place(mode.sum(out.detach(), "grad"), FROM_ROWS)
 
 
 def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -124,12 +124,12 @@ def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         raise mode.refuse("rows are assigned to a parameter, which is whole on every rank. Assign gather_global(rows)")
     func(x, value)
     if func == _data_.__set__ and not isinstance(x, torch.nn.Parameter):
-        mode.untagged(x) if of is None else mode.tagged(x, of.with_view(None))
+        mode.remove_placement(x) if of is None else mode.place(x, of.with_view(None))
 
 
 RULES[_data_.__set__] = RULES[_grad_.__set__] = _set
 RULES[_grad_.__get__] = _kept_gradient
-RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.untouched
+RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.run_unchanged
 
 # Views ########################################################################
 
@@ -175,7 +175,7 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of functions that return views of their first argument."""
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     if of is None:
-        return mode.plain(func, mapped(args, _int), mapped(kwargs, _int))
+        return mode.plain(func, map_leaves(args, _int), map_leaves(kwargs, _int))
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         return same(mode, func, args, kwargs)
     func = Tensor.reshape if name == "view" else func  # gathered rows may have another memory layout
@@ -200,13 +200,13 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     elif name in _PARTS | {"narrow"} and found[0][0] == shape:
         results = (x.view_as(x),)
     else:
-        results = func(*mapped(args, _int), **kwargs)
+        results = func(*map_leaves(args, _int), **kwargs)
         results = (results,) if isinstance(results, Tensor) else results
     for number, (out, (_, at, _)) in enumerate(zip(results, found)):
         new = _kept(rows.at(at), of)
         if name in ("unbind", "select") and of.local_ids == "both":
             new = _end(rows, number if name == "unbind" else kwargs.get("index", given[-1]))
-        mode.tagged(out, new)
+        mode.place(out, new)
     return tuple(results) if name in _PARTS else results[0]
 
 
@@ -227,11 +227,11 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
         parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in seen)
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape) and prod(shape[:dim]) == 1:
-        new = func(torch.empty(shape, device="meta"), *mapped(args[1:], _int), **mapped(kwargs, _int)).shape
+        new = func(torch.empty(shape, device="meta"), *map_leaves(args[1:], _int), **map_leaves(kwargs, _int)).shape
         at = next((place for place, size in enumerate(new) if size != 1), 0)
         entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]))
         if entries is not None:
-            return mode.tagged(x.reshape(*new[:at], entries.count, *new[at + 1 :]), entries.at(at))
+            return mode.place(x.reshape(*new[:at], entries.count, *new[at + 1 :]), entries.at(at))
     return mode.on_all_rows(func, args, kwargs)
 
 
@@ -241,7 +241,7 @@ def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
     Entries may become separate rows, or the rows that they were.
     """
     if after and before % after == 0 and before != after:
-        return rows.repeated(before // after)
+        return rows.flatten_entries(before // after)
     of, times = rows.entries_of or (None, 0)
     return of if before * times == after else None
 
@@ -275,7 +275,7 @@ def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return _view(mode, func, args, kwargs)
     rows = shape[at].rows
     x = converted(mode, x, rows, len(shape) - at, "expand")
-    return mode.tagged(x.expand([*map(int, shape[:at]), rows.count, *map(int, shape[at + 1 :])]), rows.at(at))
+    return mode.place(x.expand([*map(int, shape[:at]), rows.count, *map(int, shape[at + 1 :])]), rows.at(at))
 
 
 def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -283,8 +283,8 @@ def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     times = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     at = 0 if of is None else of.dim + len(times) - x.dim()
     if of is None or kwargs or len(times) < x.dim() or times[at] != 1 or has_counts(times, {}):
-        return mode.other(func, args, kwargs)
-    return mode.tagged(func(*args), _kept(of.rows.at(at), of))
+        return mode.run_without_rule(func, args, kwargs)
+    return mode.place(func(*args), _kept(of.rows.at(at), of))
 
 
 def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -293,10 +293,10 @@ def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if placement is None:
         return mode.plain(func, args, kwargs)
     if placement.view is None and name not in ("resize_", "resize_as_", "set_", "as_strided_"):
-        seen = _view(mode, getattr(Tensor, name[:-1]), (mode.tagged(x.detach(), placement), *args[1:]), kwargs)
+        seen = _view(mode, getattr(Tensor, name[:-1]), (mode.place(x.detach(), placement), *args[1:]), kwargs)
         of = rows_of(seen)
         if of is not None and of.rows is placement.rows:
-            return mode.tagged(x.as_strided_(seen.shape, seen.stride(), seen.storage_offset()), of)
+            return mode.place(x.as_strided_(seen.shape, seen.stride(), seen.storage_offset()), of)
     raise mode.refuse(f"{name} changes the layout of rows in place. Use the function without an underscore.")
 
 
@@ -323,10 +323,10 @@ def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     if dim % most != most - right:
         return placed(torch.cat([converted(mode, each, rows, right, "cat") for each in given], dim), rows, right)
     sets = [of.rows for x, of in found if x.dim() == most and of.dim == most - right]
-    joined = (sets[0].joined(sets[1:]) if len(sets) > 1 else rows) if len(sets) == len(given) else None
+    joined = (sets[0].concat(sets[1:]) if len(sets) > 1 else rows) if len(sets) == len(given) else None
     if joined is None:
         return mode.on_all_rows(func, args, kwargs)
-    return mode.tagged(torch.cat(given, dim), joined.at(most - right))
+    return mode.place(torch.cat(given, dim), joined.at(most - right))
 
 
 @of_rows
@@ -355,8 +355,8 @@ def _product(mode: RowsMode, func: Any, found: Any, operands: Sequence[Tensor], 
         x = whole(mode, x, name) if at < 0 else converted(mode, x, rows, len(letters) - at, name)
         given.append(x if at < 0 or letter in output else x.narrow(at, 0, rows.owned))
     if letter in output:
-        return mode.tagged(func(*given), rows.at(output.index(letter)))
-    return mode.tagged(mode.sum(func(*given), name), FROM_ROWS)
+        return mode.place(func(*given), rows.at(output.index(letter)))
+    return mode.place(mode.sum(func(*given), name), FROM_ROWS)
 
 
 @of_rows
@@ -411,8 +411,8 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     at = next((place for place, each in enumerate(size) if isinstance(each, RowCount)), None)
     if at is None:
         known = all(placement_of(x) is not None for x in tensors_in(given))
-        out = func(*mapped(args, _int), **mapped(kwargs, _int))
-        return mode.tagged(out, REPLICATED) if known else mode.untagged(out)
+        out = func(*map_leaves(args, _int), **map_leaves(kwargs, _int))
+        return mode.place(out, REPLICATED) if known else mode.remove_placement(out)
     rows = size[at].rows
     local = [rows.count if place == at else int(each) for place, each in enumerate(size)]
     if is_apart:
@@ -421,7 +421,7 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     def change(each: Any) -> Any:
         return local if each is size else _int(each)  # other numbers than the size are values
 
-    return mode.tagged(func(*map(change, args), **{key: change(each) for key, each in kwargs.items()}), rows.at(at))
+    return mode.place(func(*map(change, args), **{key: change(each) for key, each in kwargs.items()}), rows.at(at))
 
 
 def _flat(values: Any) -> list[Any]:
@@ -438,7 +438,7 @@ def _new_tensor(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _init(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of ``torch.nn.init.uniform_`` and similar functions, which have a `tensor` argument."""
     args = (kwargs["tensor"], *args) if "tensor" in kwargs else args
-    return mode.other(func, args, {key: value for key, value in kwargs.items() if key != "tensor"})
+    return mode.run_without_rule(func, args, {key: value for key, value in kwargs.items() if key != "tensor"})
 
 
 register(_create, "zeros ones empty full new_zeros new_ones new_empty new_full")
@@ -461,7 +461,7 @@ def _leave(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if rows_of(args[0]) is not None:
         if not mode.lets_rows_leave:
             raise mode.refuse(_LEAVES.format(f"x.{name_of(func)}()"))
-        mode.left[id(out)] = out, args[0]
+        mode.exports[id(out)] = out, args[0]
     return out
 
 
@@ -486,7 +486,7 @@ def gather_global(x: Tensor) -> Tensor:
     if mode is None or of is None:
         return x
     with mode.pause():
-        return mode.tagged(mode.gathered(x, of, "gather_global"), FROM_ROWS)
+        return mode.place(mode.gather_rows(x, of, "gather_global"), FROM_ROWS)
 
 
 # Indices ######################################################################
@@ -527,7 +527,7 @@ def _is_all(item: Any) -> bool:
 def _getitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, index = args
     if not mode.row_tensors(args, None):
-        return mode.plain(func, (x, mapped(index, _int)), kwargs)
+        return mode.plain(func, (x, map_leaves(index, _int)), kwargs)
     items, of = _items(x, index), rows_of(x)
     if items is None:
         return mode.on_all_rows(func, args, kwargs)
@@ -554,10 +554,10 @@ def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
     else:
         indices = [converted(mode, each, rows, right, "indexing") for each in tensors]
         before = sum(each is None or isinstance(each, slice) for each in items[:begin])
-        items = mapped([*items[:begin], *indices, *items[last + 1 :]], _int)
+        items = map_leaves([*items[:begin], *indices, *items[last + 1 :]], _int)
         out = mode.enter(x, placement_of(x), "indexing")[tuple(items)]
-        return mode.tagged(out, rows.at(before + max(each.dim() for each in indices) - right))
-    own = mode.tagged(mode.take(x, begin, rows, "indexing"), rows.at(begin))
+        return mode.place(out, rows.at(before + max(each.dim() for each in indices) - right))
+    own = mode.place(mode.take(x, begin, rows, "indexing"), rows.at(begin))
     return _index(mode, own, tuple(items))
 
 
@@ -576,17 +576,17 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 1:  # mask of entries
         if not takes_all or by is None or by.rows is not rows or by.dim or dim or place or of.local_ids:
             return None
-        entries = rows.selected(item, lambda: rows.repeated(prod(item.shape[1:])).select(item.reshape(-1)))
-        return mode.tagged(x[item], entries.at(0))
+        entries = rows.get_selection(item, lambda: rows.flatten_entries(prod(item.shape[1:])).select(item.reshape(-1)))
+        return mode.place(x[item], entries.at(0))
     if by is None or item.dtype == torch.bool:
         chosen = _chosen(mode, rows, item)
         if chosen is None:
             return None
         out = x.index_select(dim, chosen.places)
         if isinstance(item, int) or not getattr(item, "ndim", 1):
-            out = mode.tagged(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
+            out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
             out = out if takes_all else _index(mode, out, (*rest[:place], *rest[place + 1 :]))
-            return out if isinstance(item, Tensor) else mode.viewed(out, FROM_ROWS, View(x, index))
+            return out if isinstance(item, Tensor) else mode.place_view(out, FROM_ROWS, View(x, index))
     elif by.local_ids:
         chosen, is_expanded = by.rows, rows is mode.halo_rows
         reaches = is_expanded or chosen.targets is rows
@@ -597,25 +597,25 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     else:
         chosen, out = by.rows, whole(mode, x, "indexing")[(*(slice(None),) * dim, item)]
         if item.dim() > 1:
-            return mode.tagged(out, chosen.at(dim + by.dim)) if takes_all else None
-    out = mode.tagged(out, _kept(chosen.at(dim), of))
+            return mode.place(out, chosen.at(dim + by.dim)) if takes_all else None
+    out = mode.place(out, _kept(chosen.at(dim), of))
     is_view = isinstance(item, slice)
     if not takes_all:
         out = _index(mode, out, rest)
         if not is_view:  # tensors in an index copy the result
-            out = mode.tagged(out.contiguous(), placement_of(out) or FROM_ROWS)
+            out = mode.place(out.contiguous(), placement_of(out) or FROM_ROWS)
     new = placement_of(out)
-    return mode.viewed(out, new, View(x, index)) if is_view and new is not None else out
+    return mode.place_view(out, new, View(x, index)) if is_view and new is not None else out
 
 
 def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
     """Returns the rows that an index (one row, a slice, a mask or ids) selects; None if all rows are needed."""
     if isinstance(item, slice):  # the same tensor each time, so that it selects the same rows
         bounds = tuple(each if each is None else int(each) for each in (item.start, item.stop, item.step))
-        item = rows.once(bounds, lambda: torch.arange(rows.total)[slice(*bounds)])
+        item = rows.get_or_make(bounds, lambda: torch.arange(rows.total)[slice(*bounds)])
     elif isinstance(item, int) or (not item.dim() and item.dtype != torch.bool):
         position = int(item)
-        item = rows.once(("one", position), lambda: torch.tensor([position]))
+        item = rows.get_or_make(("one", position), lambda: torch.tensor([position]))
     of = rows_of(item)
     if item.dim() != 1:
         return None
@@ -639,10 +639,10 @@ def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any]
             return item.dim()
         return int(not isinstance(item, int))
 
-    out = x[tuple(mapped(items, _int))]
+    out = x[tuple(map_leaves(items, _int))]
     if of.local_ids == "both" and of.dim == 1 and isinstance(items[0], int):
-        return mode.tagged(out, _end(of.rows, items[0]))
-    return mode.tagged(out, _kept(of.rows.at(sum(map(left, items[:place]))), of))
+        return mode.place(out, _end(of.rows, items[0]))
+    return mode.place(out, _kept(of.rows.at(sum(map(left, items[:place]))), of))
 
 
 def _at_both(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
@@ -655,23 +655,23 @@ def _at_both(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], plac
     if first.dtype != torch.int64 or not torch.equal(first, torch.arange(len(first), device=first.device)):
         return None
     own = torch.arange(rows.count, device=x.device)
-    return mode.tagged(x[(own, converted(mode, second, rows, 1, "indexing"), *others)], rows.at(0))
+    return mode.place(x[(own, converted(mode, second, rows, 1, "indexing"), *others)], rows.at(0))
 
 
 def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, index, value = args
     found, of = mode.row_tensors(args, None), placement_of(x)
     if not found:
-        func(x, mapped(index, _int), value)
+        func(x, map_leaves(index, _int), value)
         values = placement_of(value) if isinstance(value, Tensor) else REPLICATED
         if of is not None and (values is None or values.from_rows):
-            mode.untagged(x)
+            mode.remove_placement(x)
             if values is not None:
-                mode.tagged(x, FROM_ROWS)
+                mode.place(x, FROM_ROWS)
         return
     if not isinstance(of, RowPlacement):
         mode.on_all_rows(func, args, kwargs)
-        mode.tagged(x, FROM_ROWS)
+        mode.place(x, FROM_ROWS)
     elif not _assign(mode, x, of, _items(x, index), value):
         mode.on_all_rows(func, args, kwargs)
 
@@ -704,7 +704,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
         value = converted(mode, value, target, right, "assignment")
     if target is not rows:
         region[place] = target.places
-    x[tuple(mapped(region, _int))] = value
+    x[tuple(map_leaves(region, _int))] = value
     return True
 
 
@@ -729,7 +729,7 @@ def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    return _index(mode, args[0], args[1]) if len(args) == 2 and args[0].shape == args[1].shape else mode.other(func, args, kwargs)
+    return _index(mode, *args) if len(args) == 2 and args[0].shape == args[1].shape else mode.run_without_rule(func, args, kwargs)
 
 
 @of_rows
@@ -748,14 +748,14 @@ def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) ->
         return mode.on_all_rows(func, args, kwargs)
     rows, right = of.rows, index.dim() - of.dim
     if into is not None and into.rows is rows and dim != into.dim and right == x.dim() - into.dim:
-        return mode.tagged(_with_source(mode, func, args, kwargs, rows, right), rows.at(into.dim))
+        return mode.place(_with_source(mode, func, args, kwargs, rows, right), rows.at(into.dim))
     adds = "add" in name or (given.get("reduce") in ("add", "sum") and given.get("include_self", True))
     if into is not None and into.rows is None and adds and isinstance(src, Tensor) and of.dim == dim:
         src = converted(mode, src, rows, right if "index" not in name else src.dim() - dim, name)
         own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
         plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
         total = mode.sum(plain(dim, *own), name) * given.get("alpha", 1)
-        return mode.tagged(x.add_(total) if name.endswith("_") else x + total, FROM_ROWS)
+        return mode.place(x.add_(total) if name.endswith("_") else x + total, FROM_ROWS)
     return mode.on_all_rows(func, args, kwargs)
 
 
@@ -783,10 +783,10 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[s
     assert of is not None
     name, nodes, halo = name_of(func), of.rows.targets, mode.halo_rows
     if nodes is not None and into is None and placement_of(x) is not None and not dim and x.size(0) == nodes.total:
-        own = mode.tagged(mode.take(x, 0, nodes, name), nodes.at(0))
+        own = mode.place(mode.take(x, 0, nodes, name), nodes.at(0))
         out = _along_dim(mode, getattr(Tensor, name.removesuffix("_")), (own, *args[1:]), kwargs)
         if name.endswith("_") and (placed := rows_of(out)) is not None:
-            out = mode.tagged(x.copy_(mode.gathered(out, placed, name)), FROM_ROWS)
+            out = mode.place(x.copy_(mode.gather_rows(out, placed, name)), FROM_ROWS)
         return out
     at_targets = of.local_ids == "target"
     at_sources = of.local_ids == "source" and "add" in name and mode.expand is not None
@@ -795,7 +795,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[s
     if not (at_targets or at_sources) or into is None or into.rows is not nodes or nodes is None or dim or into.dim or of.dim:
         return mode.on_all_rows(func, args, kwargs)
     if at_targets:
-        return mode.tagged(_with_source(mode, func, args, kwargs, of.rows), nodes.at(0))
+        return mode.place(_with_source(mode, func, args, kwargs, of.rows), nodes.at(0))
     assert isinstance(src, Tensor)
     src = converted(mode, src, of.rows, src.dim(), name)
     with mode.pause():
@@ -803,7 +803,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[s
         sums = torch.zeros_like(mode.expand(x.detach()))
         total = mode.reduce(sums.index_add(0, index, src) if "index" in name else sums.scatter_add(0, index, src))
         out = x.add_(total) if name.endswith("_") else x + total
-    return mode.tagged(out, nodes.at(0))
+    return mode.place(out, nodes.at(0))
 
 
 register(_index_select, "index_select")
@@ -846,7 +846,7 @@ def _run_backward(
     unused = accumulate_grad or bool(given.get("allow_unused", given.get("materialize_grads")))
     if again:
         mode.twice_at = user_line()
-    with mode.opened(in_backward=True, in_rule=True), mode.differentiating():
+    with mode.activate(in_backward=True, in_rule=True), mode.differentiating():
         return run_backward(
             outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
         )
@@ -897,12 +897,12 @@ def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement, name: str) -> Ten
     For rows, gradients of replicas on other ranks are added; for replicated tensors, the gradients of all ranks are summed.
     """
     if not isinstance(of, RowPlacement):
-        return mode.tagged(mode.sum(grad, name), FROM_ROWS)  # type: ignore[no-any-return]
+        return mode.place(mode.sum(grad, name), FROM_ROWS)  # type: ignore[no-any-return]
     rows, dim = of.rows, of.dim
     if rows.replicas:
         shape = [*grad.shape[:dim], rows.total, *grad.shape[dim + 1 :]]
         grad = mode.take(mode.sum(grad.new_zeros(shape).index_add(dim, rows.positions, grad), name), dim, rows, name)
-    return mode.tagged(grad, rows.at(dim))  # type: ignore[no-any-return]
+    return mode.place(grad, rows.at(dim))  # type: ignore[no-any-return]
 
 
 def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -914,7 +914,7 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     def on_gradient(grad: Tensor) -> Any:
         whole = _of_all_ranks(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
-        with mode.opened():
+        with mode.activate():
             changed = hook(whole)
         if changed is None:
             return None

@@ -383,7 +383,7 @@ class StandInMetrics:
         """Returns the value of a metric, whose states may have one row per local node."""
         _place_states(metric)
         is_open = active_mode() is not None or not vars(metric).get("_whole")
-        with nullcontext() if is_open else rows.mode.opened():
+        with nullcontext() if is_open else rows.mode.activate():
             return compute(*args, **options)
 
     def _sync(self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:

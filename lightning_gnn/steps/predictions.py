@@ -45,7 +45,7 @@ class PredictedRows:
             NotExactError: the placement of a tensor is unknown.
             ValueError: on all ranks: ranks returned different structures.
         """
-        found, spec = tree_flatten_with_path(output, is_leaf=lambda each: id(each) in self._rows.left)
+        found, spec = tree_flatten_with_path(output, is_leaf=lambda each: id(each) in self._rows.exports)
         own = [f"{keystr(path) or 'it'} {type(leaf).__name__}" for path, leaf in found]
         by_rank = self._world.all_gather_object(own)
         if any(each != by_rank[0] for each in by_rank):
@@ -55,7 +55,7 @@ class PredictedRows:
         return None if self._mode == "rank0" and self._world.rank else tree_unflatten(joined, spec)
 
     def _join(self, path: str, leaf: Any) -> Any:
-        x = leaf if isinstance(leaf, Tensor) else self._rows.left.get(id(leaf), (None, None))[1]
+        x = leaf if isinstance(leaf, Tensor) else self._rows.exports.get(id(leaf), (None, None))[1]
         if not isinstance(x, Tensor):
             return leaf
         placement = placement_of(x) or self._rows.placement_of_constant(x)
@@ -68,9 +68,9 @@ class PredictedRows:
             places = rows.positions[: rows.owned].cpu()
             x = write_rows(self._world, self._folder / f"{_file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)
         elif self._mode == "shards":
-            x = self._rows.own(x.detach(), placement)
+            x = self._rows.drop_replicas(x.detach(), placement)
         else:
-            x = place(self._rows.gathered(x.detach(), placement, "predictions"), FROM_ROWS)
+            x = place(self._rows.gather_rows(x.detach(), placement, "predictions"), FROM_ROWS)
         if isinstance(leaf, np.ndarray):
             return x.cpu().numpy()
         return x.tolist() if isinstance(leaf, list) else x

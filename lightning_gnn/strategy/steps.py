@@ -231,7 +231,7 @@ class Steps:
             stack.enter_context(self._approximating())
             if self.rows is not None and not self._on_batches:
                 stack.enter_context(self.rows.mode.differentiating())
-                stack.enter_context(self.rows.mode.opened(in_backward=True))
+                stack.enter_context(self.rows.mode.activate(in_backward=True))
             yield
 
     def sum_gradients(self, loss: Tensor) -> None:

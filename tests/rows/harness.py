@@ -189,7 +189,7 @@ def run_program(program: Program, graph: Graph, mode: RowsMode | None) -> Result
     if mode is None:
         loss.backward()
         return Result([each.detach() for each in found], {name: _gradient(graph, name) for name in Graph.LEARNED})
-    with mode.opened(in_backward=True):
+    with mode.activate(in_backward=True):
         (loss / mode.ranks.size).backward()
     return Result([each.detach() for each in found], {name: _gradient(graph, name) for name in Graph.LEARNED})
 

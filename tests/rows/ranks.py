@@ -58,7 +58,7 @@ def on_ranks(program: Program, net: Net, ranks: int, part: np.ndarray | None = N
             value = program(own, batch)
             grads = {}
             if isinstance(value, Tensor) and value.requires_grad:
-                with rows.mode.opened(in_backward=True):
+                with rows.mode.activate(in_backward=True):
                     (value / ranks).backward()
                 value = value.detach()
             whole = global_of(value)

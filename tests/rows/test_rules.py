@@ -55,7 +55,7 @@ def kept_gradients(graph: Graph, mode: RowsMode | None, ranks: int = 1) -> list[
         for each in (rows, shared, whole):
             each.retain_grad()
         loss = (whole * rows).mean() + (graph.x * shared).pow(2).mean()
-    with nullcontext() if mode is None else mode.opened(in_backward=True):
+    with nullcontext() if mode is None else mode.activate(in_backward=True):
         (loss / ranks).backward()
     with mode or nullcontext():
         return [float(each.grad.norm()) for each in (rows, shared, whole)]

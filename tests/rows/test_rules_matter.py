@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gnn.rows.mode import RULES, RowsMode, mapped, name_of
+from lightning_gnn.rows.mode import RULES, RowsMode, map_leaves, name_of
 from lightning_gnn.rows.placement import REPLICATED, RowCount
 from rows.harness import Layout, compare, expression
 from rows.test_expressions import GROUPS
 
-ROW_WISE = ("rowwise", "rowwise_", "same", "like", "draw", "untouched", "_new_tensor", "_leave", "_init")
+ROW_WISE = ("rowwise", "rowwise_", "same", "like", "draw", "run_unchanged", "_new_tensor", "_leave", "_init")
 """Names of rules that are right where each row is treated by itself, or draw other values, or concern values without rows, or
 raise."""
 OF_OTHERS = (
@@ -42,11 +42,11 @@ def by_itself(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     def own(value: Any) -> Any:
         return value.rows.count if isinstance(value, RowCount) else value
 
-    out = func(*mapped(args, own), **mapped(kwargs, own))
+    out = func(*map_leaves(args, own), **map_leaves(kwargs, own))
     if not found:
-        return mode.tagged(out, REPLICATED)
+        return mode.place(out, REPLICATED)
     rows = found[0][1].rows
-    return mode.tagged(out, rows.at(0))  # type: ignore[union-attr]
+    return mode.place(out, rows.at(0))  # type: ignore[union-attr]
 
 
 def rules() -> dict[str, list[Any]]:
@@ -55,7 +55,7 @@ def rules() -> dict[str, list[Any]]:
     for function, rule in RULES.items():
         name = name_of(function).removeprefix("linalg_")
         is_property = getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
-        is_users = rule is RowsMode.other or "rowtests" in str(function)
+        is_users = rule is RowsMode.run_without_rule or "rowtests" in str(function)
         is_apart = is_users or is_property or name.startswith(("__", *OF_OTHERS))
         if rule.__name__ not in ROW_WISE and not is_apart:
             found.setdefault(name, []).append(function)
