@@ -32,7 +32,7 @@ from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm
-from lightning_gnn.rows.graph import wrapped
+from lightning_gnn.rows.graph import wrap_layer_forward
 
 # Aggregations over the edges of one node, all of which are at its owner.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
@@ -101,7 +101,7 @@ class Binding:
                     self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
-                self._patch(child, {"forward": wrapped(child, isinstance(child, (MessagePassing, DirGNNConv)))})
+                self._patch(child, {"forward": wrap_layer_forward(child, isinstance(child, (MessagePassing, DirGNNConv)))})
             for child in module.modules():
                 # Its backward would compute rows that row semantics do not follow.
                 if isinstance(child, InvertibleModule):

@@ -43,7 +43,7 @@ def dim_of(dim: int, dims: int) -> int:
     return dim % most
 
 
-def converted(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) -> Tensor:
+def align_rows(mode: RowsMode, x: Tensor, rows: RowSet, right: int, name: str) -> Tensor:
     """Returns a tensor in a form that combines with a tensor that has `rows` along dimension `right` from the right."""
     placement = placement_of(x)
     assert placement is not None
@@ -72,10 +72,10 @@ def whole(mode: RowsMode, x: Tensor, name: str) -> Tensor:
     return mode.enter(x, of, name)
 
 
-def target_of(found: Sequence[tuple[Tensor, RowPlacement]]) -> tuple[RowSet, int]:
+def target_of(row_args: Sequence[tuple[Tensor, RowPlacement]]) -> tuple[RowSet, int]:
     """Returns the row set of the result of tensors that broadcast, and its dimension from the right."""
-    rows, right = found[0][1].rows, 0
-    for x, of in found:
+    rows, right = row_args[0][1].rows, 0
+    for x, of in row_args:
         if x.dim() - of.dim > right:
             rows, right = of.rows, x.dim() - of.dim
     return rows, right
@@ -90,46 +90,46 @@ def on_all(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 RuleOfRows = Callable[[RowsMode, Any, Any, Any, Sequence[tuple[Tensor, RowPlacement]]], Any]
 
 
-def of_rows(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
+def pass_row_tensors(rule: RuleOfRows, without: Rule = RowsMode.plain) -> Rule:
     """Returns a rule that calls `rule`, with the row tensors as last argument, or `without` if no argument is a row tensor."""
 
     @wraps(rule)
-    def checked(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-        found = mode.row_tensors(args, kwargs)
-        return rule(mode, func, args, kwargs, found) if found else without(mode, func, args, kwargs)
+    def call(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+        row_args = mode.row_tensors(args, kwargs)
+        return rule(mode, func, args, kwargs, row_args) if row_args else without(mode, func, args, kwargs)
 
-    return checked
+    return call
 
 
 def rowwise(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of functions of corresponding entries of tensors, which broadcast."""
-    found = mode.row_tensors(args, kwargs)
-    if not found:  # as in of_rows, without another call
+    row_args = mode.row_tensors(args, kwargs)
+    if not row_args:  # as in pass_row_tensors, without another call
         return mode.plain(func, args, kwargs)
-    if any(of.local_ids for _, of in found) and not _compares_ends(func, found, args):
+    if any(of.local_ids for _, of in row_args) and not _compares_ends(func, row_args, args):
         return mode.on_all_rows(func, args, kwargs)
-    return _by_entries(mode, func, args, kwargs, *target_of(found))
+    return _by_entries(mode, func, args, kwargs, *target_of(row_args))
 
 
 def _by_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet, right: int) -> Any:
     name = name_of(func)
 
     def change(value: Any) -> Any:
-        return converted(mode, value, rows, right, name) if isinstance(value, Tensor) else value
+        return align_rows(mode, value, rows, right, name) if isinstance(value, Tensor) else value
 
     args = tuple(change(each) for each in args)
     if kwargs:
         kwargs = {key: change(each) for key, each in kwargs.items()}
-    return placed(func(*args, **kwargs), rows, right)
+    return place_rows(func(*args, **kwargs), rows, right)
 
 
-def _compares_ends(func: Any, found: Sequence[tuple[Tensor, RowPlacement]], args: Any) -> bool:
+def _compares_ends(func: Any, row_args: Sequence[tuple[Tensor, RowPlacement]], args: Any) -> bool:
     """Returns whether endpoints of edges are compared with each other: local ids are equal if the nodes are equal."""
-    same = all(of.local_ids and of.rows is found[0][1].rows for _, of in found) and len(found) == len(args)
-    return same and name_of(func) in ("eq", "ne", "__eq__", "__ne__")
+    are_ends = all(of.local_ids and of.rows is row_args[0][1].rows for _, of in row_args) and len(row_args) == len(args)
+    return are_ends and name_of(func) in ("eq", "ne", "__eq__", "__ne__")
 
 
-def placed(out: Any, rows: RowSet, right: int) -> Any:
+def place_rows(out: Any, rows: RowSet, right: int) -> Any:
     """Set the placement of results that have `rows` along the dimension `right` from the right."""
     if type(out) is Tensor:
         out.__dict__[ATTRIBUTE] = rows.at(out.dim() - right)
@@ -139,16 +139,16 @@ def placed(out: Any, rows: RowSet, right: int) -> Any:
     return out
 
 
-@of_rows
-def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     """Rule of in-place functions of corresponding entries."""
     into = rows_of(args[0])
-    if into is None or any(of.local_ids for _, of in found):
+    if into is None or any(of.local_ids for _, of in row_args):
         return mode.on_all_rows(func, args, kwargs)
     return _by_entries(mode, func, args, kwargs, into.rows, args[0].dim() - into.dim)
 
 
-def same(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+def keep_placement(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of functions whose result has the placement of their first argument."""
     x = args[0] if args else None
     if not isinstance(x, Tensor):
@@ -220,31 +220,31 @@ class Call(NamedTuple):
 Dims = Callable[[Tensor, Any, Any], Iterable[int]]
 
 
-def _gathered(mode: RowsMode, call: Call) -> Any:
+def _run_on_all_rows(mode: RowsMode, call: Call) -> Any:
     return mode.on_all_rows(call.func, call.args, call.kwargs)
 
 
 def along(
     own_dims: Dims = lambda x, a, k: (),
-    over_rows: Callable[[RowsMode, Call], Any] = _gathered,
+    rule_for_rows: Callable[[RowsMode, Call], Any] = _run_on_all_rows,
     without: Rule = RowsMode.plain,
 ) -> Rule:
     """Returns a rule for functions of one tensor, with replicated weights, that mix or reduce its entries.
 
     Args:
         own_dims: function that returns the dimensions that are mixed or reduced.
-        over_rows: rule if the rows are along one of these dimensions; otherwise each row is treated separately.
+        rule_for_rows: rule if the rows are along one of these dimensions; otherwise each row is treated separately.
         without: rule for arguments without rows.
     """
 
-    def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+    def rule(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
         x = first_tensor(args, kwargs)
         of = rows_of(x)
-        if x is None or of is None or len(found) > 1 or of.local_ids:
+        if x is None or of is None or len(row_args) > 1 or of.local_ids:
             return mode.on_all_rows(func, args, kwargs)
         dims = [dim_of(dim, x.dim()) for dim in own_dims(x, args, kwargs)]
         if of.dim in dims:
-            return over_rows(mode, Call(func, args, kwargs, x, of, tuple(dims)))
+            return rule_for_rows(mode, Call(func, args, kwargs, x, of, tuple(dims)))
 
         def change(value: Any) -> Any:
             if not isinstance(value, Tensor) or value is x:
@@ -256,7 +256,7 @@ def along(
         gone = sum([dim < of.dim for dim in {*dims}]) if is_reduced else 0
         return mode.place(out, of.rows.at(of.dim - gone))
 
-    return of_rows(rule, without)
+    return pass_row_tensors(rule, without)
 
 
 def dim_argument(place: int, default: int | None = None) -> Dims:
@@ -272,8 +272,8 @@ def dim_argument(place: int, default: int | None = None) -> Dims:
 
 
 def _flipped_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
-    given = kwargs.get("dims", args[1:])
-    return given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    dims = kwargs.get("dims", args[1:])
+    return dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
 
 
 def _normalized_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
@@ -303,7 +303,7 @@ for _name in _OF_ENTRIES.split():
     register(rowwise, _name)
     register(rowwise_, f"__i{_name[2:]}" if _name.startswith("__") else f"{_name}_")
 register(rowwise_, "copy_ fill_ zero_")
-register(same, _SAME)
+register(keep_placement, _SAME)
 register(like, "zeros_like ones_like full_like empty_like")
 register(random(like), "rand_like randn_like randint_like")
 register(random(along()), "bernoulli poisson rrelu dropout alpha_dropout")
@@ -322,7 +322,7 @@ register(along(dim_argument(2, 1)), "normalize")
 register(along(_normalized_dims), "layer_norm rms_norm")
 register(along(lambda x, a, k: (-1,)), "linear")
 register(along(lambda x, a, k: (1,) if x.dim() > 1 else ()), "prelu")
-properties(same, "data _grad real imag")
+properties(keep_placement, "data _grad real imag")
 
 
 def _where(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -344,8 +344,8 @@ RULES[F.embedding] = _embedding
 
 def _isin(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of lookups of the first argument's entries in a table that all ranks have."""
-    found = mode.row_tensors(args[1:], kwargs)
-    return mode.on_all_rows(func, args, kwargs) if found or has_counts(args, {}) else by_itself(mode, func, args, kwargs)
+    row_args = mode.row_tensors(args[1:], kwargs)
+    return mode.on_all_rows(func, args, kwargs) if row_args or has_counts(args, {}) else by_itself(mode, func, args, kwargs)
 
 
 register(_isin, "isin bucketize")

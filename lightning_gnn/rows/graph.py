@@ -53,19 +53,19 @@ class GraphRows:
         self._expand, self._reduce = expand, reduce
         self._shard, rank = shard, world.rank
 
-        def make(held: Held) -> RowSet:
-            name, ids, all_ids, counts, rows, replicas, _ = held
+        def make(part: Held) -> RowSet:
+            name, ids, all_ids, counts, rows, replicas, _ = part
             known = rows_of(ids)
             if known is not None and known.rows.ranks is ranks:
                 return known.rows
             every = lambda: (all_ids, list(counts))  # noqa: E731
             return RowSet(ranks, rows, lambda: ids.long(), counts[rank], sum(counts), every, name, replicas)
 
-        self.nodes: dict[Any, RowSet] = {name: make(held) for name, held in shard.nodes_held().items()}
+        self.nodes: dict[Any, RowSet] = {name: make(part) for name, part in shard.nodes_held().items()}
         self.edges: dict[Any, RowSet] = {}
-        for kind, held in shard.edges_held().items():
-            self.edges[kind] = make(held)
-            self.edges[kind].targets = self.nodes[held.targets]
+        for kind, part in shard.edges_held().items():
+            self.edges[kind] = make(part)
+            self.edges[kind].targets = self.nodes[part.targets]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
         self._kinds: Mapping[str, str] = {}
         if None in self.nodes:
@@ -116,13 +116,13 @@ class GraphRows:
         Tensors in `now`, by default all tensors of the process, are compared between ranks when they are first combined with
         rows.
         """
-        found = dict(_state(module))
+        state = dict(_state(module))
         if now is None and world.stand_ins:  # threads share their tensors: rank 0 collects them
             now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
         now = tensors_now() if now is None else now
         self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))
-        by_rank = world.all_gather_object({name: digest_of(x) for name, x in found.items()})
-        for name, x in found.items():
+        by_rank = world.all_gather_object({name: digest_of(x) for name, x in state.items()})
+        for name, x in state.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
                 place(x, REPLICATED)
 
@@ -209,12 +209,12 @@ def check_loss(output: Any, mode: RowsMode) -> None:
 # Bound layers #################################################################
 
 
-def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
+def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[..., Any]:
     """Returns the forward of a bound layer, which communicates itself: its functions have no rules, and its output has rows.
 
     Args:
         forward: forward of the layer, a function of the module.
-        of_edges: whether it uses edges and returns rows of their targets; otherwise it returns one row for each of its first
+        uses_edges: whether it uses edges and returns rows of their targets; otherwise it returns one row for each of its first
             argument's.
     """
 
@@ -222,17 +222,17 @@ def tracked(forward: Callable[..., Any], of_edges: bool) -> Callable[..., Any]:
         mode = active_mode()
         if mode is None:
             return forward(self, *args, **kwargs)
-        found = mode.row_tensors(args, kwargs)
-        if not found or isinstance(self, Aggregation):
+        row_args = mode.row_tensors(args, kwargs)
+        if not row_args or isinstance(self, Aggregation):
             return type(self).forward(self, *args, **kwargs)
-        if of_edges and _edges_of(found) is None:
+        if uses_edges and _edges_of(row_args) is None:
             args, kwargs = _own_edges(mode, args, kwargs)
-            found = mode.row_tensors(args, kwargs)
+            row_args = mode.row_tensors(args, kwargs)
         with mode.pause():
-            if of_edges:
-                args, kwargs = _whole_inputs(mode, args, kwargs, found)
+            if uses_edges:
+                args, kwargs = _whole_inputs(mode, args, kwargs, row_args)
             out = forward(self, *args, **kwargs)
-        return _placed_output(mode, self, out, found, of_edges)
+        return _place_output(mode, self, out, row_args, uses_edges)
 
     return call
 
@@ -266,17 +266,17 @@ def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {name: edges if x is whole else x for name, x in kwargs.items()}
 
 
-def _edges_of(found: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
-    return next((of.rows for _, of in found if of.local_ids), None)
+def _edges_of(row_args: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
+    return next((of.rows for _, of in row_args if of.local_ids), None)
 
 
-def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[Any, Any]:
+def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, row_args: Any) -> tuple[Any, Any]:
     """Returns the inputs of a layer in local form.
 
     A replicated tensor with a row per node, such as the weight of an embedding, becomes the rank's rows. Tensors that were
     reduced from rows get gradients from all ranks.
     """
-    edges = _edges_of(found)
+    edges = _edges_of(row_args)
     targets = None if edges is None else edges.targets
 
     def change(x: Any) -> Any:
@@ -296,24 +296,24 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, found: Any) -> tuple[A
             return mode.take(x, 0, edges, "layer")
         return mode.enter(x, of, "layer")
 
-    def each(value: Any) -> Any:
-        return tuple(map(each, value)) if type(value) is tuple else change(value)
+    def change_nested(value: Any) -> Any:
+        return tuple(map(change_nested, value)) if type(value) is tuple else change(value)
 
-    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+    return tuple(map(change_nested, args)), {name: change_nested(value) for name, value in kwargs.items()}
 
 
-def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: bool) -> Any:
-    if not of_edges:
-        of = found[0][1]
+def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edges: bool) -> Any:
+    if not uses_edges:
+        of = row_args[0][1]
         return mode.place(out, of.rows.at(of.dim))
     if isinstance(out, dict):
-        nodes = {of.rows.name: of.rows for _, of in found if not of.local_ids}
+        nodes = {of.rows.name: of.rows for _, of in row_args if not of.local_ids}
         for name, each in out.items():
             rows = nodes.get(f"nodes of {name!r}")
             if isinstance(each, Tensor) and rows is not None and each.size(0) == rows.count:
                 place(each, rows.at(0))
         return out
-    edges = _edges_of(found)
+    edges = _edges_of(row_args)
     targets = None if edges is None else edges.targets
     first, *others = out if isinstance(out, tuple) else (out,)
     if isinstance(first, Tensor) and targets is not None:
@@ -325,8 +325,8 @@ def _placed_output(mode: RowsMode, layer: Any, out: Any, found: Any, of_edges: b
     return out
 
 
-def wrapped(layer: torch.nn.Module, of_edges: bool) -> Any:
-    """Returns the layer's forward, bound or not, wrapped by :func:`tracked`."""
+def wrap_layer_forward(layer: torch.nn.Module, uses_edges: bool) -> Any:
+    """Returns the layer's forward, bound or not, wrapped by :func:`wrap_forward`."""
     before = layer.__dict__.get("forward")
     forward = type(layer).forward if before is None else before.__func__
-    return types.MethodType(tracked(forward, of_edges), layer)
+    return types.MethodType(wrap_forward(forward, uses_edges), layer)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightning_gnn.rows.elementwise import (
     Call,
+    align_rows,
     along,
     by_itself,
-    converted,
     dim_argument,
     dim_of,
     first_tensor,
-    of_rows,
     on_all,
+    pass_row_tensors,
     register,
     rowwise,
     target_of,
@@ -31,19 +31,19 @@ from lightning_gnn.rows.mode import RULES, RowsMode, Rule, name_of, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
-def reduction(over_rows: Callable[[RowsMode, Call], Tensor | None], place: int = 1) -> Rule:
+def reduction(reduce_rows: Callable[[RowsMode, Call], Tensor | None], place: int = 1) -> Rule:
     """Returns the rule of a reduction.
 
-    Along other dimensions, each row is reduced separately. Over rows, `over_rows` reduces; if it returns None, the rows of all
+    Along other dimensions, each row is reduced separately. Over rows, `reduce_rows` reduces; if it returns None, the rows of all
     ranks are gathered.
 
     Args:
-        over_rows: function that returns a replicated tensor or None.
+        reduce_rows: function that returns a replicated tensor or None.
         place: position of the argument ``dim``, which precedes ``keepdim``.
     """
 
     def join(mode: RowsMode, call: Call) -> Any:
-        out = over_rows(mode, call)
+        out = reduce_rows(mode, call)
         return mode.on_all_rows(call.func, call.args, call.kwargs) if out is None else mode.place(out, FROM_ROWS)
 
     return along(dim_argument(place), join, _without_rows)
@@ -75,8 +75,8 @@ def _mean(mode: RowsMode, call: Call) -> Tensor | None:
 
 def mean(mode: RowsMode, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool, name: str) -> Tensor:
     """Returns the mean over rows of all ranks, and other dimensions."""
-    own, dims = mode.drop_replicas(x, of), tuple(dims)
-    wide = own.float() if x.dtype in (torch.float16, torch.bfloat16) else own
+    owned_rows, dims = mode.drop_replicas(x, of), tuple(dims)
+    wide = owned_rows.float() if x.dtype in (torch.float16, torch.bfloat16) else owned_rows
     part = wide.sum(dims, keepdim=keepdim)
     others = prod(x.size(dim) for dim in set(dims) if dim != of.dim)
     total, num = with_count(mode, part, of.rows, name)
@@ -101,8 +101,8 @@ def _var(mode: RowsMode, call: Call) -> Tensor:
     unbiased, correction = given.get("unbiased", args[place] if len(args) > place else True), given.get("correction")
     correction = float(unbiased) if correction is None else correction
     center = mode.enter(mean(mode, x, of, call.dims, True, call.name), FROM_ROWS, call.name)
-    apart = mode.drop_replicas(x, of) - center
-    part = (apart * apart.conj()).real.sum(call.dims, keepdim=_keeps(call, 3))
+    centered = mode.drop_replicas(x, of) - center
+    part = (centered * centered.conj()).real.sum(call.dims, keepdim=_keeps(call, 3))
     num = of.rows.num_rows(part)
     assert num is not None
     others = prod(x.size(dim) for dim in call.dims if dim != of.dim)
@@ -114,7 +114,7 @@ def _var(mode: RowsMode, call: Call) -> Tensor:
     return var
 
 
-def _joined(combine: Callable[[Tensor], Tensor]) -> Callable[[RowsMode, Call], Tensor]:
+def _combine_parts(combine: Callable[[Tensor], Tensor]) -> Callable[[RowsMode, Call], Tensor]:
     """Returns a reduction that combines the results of ranks by itself."""
     return lambda mode, call: combine(mode.parts(call.again(mode.drop_replicas(call.x, call.of)), call.name))
 
@@ -140,29 +140,29 @@ def _extreme(mode: RowsMode, call: Call) -> Tensor | None:
 
 def extreme(mode: RowsMode, name: str, x: Tensor, of: RowPlacement, dims: Sequence[int], keepdim: bool) -> Tensor:
     """Returns the maximum, or minimum, over rows of all ranks; ties share the gradient evenly, as on one device."""
-    largest, own, dims = "max" in name, mode.drop_replicas(x, of), tuple(dims)
-    reduce = torch.amax if largest else torch.amin
+    is_max, rows, dims = "max" in name, mode.drop_replicas(x, of), tuple(dims)
+    reduce = torch.amax if is_max else torch.amin
     with torch.no_grad():
-        if own.size(of.dim):
-            part = reduce(own, dims, keepdim=True)
+        if rows.size(of.dim):
+            part = reduce(rows, dims, keepdim=True)
         else:
-            part = own.new_full([1 if dim in dims else size for dim, size in enumerate(own.shape)], _least(own.dtype, largest))
+            part = rows.new_full([1 if dim in dims else size for dim, size in enumerate(rows.shape)], _bound(rows.dtype, is_max))
         found = reduce(mode.parts(part, name), 0)
     if x.requires_grad and torch.is_grad_enabled():
-        ties = own.detach() == found
+        ties = rows.detach() == found
         num = mode.sum(ties.sum(dims, keepdim=True).to(x.dtype), name)
-        total = mode.sum((own.where(ties, torch.zeros_like(own)) / num).sum(dims, keepdim=True), name)
+        total = mode.sum((rows.where(ties, torch.zeros_like(rows)) / num).sum(dims, keepdim=True), name)
         found = total + (found - total).detach()
     return found if keepdim else found.squeeze(dims)
 
 
-def _least(dtype: torch.dtype, of_largest: bool) -> Any:
+def _bound(dtype: torch.dtype, is_max: bool) -> Any:
     if dtype == torch.bool:
-        return not of_largest
+        return not is_max
     if dtype.is_floating_point:
-        return float("-inf") if of_largest else float("inf")
+        return float("-inf") if is_max else float("inf")
     info = torch.iinfo(dtype)
-    return info.min if of_largest else info.max
+    return info.min if is_max else info.max
 
 
 def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -173,14 +173,14 @@ def _max(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _bincount(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
-    found, names = mode.row_tensors(args, kwargs), dict(zip(("input", "weights", "minlength"), args)) | kwargs
+    row_args, names = mode.row_tensors(args, kwargs), dict(zip(("input", "weights", "minlength"), args)) | kwargs
     x, weights, of = names.get("input"), names.get("weights"), rows_of(names.get("input"))
-    if of is None or any(each.rows is not of.rows or each.local_ids for _, each in found):
+    if of is None or any(each.rows is not of.rows or each.local_ids for _, each in row_args):
         return on_all(mode, func, args, kwargs)
-    own = mode.drop_replicas(x, of)
-    weights = None if weights is None else converted(mode, weights, of.rows, 1, "bincount")[: len(own)]
-    part = torch.bincount(own, weights, int(names.get("minlength", 0)))
-    most, rows = mode.ranks.gather(torch.tensor([len(part), len(own)], device=x.device), "bincount").amax(0).tolist()
+    owned_rows = mode.drop_replicas(x, of)
+    weights = None if weights is None else align_rows(mode, weights, of.rows, 1, "bincount")[: len(owned_rows)]
+    part = torch.bincount(owned_rows, weights, int(names.get("minlength", 0)))
+    most, rows = mode.ranks.gather(torch.tensor([len(part), len(owned_rows)], device=x.device), "bincount").amax(0).tolist()
     if weights is not None and rows:  # without rows, torch returns integer counts
         part = part.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
     part = torch.cat([part, part.new_zeros(most - len(part))])
@@ -191,10 +191,10 @@ _max_of_all, _places = reduction(_extreme), reduction(lambda mode, call: None)
 register(reduction(_sum), "sum nansum count_nonzero")
 register(reduction(_mean), "mean")
 register(reduction(_var), "var std")
-register(reduction(_joined(lambda parts: parts.prod(0))), "prod")
-register(reduction(_joined(lambda parts: parts.any(0))), "any")
-register(reduction(_joined(lambda parts: parts.all(0))), "all")
-register(reduction(_joined(lambda parts: parts.logsumexp(0))), "logsumexp")
+register(reduction(_combine_parts(lambda parts: parts.prod(0))), "prod")
+register(reduction(_combine_parts(lambda parts: parts.any(0))), "any")
+register(reduction(_combine_parts(lambda parts: parts.all(0))), "all")
+register(reduction(_combine_parts(lambda parts: parts.logsumexp(0))), "logsumexp")
 register(_max_of_all, "amax amin")
 register(_places, "argmax argmin nanmean median nanmedian mode std_mean var_mean aminmax")
 register(reduction(lambda mode, call: None, 2), "kthvalue")
@@ -240,62 +240,62 @@ def _weight_of_l1_loss() -> Any:
 def _loss(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if func is F.l1_loss and (weight := _weight_of_l1_loss()) is not None:
         kwargs = {**kwargs, "weight": weight}
-    found = mode.row_tensors(args, kwargs)
-    if not found:
+    row_args = mode.row_tensors(args, kwargs)
+    if not row_args:
         return mode.plain(func, args, kwargs)
-    given = dict(zip(_parameters(func), args)) | kwargs
-    reduction = given.get("reduction", "mean")
+    arguments = dict(zip(_parameters(func), args)) | kwargs
+    reduction = arguments.get("reduction", "mean")
     first = _parameters(func)[0]
     # Weighted means, a variance per row, and rows that are vectors.
-    apart = given.get("weight") is not None and func in (F.mse_loss, F.l1_loss)
-    if func is F.gaussian_nll_loss and isinstance(given["var"], Tensor):
-        apart = apart or given["var"].dim() != given[first].dim()
-    if apart or given.get("size_average") is not None or given.get("reduce") is not None:
+    needs_all = arguments.get("weight") is not None and func in (F.mse_loss, F.l1_loss)
+    if func is F.gaussian_nll_loss and isinstance(arguments["var"], Tensor):
+        needs_all = needs_all or arguments["var"].dim() != arguments[first].dim()
+    if needs_all or arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return mode.on_all_rows(func, args, kwargs)
-    given["reduction"] = "none"
+    arguments["reduction"] = "none"
     name = name_of(func)
     if func in _OF_ROWS:
-        rows, _ = target_of(found)
-        if any(of.dim or of.local_ids for _, of in found) or given[first].dim() < 2:
+        rows, _ = target_of(row_args)
+        if any(of.dim or of.local_ids for _, of in row_args) or arguments[first].dim() < 2:
             return mode.on_all_rows(func, args, kwargs)
-        for key, value in given.items():
+        for key, value in arguments.items():
             if not isinstance(value, Tensor):
                 continue
             if key == "weight" or not value.dim() or placement_of(value) is None:
-                given[key] = mode.enter(value, placement_of(value), name)
+                arguments[key] = mode.enter(value, placement_of(value), name)
             else:
-                given[key] = converted(mode, value, rows, value.dim(), name)
-        each = mode.place(func(**given), rows.at(0))
+                arguments[key] = align_rows(mode, value, rows, value.dim(), name)
+        each = mode.place(func(**arguments), rows.at(0))
     else:
-        each = rowwise(mode, func, (given.pop(first),), given)
+        each = rowwise(mode, func, (arguments.pop(first),), arguments)
     if reduction == "none":
         return each
     placement = rows_of(each)
-    if placement is None or (given.get("weight") is not None and func in _WEIGHTED):
+    if placement is None or (arguments.get("weight") is not None and func in _WEIGHTED):
         return mode.on_all_rows(func, args, kwargs)
-    own = mode.drop_replicas(each, placement)
+    losses = mode.drop_replicas(each, placement)
     if reduction == "sum":
-        return mode.place(mode.sum(own.sum(), name), FROM_ROWS)
-    if func in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
-        return _weighted_mean(mode, own, given, name)
+        return mode.place(mode.sum(losses.sum(), name), FROM_ROWS)
+    if func in (F.cross_entropy, F.nll_loss) and not arguments["target"].is_floating_point():
+        return _weighted_mean(mode, losses, arguments, name)
     of = rows_of(args[0] if args else kwargs[first])
     if reduction == "batchmean" and of is not None and of.rows is placement.rows and of.dim == placement.dim == 0:
-        total, num = with_count(mode, own.sum(), placement.rows, name)
+        total, num = with_count(mode, losses.sum(), placement.rows, name)
         return mode.place(total / num.to(total.dtype), FROM_ROWS)
     if reduction != "mean":
         return mode.on_all_rows(func, args, kwargs)
     return mode.place(mean(mode, each, placement, range(each.dim()), False, name), FROM_ROWS)
 
 
-def _weighted_mean(mode: RowsMode, own: Tensor, given: dict[str, Any], name: str) -> Tensor:
+def _weighted_mean(mode: RowsMode, losses: Tensor, arguments: dict[str, Any], name: str) -> Tensor:
     """Returns the mean of F.cross_entropy: weighted by class weights, without ignored labels."""
-    target, weight = given["target"][: len(own)], given.get("weight")
-    counted = target != given.get("ignore_index", -100)
+    target, weight = arguments["target"][: len(losses)], arguments.get("weight")
+    counted = target != arguments.get("ignore_index", -100)
     if weight is None:
-        part = counted.sum().to(own.dtype)
+        part = counted.sum().to(losses.dtype)
     else:
-        part = (weight.detach()[target.where(counted, torch.zeros_like(target))] * counted).sum().to(own.dtype)
-    total, num = mode.sum(torch.stack([own.sum(), part]), name).unbind()
+        part = (weight.detach()[target.where(counted, torch.zeros_like(target))] * counted).sum().to(losses.dtype)
+    total, num = mode.sum(torch.stack([losses.sum(), part]), name).unbind()
     return mode.place(total / num.detach(), FROM_ROWS)
 
 
@@ -305,18 +305,18 @@ _WEIGHTED = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 _OF_ROWS = {getattr(F, name) for name in _PER_ROW.split()}
 
 
-@of_rows
-def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def _similarity(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     """Rule of F.cosine_similarity(x1, x2, dim=1) and F.pairwise_distance, which broadcast and reduce one dimension."""
     order = ("x1", "x2", "p", "eps", "keepdim") if func is F.pairwise_distance else ("x1", "x2", "dim", "eps")
     names = dict(zip(order, args)) | kwargs
     most = max(names["x1"].dim(), names["x2"].dim())
     dim = dim_of(int(names.get("dim", 1)) if func is F.cosine_similarity else -1, most)
-    rows, right = target_of(found)
+    rows, right = target_of(row_args)
     if right == most - dim or names.get("keepdim"):
         return mode.on_all_rows(func, args, kwargs)
     for key in ("x1", "x2"):
-        names[key] = converted(mode, names[key], rows, right, name_of(func))
+        names[key] = align_rows(mode, names[key], rows, right, name_of(func))
     at = most - right
     return mode.place(func(**names), rows.at(at - (dim < at)))
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from lightning_gnn.private_torch import TensorBase, run_backward, storage_id
 from lightning_gnn.rows.elementwise import (
-    converted,
+    align_rows,
     dim_of,
-    of_rows,
+    keep_placement,
     on_all,
-    placed,
+    pass_row_tensors,
+    place_rows,
     properties,
     random,
     register,
-    same,
     target_of,
     whole,
 )
@@ -90,17 +90,17 @@ _properties: Any = vars(Tensor) | vars(TensorBase)
 _data_, _grad_, _requires_grad_ = (_properties[name] for name in ("data", "grad", "requires_grad"))
 
 
-def _pickled(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _pickle(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of pickling: saved tensors have no placement and no row sets."""
     x = args[0]
-    kept = {name: x.__dict__.pop(name) for name in [*x.__dict__] if name.startswith("_lightning_gnn")}
+    placements = {name: x.__dict__.pop(name) for name in [*x.__dict__] if name.startswith("_lightning_gnn")}
     try:
         return func(*args, **kwargs)
     finally:
-        x.__dict__.update(kept)
+        x.__dict__.update(placements)
 
 
-RULES[Tensor.__reduce_ex__] = _pickled
+RULES[Tensor.__reduce_ex__] = _pickle
 
 
 def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def _kept_gradient(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, of = args[0], placement_of(args[0])
     out = func(x)
     if out is None or of is None or of.rows is not None or isinstance(x, torch.nn.Parameter) or mode.ranks.size == 1:
-        return same(mode, func, args, kwargs)
+        return keep_placement(mode, func, args, kwargs)
     if x.is_leaf:
         raise mode.refuse("x.grad of a replicated tensor is this rank's part only. Use torch.autograd.grad(loss, x)")
     return mode.place(mode.sum(out.detach(), "grad"), FROM_ROWS)
@@ -119,7 +119,7 @@ def _set(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     x, value = args
     of, placement = placement_of(value) if isinstance(value, Tensor) else None, rows_of(x)
     if func == _grad_.__set__ and placement is not None and of is not None:
-        value = converted(mode, value, placement.rows, x.dim() - placement.dim, "grad")
+        value = align_rows(mode, value, placement.rows, x.dim() - placement.dim, "grad")
     elif of is not None and of.rows is not None and isinstance(x, torch.nn.Parameter):
         raise mode.refuse("rows are assigned to a parameter, which is whole on every rank. Assign gather_global(rows)")
     func(x, value)
@@ -151,7 +151,7 @@ def _frozen(value: Any) -> Any:
 
 
 @lru_cache(4096)
-def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
+def _trace_views(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
     """Returns the shape, the dimension of the rows, and the first row, for each result of a function that returns views.
 
     The dimension is None if no dimension has the rows. Empty if the function fails or copies. The function is called on a tensor
@@ -162,13 +162,13 @@ def _seen(func: Any, shape: Any, dim: int, args: Any, kwargs: Any) -> list[Any]:
         results = func(x, *args, **dict(kwargs))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return []  # torch raises the error when the function runs on all rows
-    found = []
+    views = []
     for out in (results,) if isinstance(results, Tensor) else results:
         if storage_id(out.untyped_storage()) != storage_id(x.untyped_storage()):
             return []
         along = [at for at, size in enumerate(out.shape) if size != 1 and out.stride(at)]
-        found.append((tuple(out.shape), along[0] if len(along) == 1 else None, out.storage_offset()))
-    return found
+        views.append((tuple(out.shape), along[0] if len(along) == 1 else None, out.storage_offset()))
+    return views
 
 
 def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if of is None:
         return mode.plain(func, map_leaves(args, _int), map_leaves(kwargs, _int))
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
-        return same(mode, func, args, kwargs)
+        return keep_placement(mode, func, args, kwargs)
     func = Tensor.reshape if name == "view" else func  # gathered rows may have another memory layout
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
@@ -188,43 +188,43 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
         shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
-        found = _seen(func, shape, dim, *key)
-        if found and all(at is not None and size[at] == total for size, at, _ in found):
+        views = _trace_views(func, shape, dim, *key)
+        if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
-        return _part_or_entries(mode, func, args, kwargs, shape, found)
+        return _part_or_entries(mode, func, args, kwargs, shape, views)
     if name in _RESHAPES | _EXPANDS:
-        size, at, _ = found[0]
+        size, at, _ = views[0]
         local = [*size[:at], x.size(dim), *size[at + 1 :]]
         results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
-    elif name in _PARTS | {"narrow"} and found[0][0] == shape:
+    elif name in _PARTS | {"narrow"} and views[0][0] == shape:
         results = (x.view_as(x),)
     else:
         results = func(*map_leaves(args, _int), **kwargs)
         results = (results,) if isinstance(results, Tensor) else results
-    for number, (out, (_, at, _)) in enumerate(zip(results, found)):
-        new = _kept(rows.at(at), of)
+    for number, (out, (_, at, _)) in enumerate(zip(results, views)):
+        new = _keep_ids(rows.at(at), of)
         if name in ("unbind", "select") and of.local_ids == "both":
             new = _end(rows, number if name == "unbind" else kwargs.get("index", given[-1]))
         mode.place(out, new)
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, seen: Any) -> Any:
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any) -> Any:
     """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
 
-    `shape` is the shape with all rows; `seen` is the result of :func:`_seen` for it.
+    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
     dim, every = of.dim, (slice(None),) * of.dim
     beside = (*shape[:dim], *shape[dim + 1 :])
-    if name == "unbind" and seen:
+    if name == "unbind" and views:
         raise mode.refuse(_LEAVES.format("a loop over rows"))
-    if name == "select" and seen and seen[0][0] == beside:
-        return _index(mode, x, (*every, seen[0][2]))
-    if name in _PARTS | {"narrow"} and seen and all((*size[:dim], *size[dim + 1 :]) == beside for size, _, _ in seen):
-        parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in seen)
+    if name == "select" and views and views[0][0] == beside:
+        return _index(mode, x, (*every, views[0][2]))
+    if name in _PARTS | {"narrow"} and views and all((*size[:dim], *size[dim + 1 :]) == beside for size, _, _ in views):
+        parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in views)
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape) and prod(shape[:dim]) == 1:
         new = func(torch.empty(shape, device="meta"), *map_leaves(args[1:], _int), **map_leaves(kwargs, _int)).shape
@@ -246,7 +246,7 @@ def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
     return of if before * times == after else None
 
 
-def _kept(new: RowPlacement, before: RowPlacement) -> RowPlacement:
+def _keep_ids(new: RowPlacement, before: RowPlacement) -> RowPlacement:
     """Returns a placement whose values have the same kind of ids as before."""
     if not before.local_ids:
         return new
@@ -274,7 +274,7 @@ def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if at is None or rows_of(x) is not None:
         return _view(mode, func, args, kwargs)
     rows = shape[at].rows
-    x = converted(mode, x, rows, len(shape) - at, "expand")
+    x = align_rows(mode, x, rows, len(shape) - at, "expand")
     return mode.place(x.expand([*map(int, shape[:at]), rows.count, *map(int, shape[at + 1 :])]), rows.at(at))
 
 
@@ -284,7 +284,7 @@ def _repeat(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     at = 0 if of is None else of.dim + len(times) - x.dim()
     if of is None or kwargs or len(times) < x.dim() or times[at] != 1 or has_counts(times, {}):
         return mode.run_without_rule(func, args, kwargs)
-    return mode.place(func(*args), _kept(of.rows.at(at), of))
+    return mode.place(func(*args), _keep_ids(of.rows.at(at), of))
 
 
 def _view_(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -313,26 +313,26 @@ register(_view_, "t_ transpose_ unsqueeze_ squeeze_ swapaxes_ swapdims_ resize_ 
 # Joins ########################################################################
 
 
-@of_rows
-def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    if any(of.local_ids for _, of in found):
+@pass_row_tensors
+def _cat(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
+    if any(of.local_ids for _, of in row_args):
         return mode.on_all_rows(func, args, kwargs)
     given = list(kwargs.get("tensors", args[0] if args else ()))
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-    (rows, right), most = target_of(found), max(each.dim() for each in given)
+    (rows, right), most = target_of(row_args), max(each.dim() for each in given)
     if dim % most != most - right:
-        return placed(torch.cat([converted(mode, each, rows, right, "cat") for each in given], dim), rows, right)
-    sets = [of.rows for x, of in found if x.dim() == most and of.dim == most - right]
+        return place_rows(torch.cat([align_rows(mode, each, rows, right, "cat") for each in given], dim), rows, right)
+    sets = [of.rows for x, of in row_args if x.dim() == most and of.dim == most - right]
     joined = (sets[0].concat(sets[1:]) if len(sets) > 1 else rows) if len(sets) == len(given) else None
     if joined is None:
         return mode.on_all_rows(func, args, kwargs)
     return mode.place(torch.cat(given, dim), joined.at(most - right))
 
 
-@of_rows
-def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def _stack(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     given = kwargs.get("tensors", args[0] if args else ())
-    dim = dim_of(kwargs.get("dim", args[1] if len(args) > 1 else 0), found[0][0].dim() + 1)
+    dim = dim_of(kwargs.get("dim", args[1] if len(args) > 1 else 0), row_args[0][0].dim() + 1)
     return _cat(mode, torch.cat, ([_view(mode, torch.unsqueeze, (each, dim), {}) for each in given], dim), {})
 
 
@@ -342,30 +342,30 @@ register(_stack, "stack")
 # Products #####################################################################
 
 
-def _product(mode: RowsMode, func: Any, found: Any, operands: Sequence[Tensor], names: Sequence[str], output: str) -> Any:
+def _product(mode: RowsMode, func: Any, row_args: Any, operands: Sequence[Tensor], names: Sequence[str], output: str) -> Any:
     """Returns a product of tensors whose dimensions have one-letter names, as in ``torch.einsum``.
 
     The product sums over the dimensions that are not in its `output`.
     """
-    (first, of), name = found[0], name_of(func)
-    rows, given = of.rows, []
+    (first, of), name = row_args[0], name_of(func)
+    rows, factors = of.rows, []
     letter = [letters for letters, x in zip(names, operands) if x is first][0][of.dim]  # noqa: RUF015
     for letters, x in zip(names, operands):
         at = letters.find(letter)
-        x = whole(mode, x, name) if at < 0 else converted(mode, x, rows, len(letters) - at, name)
-        given.append(x if at < 0 or letter in output else x.narrow(at, 0, rows.owned))
+        x = whole(mode, x, name) if at < 0 else align_rows(mode, x, rows, len(letters) - at, name)
+        factors.append(x if at < 0 or letter in output else x.narrow(at, 0, rows.owned))
     if letter in output:
-        return mode.place(func(*given), rows.at(output.index(letter)))
-    return mode.place(mode.sum(func(*given), name), FROM_ROWS)
+        return mode.place(func(*factors), rows.at(output.index(letter)))
+    return mode.place(mode.sum(func(*factors), name), FROM_ROWS)
 
 
-@of_rows
-def _matmul(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def _matmul(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     dims = tuple([x.dim() for x in args])
     names = _names_of_product(dims, name_of(func) == "__rmatmul__") if len(dims) == 2 and not kwargs else None
-    if names is None or any(of.local_ids for _, of in found):
+    if names is None or any(of.local_ids for _, of in row_args):
         return mode.on_all_rows(func, args, kwargs)
-    return _product(mode, func, found, args, *names)
+    return _product(mode, func, row_args, args, *names)
 
 
 @cache
@@ -378,20 +378,20 @@ def _names_of_product(dims: tuple[int, int], is_swapped: bool) -> tuple[tuple[st
     return (second, first) if is_swapped else (first, second), first[:-1] + second[1:]
 
 
-@of_rows
-def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def _einsum(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     equation = args[0].replace(" ", "") if isinstance(args[0], str) else "..."
     inputs, _, output = equation.partition("->")
     names = inputs.split(",")
     repeats = any(len(set(letters)) < len(letters) for letters in names)
-    if "..." in equation or "->" not in equation or repeats or any(of.local_ids for _, of in found):
+    if "..." in equation or "->" not in equation or repeats or any(of.local_ids for _, of in row_args):
         return mode.on_all_rows(func, args, kwargs)
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
 
-    def einsum(*given: Tensor) -> Tensor:
-        return torch.einsum(equation, *given)
+    def einsum(*tensors: Tensor) -> Tensor:
+        return torch.einsum(equation, *tensors)
 
-    return _product(mode, einsum, found, operands, names, output)
+    return _product(mode, einsum, row_args, operands, names, output)
 
 
 register(_matmul, "matmul mm mv dot vdot __matmul__ __rmatmul__")
@@ -418,8 +418,8 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if is_apart:
         args = (*args[:begin], size)
 
-    def change(each: Any) -> Any:
-        return local if each is size else _int(each)  # other numbers than the size are values
+    def change(value: Any) -> Any:
+        return local if value is size else _int(value)  # other numbers than the size are values
 
     return mode.place(func(*map(change, args), **{key: change(each) for key, each in kwargs.items()}), rows.at(at))
 
@@ -444,7 +444,7 @@ def _init(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 register(_create, "zeros ones empty full new_zeros new_ones new_empty new_full")
 register(random(_create), "rand randn randint")
 register(_init, "uniform_ normal_ constant_ kaiming_uniform_", (torch.nn.init,))
-register(same, "tensor as_tensor asarray")
+register(keep_placement, "tensor as_tensor asarray")
 register(on_all, "arange scalar_tensor")
 register(_new_tensor, "new_tensor")
 
@@ -531,17 +531,17 @@ def _getitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     items, of = _items(x, index), rows_of(x)
     if items is None:
         return mode.on_all_rows(func, args, kwargs)
-    out = _of_table(mode, x, items) if of is None else _of_rows(mode, x, of, items, index)
+    out = _index_table(mode, x, items) if of is None else _index_rows(mode, x, of, items, index)
     return mode.on_all_rows(func, args, kwargs) if out is None else out
 
 
-def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
+def _index_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
     """Returns entries of a replicated tensor at positions that are rows; None if all rows are needed."""
     at = [place for place, each in enumerate(items) if isinstance(each, Tensor)]
     begin, last = at[0], at[-1]
     tensors = items[begin : last + 1]
-    found = [(each, of) for each in tensors if (of := rows_of(each)) is not None]
-    (rows, right), edges = target_of(found), next((of.rows for _, of in found if of.local_ids), None)
+    row_args = [(each, of) for each in tensors if (of := rows_of(each)) is not None]
+    (rows, right), edges = target_of(row_args), next((of.rows for _, of in row_args if of.local_ids), None)
     if edges is not None:
         if edges.targets is None or x.size(0) != edges.targets.total or begin:
             raise mode.refuse(LOCAL_IDS)
@@ -552,7 +552,7 @@ def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
     elif len(at) != len(tensors):
         return None
     else:
-        indices = [converted(mode, each, rows, right, "indexing") for each in tensors]
+        indices = [align_rows(mode, each, rows, right, "indexing") for each in tensors]
         before = sum(each is None or isinstance(each, slice) for each in items[:begin])
         items = map_leaves([*items[:begin], *indices, *items[last + 1 :]], _int)
         out = mode.enter(x, placement_of(x), "indexing")[tuple(items)]
@@ -561,7 +561,7 @@ def _of_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
     return _index(mode, own, tuple(items))
 
 
-def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], index: Any) -> Any:
+def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], index: Any) -> Any:
     """Returns entries of a row tensor; None if all rows are needed."""
     rows, dim = of.rows, of.dim
     # Item for the dimension of the rows.
@@ -569,9 +569,9 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     place = next(number for number, width in enumerate(widths) if sum(widths[:number]) <= dim < sum(widths[: number + 1]))
     item, rest = items[place], (*items[:place], slice(None), *items[place + 1 :])
     if _is_all(item):
-        return _at_other_dims(mode, x, of, items, place)
+        return _index_other_dims(mode, x, of, items, place)
     if any(isinstance(each, Tensor) for each in rest):
-        return _at_both(mode, x, of, items, place)
+        return _pick_entries(mode, x, of, items, place)
     takes_all, by = all(map(_is_all, rest)), rows_of(item)
     if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 1:  # mask of entries
         if not takes_all or by is None or by.rows is not rows or by.dim or dim or place or of.local_ids:
@@ -579,26 +579,26 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
         entries = rows.get_selection(item, lambda: rows.flatten_entries(prod(item.shape[1:])).select(item.reshape(-1)))
         return mode.place(x[item], entries.at(0))
     if by is None or item.dtype == torch.bool:
-        chosen = _chosen(mode, rows, item)
-        if chosen is None:
+        selection = _choose_rows(mode, rows, item)
+        if selection is None:
             return None
-        out = x.index_select(dim, chosen.places)
+        out = x.index_select(dim, selection.places)
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
             out = out if takes_all else _index(mode, out, (*rest[:place], *rest[place + 1 :]))
             return out if isinstance(item, Tensor) else mode.place_view(out, FROM_ROWS, View(x, index))
     elif by.local_ids:
-        chosen, is_expanded = by.rows, rows is mode.halo_rows
-        reaches = is_expanded or chosen.targets is rows
+        selection, is_expanded = by.rows, rows is mode.halo_rows
+        reaches = is_expanded or selection.targets is rows
         if by.local_ids not in ("source", "target") or dim or mode.expand is None or not reaches:
             raise mode.refuse(LOCAL_IDS)
         with mode.pause():
             out = (mode.expand(x) if by.local_ids == "source" and not is_expanded else x)[item]
     else:
-        chosen, out = by.rows, whole(mode, x, "indexing")[(*(slice(None),) * dim, item)]
+        selection, out = by.rows, whole(mode, x, "indexing")[(*(slice(None),) * dim, item)]
         if item.dim() > 1:
-            return mode.place(out, chosen.at(dim + by.dim)) if takes_all else None
-    out = mode.place(out, _kept(chosen.at(dim), of))
+            return mode.place(out, selection.at(dim + by.dim)) if takes_all else None
+    out = mode.place(out, _keep_ids(selection.at(dim), of))
     is_view = isinstance(item, slice)
     if not takes_all:
         out = _index(mode, out, rest)
@@ -608,7 +608,7 @@ def _of_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], inde
     return mode.place_view(out, new, View(x, index)) if is_view and new is not None else out
 
 
-def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
+def _choose_rows(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
     """Returns the rows that an index (one row, a slice, a mask or ids) selects; None if all rows are needed."""
     if isinstance(item, slice):  # the same tensor each time, so that it selects the same rows
         bounds = tuple(each if each is None else int(each) for each in (item.start, item.stop, item.step))
@@ -623,10 +623,10 @@ def _chosen(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
         return rows.choose(item) if of is None else None
     if (len(item) if of is None else of.rows.total) != rows.total:
         return None  # torch raises the error
-    return rows.select(converted(mode, item, rows, 1, "mask"))
+    return rows.select(align_rows(mode, item, rows, 1, "mask"))
 
 
-def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
+def _index_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
     """Returns all rows with some entries of each; None if all rows must be gathered."""
     tensors = [each for each in items if isinstance(each, Tensor)]
     if len(tensors) > 1 or any(rows_of(each) is not None for each in tensors):
@@ -634,7 +634,7 @@ def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any]
     if of.local_ids and tensors:
         raise mode.refuse(LOCAL_IDS)
 
-    def left(item: Any) -> int:
+    def num_dims(item: Any) -> int:
         if isinstance(item, Tensor) and item.dtype != torch.bool:
             return item.dim()
         return int(not isinstance(item, int))
@@ -642,10 +642,10 @@ def _at_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any]
     out = x[tuple(map_leaves(items, _int))]
     if of.local_ids == "both" and of.dim == 1 and isinstance(items[0], int):
         return mode.place(out, _end(of.rows, items[0]))
-    return mode.place(out, _kept(of.rows.at(sum(map(left, items[:place]))), of))
+    return mode.place(out, _keep_ids(of.rows.at(sum(map(num_dims, items[:place]))), of))
 
 
-def _at_both(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
+def _pick_entries(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
     """Returns ``x[arange(n), y]``: an entry of each row."""
     rows, (first, second, *others) = of.rows, items
     if place or of.dim or of.local_ids or not isinstance(first, Tensor) or first.shape != (rows.total,) or rows_of(first):
@@ -655,7 +655,7 @@ def _at_both(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], plac
     if first.dtype != torch.int64 or not torch.equal(first, torch.arange(len(first), device=first.device)):
         return None
     own = torch.arange(rows.count, device=x.device)
-    return mode.place(x[(own, converted(mode, second, rows, 1, "indexing"), *others)], rows.at(0))
+    return mode.place(x[(own, align_rows(mode, second, rows, 1, "indexing"), *others)], rows.at(0))
 
 
 def _setitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -692,7 +692,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
     item = items[place]
     if any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place):
         return False
-    target = rows if _is_all(item) else _chosen(mode, rows, item)
+    target = rows if _is_all(item) else _choose_rows(mode, rows, item)
     if target is None:
         return False
     region = [slice(None) if number == place else each for number, each in enumerate(items)]
@@ -701,7 +701,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
     if isinstance(value, Tensor):
         if isinstance(item, int) and value.dim() >= right:
             value = value.unsqueeze(value.dim() - right + 1)
-        value = converted(mode, value, target, right, "assignment")
+        value = align_rows(mode, value, target, right, "assignment")
     if target is not rows:
         region[place] = target.places
     x[tuple(map_leaves(region, _int))] = value
@@ -732,29 +732,29 @@ def _masked_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return _index(mode, *args) if len(args) == 2 and args[0].shape == args[1].shape else mode.run_without_rule(func, args, kwargs)
 
 
-@of_rows
-def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@pass_row_tensors
+def _along_dim(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> Any:
     """Rule of ``gather`` and ``scatter`` along a dimension without rows, and of sums at indices that are rows."""
     name, x = name_of(func), args[0]
     names = ("index", "dim") if "take" in name else ("dim", "index", "src", "reduce")
-    given = {_NAMES.get(key, key): value for key, value in (dict(zip(names, args[1:])) | kwargs).items()}
-    index, dim, src = given["index"], dim_of(given["dim"], x.dim()), given.get("src")
+    arguments = {_NAMES.get(key, key): value for key, value in (dict(zip(names, args[1:])) | kwargs).items()}
+    index, dim, src = arguments["index"], dim_of(arguments["dim"], x.dim()), arguments.get("src")
     into, of = placement_of(x), rows_of(index)
     if into is not None and into.local_ids:
         raise mode.refuse(LOCAL_IDS)
     if of is not None and of.local_ids:
-        return _into_nodes(mode, func, args, kwargs, given, dim)
-    if of is None or any(each.rows is not of.rows for _, each in found):
+        return _into_nodes(mode, func, args, kwargs, arguments, dim)
+    if of is None or any(each.rows is not of.rows for _, each in row_args):
         return mode.on_all_rows(func, args, kwargs)
     rows, right = of.rows, index.dim() - of.dim
     if into is not None and into.rows is rows and dim != into.dim and right == x.dim() - into.dim:
         return mode.place(_with_source(mode, func, args, kwargs, rows, right), rows.at(into.dim))
-    adds = "add" in name or (given.get("reduce") in ("add", "sum") and given.get("include_self", True))
+    adds = "add" in name or (arguments.get("reduce") in ("add", "sum") and arguments.get("include_self", True))
     if into is not None and into.rows is None and adds and isinstance(src, Tensor) and of.dim == dim:
-        src = converted(mode, src, rows, right if "index" not in name else src.dim() - dim, name)
+        src = align_rows(mode, src, rows, right if "index" not in name else src.dim() - dim, name)
         own = index.narrow(of.dim, 0, rows.owned), src.narrow(dim, 0, rows.owned)
         plain = torch.zeros_like(x).index_add if "index" in name else torch.zeros_like(x).scatter_add
-        total = mode.sum(plain(dim, *own), name) * given.get("alpha", 1)
+        total = mode.sum(plain(dim, *own), name) * arguments.get("alpha", 1)
         return mode.place(x.add_(total) if name.endswith("_") else x + total, FROM_ROWS)
     return mode.on_all_rows(func, args, kwargs)
 
@@ -769,24 +769,24 @@ def _with_source(mode: RowsMode, func: Any, args: Any, kwargs: Any, rows: RowSet
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return converted(mode, value, rows, value.dim() if right is None else right, name_of(func))
+        return align_rows(mode, value, rows, value.dim() if right is None else right, name_of(func))
 
     return func(args[0], *map(change, args[1:]), **{key: change(value) for key, value in kwargs.items()})
 
 
-def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[str, Any], dim: int) -> Any:
+def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, arguments: dict[str, Any], dim: int) -> Any:
     """Returns reductions over the in-edges of each node, which its owner has, or sums over out-edges.
 
     ``index`` is a row of ``edge_index``.
     """
-    x, index, src, into, of = args[0], given["index"], given.get("src"), rows_of(args[0]), rows_of(given["index"])
+    x, index, src, into, of = args[0], arguments["index"], arguments.get("src"), rows_of(args[0]), rows_of(arguments["index"])
     assert of is not None
     name, nodes, halo = name_of(func), of.rows.targets, mode.halo_rows
     if nodes is not None and into is None and placement_of(x) is not None and not dim and x.size(0) == nodes.total:
         own = mode.place(mode.take(x, 0, nodes, name), nodes.at(0))
         out = _along_dim(mode, getattr(Tensor, name.removesuffix("_")), (own, *args[1:]), kwargs)
-        if name.endswith("_") and (placed := rows_of(out)) is not None:
-            out = mode.place(x.copy_(mode.gather_rows(out, placed, name)), FROM_ROWS)
+        if name.endswith("_") and (placement := rows_of(out)) is not None:
+            out = mode.place(x.copy_(mode.gather_rows(out, placement, name)), FROM_ROWS)
         return out
     at_targets = of.local_ids == "target"
     at_sources = of.local_ids == "source" and "add" in name and mode.expand is not None
@@ -797,7 +797,7 @@ def _into_nodes(mode: RowsMode, func: Any, args: Any, kwargs: Any, given: dict[s
     if at_targets:
         return mode.place(_with_source(mode, func, args, kwargs, of.rows), nodes.at(0))
     assert isinstance(src, Tensor)
-    src = converted(mode, src, of.rows, src.dim(), name)
+    src = align_rows(mode, src, of.rows, src.dim(), name)
     with mode.pause():
         assert mode.expand is not None and mode.reduce is not None
         sums = torch.zeros_like(mode.expand(x.detach()))
@@ -822,13 +822,13 @@ def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
             "loss.backward() computes gradients of this rank only. Call self.manual_backward(loss), which sums them over ranks"
         )
     names = "tensors", "gradient", "retain_graph", "create_graph", "inputs"
-    given = dict(zip(names, args)) | kwargs
-    starts = _as_tuple(given.get("gradient", given.get("grad_tensors")))
-    _run_backward(mode, _as_tuple(given["tensors"]), starts, _as_tuple(given.get("inputs")), given, accumulate_grad=True)
+    options = dict(zip(names, args)) | kwargs
+    starts = _as_tuple(options.get("gradient", options.get("grad_tensors")))
+    _run_backward(mode, _as_tuple(options["tensors"]), starts, _as_tuple(options.get("inputs")), options, accumulate_grad=True)
 
 
-def _as_tuple(given: Any) -> tuple[Any, ...]:
-    return () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return () if value is None else (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def _run_backward(
@@ -836,14 +836,14 @@ def _run_backward(
     outputs: tuple[Tensor, ...],
     starts: tuple[Any, ...],
     inputs: tuple[Tensor, ...],
-    given: Any,
+    options: Any,
     accumulate_grad: bool,
 ) -> Any:
     """Run torch's engine; recomputations, such as checkpoints, repeat the results of the forward pass."""
     starts = starts or (None,) * len(outputs)
     starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
-    again, retain = bool(given.get("create_graph")), given.get("retain_graph")
-    unused = accumulate_grad or bool(given.get("allow_unused", given.get("materialize_grads")))
+    again, retain = bool(options.get("create_graph")), options.get("retain_graph")
+    unused = accumulate_grad or bool(options.get("allow_unused", options.get("materialize_grads")))
     if again:
         mode.twice_at = user_line()
     with mode.activate(in_backward=True, in_rule=True), mode.differentiating():
@@ -854,9 +854,9 @@ def _run_backward(
 
 def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of ``torch.autograd.grad``: gradients of replicated tensors and parameters are summed over ranks."""
-    given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args)) | kwargs
-    outputs, inputs = _as_tuple(given["outputs"]), _as_tuple(given["inputs"])
-    starts = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    options = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args)) | kwargs
+    outputs, inputs = _as_tuple(options["outputs"]), _as_tuple(options["inputs"])
+    starts = _as_tuple(options.get("grad_outputs")) or (None,) * len(outputs)
     mode.row_tensors((outputs, inputs, starts), None)
     scaled = []
     for out, start in zip(outputs, starts):
@@ -868,30 +868,30 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         elif start is None and not of.rows.replicas:
             scaled.append(None)
         else:
-            start = torch.ones_like(out) if start is None else converted(mode, start, of.rows, out.dim() - of.dim, "grad")
-            scaled.append(_of_owned(start, of))
-    found = _run_backward(mode, outputs, tuple(scaled), inputs, given, accumulate_grad=False)
+            start = torch.ones_like(out) if start is None else align_rows(mode, start, of.rows, out.dim() - of.dim, "grad")
+            scaled.append(_zero_replicas(start, of))
+    found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
     made = []
     for x, grad in zip(inputs, found):
         of = placement_of(x)
         if of is None:
             raise mode.refuse("torch.autograd.grad with respect to a tensor of unknown origin")
-        if grad is None and given.get("materialize_grads"):
+        if grad is None and options.get("materialize_grads"):
             grad = torch.zeros_like(x)
-        made.append(grad if grad is None else _of_all_ranks(mode, grad, of, "gradient"))
+        made.append(grad if grad is None else _sum_gradient(mode, grad, of, "gradient"))
     return tuple(made)
 
 
-def _of_owned(grad: Tensor, of: RowPlacement) -> Tensor:
+def _zero_replicas(grad: Tensor, of: RowPlacement) -> Tensor:
     """Returns gradients with zeros for replicas, which their owners have."""
     rows = of.rows
     if rows.owned == rows.count:
         return grad
-    own = grad.narrow(of.dim, 0, rows.owned)
-    return torch.cat([own, torch.zeros_like(grad.narrow(of.dim, rows.owned, rows.count - rows.owned))], of.dim)
+    owned_rows = grad.narrow(of.dim, 0, rows.owned)
+    return torch.cat([owned_rows, torch.zeros_like(grad.narrow(of.dim, rows.owned, rows.count - rows.owned))], of.dim)
 
 
-def _of_all_ranks(mode: RowsMode, grad: Tensor, of: Placement, name: str) -> Tensor:
+def _sum_gradient(mode: RowsMode, grad: Tensor, of: Placement, name: str) -> Tensor:
     """Returns the gradient of one device for a tensor.
 
     For rows, gradients of replicas on other ranks are added; for replicated tensors, the gradients of all ranks are summed.
@@ -913,13 +913,13 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
     def on_gradient(grad: Tensor) -> Any:
-        whole = _of_all_ranks(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
+        whole = _sum_gradient(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
         with mode.activate():
             changed = hook(whole)
         if changed is None:
             return None
         if isinstance(of, RowPlacement):
-            return _of_owned(converted(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
+            return _zero_replicas(align_rows(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
         return changed / mode.ranks.size
 
     return func(x, on_gradient)

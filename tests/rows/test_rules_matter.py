@@ -14,7 +14,7 @@ from lightning_gnn.rows.placement import REPLICATED, RowCount
 from rows.harness import Layout, compare, expression
 from rows.test_expressions import GROUPS
 
-ROW_WISE = ("rowwise", "rowwise_", "same", "like", "draw", "run_unchanged", "_new_tensor", "_leave", "_init")
+ROW_WISE = ("rowwise", "rowwise_", "keep_placement", "like", "draw", "run_unchanged", "_new_tensor", "_leave", "_init")
 """Names of rules that are right where each row is treated by itself, or draw other values, or concern values without rows, or
 raise."""
 OF_OTHERS = (
