@@ -278,12 +278,12 @@ def far_draws(
         epoch, own = iter(range(2)), split.seeds(rank)
         others = {peer: split.seeds(peer) for peer in store.askers}
         maker = BatchMaker(store, {ONE_TYPE: FANOUTS})
-        loader = SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: next(epoch), others=others)
+        loader = SampledBatches([maker], batches, own, own[:1], rank, 0, 0, lambda: next(epoch), peer_seeds=others)
         far, missed, nodes = [], [], 0
         for _ in range(2):
             for batch in loader:
                 ids = place[batch.n_id]
-                far.append(ids[store.machines_of(ONE_TYPE[0], ids) != store.here].numpy())
+                far.append(ids[store.machines_of(ONE_TYPE[0], ids) != store.local_machine].numpy())
                 nodes += len(ids)
             asked, hits, *_ = store.take_counts()
             missed.append(asked - hits)

@@ -92,7 +92,7 @@ def rank_row(options: argparse.Namespace) -> dict[str, Any]:
     batches = SeedBatches(split.sizes, options.sizes[0])
     # Versions that ask for each hop know no other ranks' seeds.
     others: dict[str, Any] = (
-        {"others": {peer: split.seeds(peer) for peer in store.askers}} if hasattr(store, "askers") else {}
+        {"peer_seeds": {peer: split.seeds(peer) for peer in store.askers}} if hasattr(store, "askers") else {}
     )
     maker = BatchMaker(store, {ONE_TYPE: options.num_neighbors})
     loader = SampledBatches([maker], batches, split.seeds(rank), split.first, rank, 0, 0, lambda: 0, **others)

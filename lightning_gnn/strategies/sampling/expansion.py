@@ -28,8 +28,8 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.strategies.sampling.graph_store import GraphStore, Names
-from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering, packed, unpacked
-from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
+from lightning_gnn.strategies.sampling.hops import LARGEST_ARRAY, Numbering, pack_tensors, unpack_tensors
+from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, concat_ids
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
 MOST_HOPS = 4
@@ -40,7 +40,7 @@ class _Work:
     """Work of a rank for one rank's batch, on its machine.
 
     Attributes:
-        drawn: by edge type and depth, targets and their in-edges.
+        samples: by edge type and depth, targets and their in-edges.
         reached: by node type, nodes here that were reached for the first time.
         passed: by machine, node type and depth, nodes there that were reached.
     """
@@ -53,7 +53,7 @@ class _Work:
     def start(self) -> None:
         for numbering in self._numberings.values():
             numbering.clear()
-        self.drawn = defaultdict[tuple[EdgeType, int], list[tuple[Tensor, Neighbors]]](list)
+        self.samples = defaultdict[tuple[EdgeType, int], list[tuple[Tensor, Neighbors]]](list)
         self.reached = defaultdict[NodeType, list[Tensor]](list)
         self.passed = defaultdict[tuple[int, NodeType, int], list[Tensor]](list)
 
@@ -103,50 +103,51 @@ class Expander:
         }
 
     def run(
-        self, seeds: Mapping[NodeType, Tensor], random_seeds: Sequence[int], asked: Mapping[int, Tensor] | None
-    ) -> Neighbourhood:
+        self, seeds: Mapping[NodeType, Tensor], random_seeds: Sequence[int], peer_seeds: Mapping[int, Tensor] | None
+    ) -> Neighborhood:
         """Returns this rank's neighborhood.
 
         Args:
             seeds: ids by type.
             random_seeds: random seed of the batch of each rank.
-            asked: seeds, of the input type, of the ranks whose requests this rank answers; None requires an additional exchange.
+            peer_seeds: seeds, of the input type, of the ranks whose requests this rank answers; None requires an additional
+                exchange.
         """
         store, seeded = self._store, self._store.types.input_type
         for work in self._work.values():
             work.start()
-        found = Neighbourhood(store, self._draws, self._work[store.rank])
-        of_others = {rank: {seeded: ids} for rank, ids in (asked or {}).items()}
-        for rank, first in {store.rank: seeds, **of_others}.items():
+        sample = Neighborhood(store, self._draws, self._work[store.rank])
+        seeds_by_peer = {rank: {seeded: ids} for rank, ids in (peer_seeds or {}).items()}
+        for rank, first in {store.rank: seeds, **seeds_by_peer}.items():
             self._expand(rank, {(name, 0): [ids] for name, ids in first.items()}, random_seeds[rank])
-            if asked is not None:  # the ranks that work for the batch elsewhere have them
+            if peer_seeds is not None:  # the ranks that work for the batch elsewhere have them
                 for there in store.servers:
                     self._work[rank].passed.pop((there, seeded, 0), None)
-        for _ in range(self._hops + (1 if asked is not None else 2)):
-            arrived = store.exchange({peer: packed(self._message(peer)) for peer in self._shared})
+        for _ in range(self._hops + (1 if peer_seeds is not None else 2)):
+            arrived = store.exchange({peer: pack_tensors(self._message(peer)) for peer in self._shared})
             tasks: dict[int, dict[tuple[NodeType, int], list[Tensor]]] = {rank: {} for rank in self._work}
             for peer, data in arrived.items():
-                fields = iter(unpacked(data, self._like[peer]))
+                fields = iter(unpack_tensors(data, self._like[peer]))
                 for rank in self._shared[peer]:
                     for task in self._tasks:
                         tasks[rank].setdefault(task, []).append(next(fields))
                 if peer in store.servers.values():
-                    self._take(found, fields)
+                    self._take(sample, fields)
             for rank, of_rank in tasks.items():
                 self._expand(rank, of_rank, random_seeds[rank])
-        return found
+        return sample
 
     def _expand(self, rank: int, tasks: dict[tuple[NodeType, int], list[Tensor]], random_seed: int) -> None:
         """Draw the in-edges of nodes that were reached, and of nodes reached by these, as far as they are on this machine."""
         store, work = self._store, self._work[rank]
         for depth in range(self._hops + 1):
             for name in store.types.nodes:
-                found = joined(tasks.get((name, depth), []))
-                if not len(found):
+                reached = concat_ids(tasks.get((name, depth), []))
+                if not len(reached):
                     continue
-                ids, num_new = work.reach(name, found, depth)
+                ids, num_new = work.reach(name, reached, depth)
                 machine = store.machines_of(name, ids)
-                here = machine == store.here
+                here = machine == store.local_machine
                 if depth < self._hops or self._names[name]:
                     for there in store.servers if len(ids) else ():
                         work.passed[there, name, depth].append(ids[machine == there])
@@ -156,16 +157,16 @@ class Expander:
                 for kind, of in self._fanouts.items():
                     if kind[2] == name and depth < self._hops and of[depth] and len(targets):
                         seed = seed_of_type(random_seed, self._number[kind])
-                        drawn = store.drawn(kind, targets, of[depth], seed, self._replace)
-                        work.drawn[kind, depth].append((targets, drawn))
-                        tasks.setdefault((kind[0], depth + 1), []).append(drawn.sources)
+                        neighbors = store.draw_neighbors(kind, targets, of[depth], seed, self._replace)
+                        work.samples[kind, depth].append((targets, neighbors))
+                        tasks.setdefault((kind[0], depth + 1), []).append(neighbors.sources)
 
     def _message(self, peer: int) -> list[Tensor]:
         """Returns the message to a rank: nodes reached on its machine, and the results for its own batch."""
         store, fields = self._store, list[Tensor]()
         there = int(store.machine[peer])
         for rank in self._shared[peer]:
-            fields += [joined(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
+            fields += [concat_ids(self._work[rank].passed.pop((there, *task), [])) for task in self._tasks]
         return fields + self._results(peer, self._work[peer]) if peer in store.askers else fields
 
     def _results(self, rank: int, work: _Work) -> list[Tensor]:
@@ -175,85 +176,85 @@ class Expander:
         """
         store, fields = self._store, list[Tensor]()
         for draw in self._draws:
-            found = work.drawn.pop(draw, [])
+            found = work.samples.pop(draw, [])
             edges = Neighbors.all_of([of for _, of in found])
-            fields += [joined([targets for targets, _ in found]), *edges.fields]
+            fields += [concat_ids([targets for targets, _ in found]), *edges.fields]
             fields += [store.read(draw[0], name, edges.edges) for name in self._names[draw[0]]]
         for name in store.types.nodes:
-            ids = joined(work.reached.pop(name, []))
+            ids = concat_ids(work.reached.pop(name, []))
             fields += [ids, *(store.read_for(rank, name, each, ids) for each in self._names[name])]
         return fields
 
-    def _take(self, found: Neighbourhood, fields: Any) -> None:
+    def _take(self, sample: Neighborhood, fields: Any) -> None:
         for kind, depth in self._draws:
             targets, counts, sources, edges = (next(fields) for _ in range(4))
             rows = {name: next(fields) for name in self._names[kind]}
             if len(targets):
-                found.drawn[kind, depth].append((targets, Neighbors.of(counts, sources, edges)))
-                found.add(kind, edges, rows)
+                sample.samples[kind, depth].append((targets, Neighbors.of(counts, sources, edges)))
+                sample.add(kind, edges, rows)
         for name in self._store.types.nodes:
             ids = next(fields)
             rows = {each: next(fields) for each in self._names[name]}
             if "x" in rows and len(ids):
-                found.add((name, "x"), ids[~self._store.cached(name, ids)[0]], {"x": rows.pop("x")})
-            found.add(name, ids, rows)
+                sample.add((name, "x"), ids[~self._store.find_cached(name, ids)[0]], {"x": rows.pop("x")})
+            sample.add(name, ids, rows)
 
 
-class Neighbourhood:
+class Neighborhood:
     """Sample of a batch: returns hops in the order of the calls, and rows of its nodes and edges.
 
     Attributes:
-        drawn: by edge type and depth, targets and their in-edges.
+        samples: by edge type and depth, targets and their in-edges.
     """
 
     def __init__(self, store: GraphStore, draws: Sequence[tuple[EdgeType, int]], work: _Work) -> None:
         self._store, self._draws = store, iter(draws)
-        self.drawn = work.drawn
-        self._far = defaultdict[Any, list[tuple[Tensor, dict[str, Tensor]]]](list)
+        self.samples = work.samples
+        self._remote_rows = defaultdict[Any, list[tuple[Tensor, dict[str, Tensor]]]](list)
 
     def add(self, kind: Any, ids: Tensor, rows: dict[str, Tensor]) -> None:
         """Add rows of nodes, or edges, of another machine; node features have the key ``(type, "x")``, since some are cached."""
         if rows and len(ids):
-            self._far[kind].append((ids, rows))
+            self._remote_rows[kind].append((ids, rows))
 
     def hop(self, kind: EdgeType, targets: Tensor, fanout: int) -> Neighbors:
         """See :data:`~lightning_gnn.strategies.sampling.hops.Hop`."""
-        asked = next(self._draws)
-        assert asked[0] == kind
-        drawn = self.drawn.pop(asked, [])
-        places = _places(joined([ids for ids, _ in drawn]), targets, self._store.types.total(kind[2]))
-        return Neighbors.all_of([of for _, of in drawn]).at(places)
+        draw = next(self._draws)
+        assert draw[0] == kind
+        samples = self.samples.pop(draw, [])
+        places = _places(concat_ids([ids for ids, _ in samples]), targets, self._store.types.total(kind[2]))
+        return Neighbors.all_of([of for _, of in samples]).at(places)
 
     def rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
         """See :meth:`GraphStore.rows`; for nodes and edges in the sample."""
         store, out = self._store, dict[Any, dict[str, Tensor]]()
         for kind, (ids, names) in wanted.items():
-            near = store.machines_of(kind, ids) == store.here
-            far = (~near).nonzero().view(-1)
-            out[kind] = {name: store.with_near(kind, name, ids, near) for name in names}
+            is_local = store.machines_of(kind, ids) == store.local_machine
+            remote = (~is_local).nonzero().view(-1)
+            out[kind] = {name: store.read_local(kind, name, ids, is_local) for name in names}
             features = out[kind].get("x") if isinstance(kind, str) else None
             if features is not None:
-                known, rows = store.from_cache(kind, ids[far])
-                features.index_copy_(0, far[known], rows)
-                self._fill({"x": features}, (kind, "x"), ids, far[~known], store.types.total(kind))
-            others = {name: rows for name, rows in out[kind].items() if rows is not features}
-            self._fill(others, kind, ids, far, store.types.total(kind))
+                known, rows = store.from_cache(kind, ids[remote])
+                features.index_copy_(0, remote[known], rows)
+                self._fill({"x": features}, (kind, "x"), ids, remote[~known], store.types.total(kind))
+            plain = {name: rows for name, rows in out[kind].items() if rows is not features}
+            self._fill(plain, kind, ids, remote, store.types.total(kind))
         return out
 
-    def _fill(self, out: Mapping[str, Tensor], kind: Any, ids: Tensor, far: Tensor, num_ids: int) -> None:
-        """Copy the rows received from other machines to the positions `far` of `ids`."""
-        came = self._far.pop(kind, [])
-        if not out or not len(far):
+    def _fill(self, out: Mapping[str, Tensor], kind: Any, ids: Tensor, remote: Tensor, num_ids: int) -> None:
+        """Copy the rows received from other machines to the positions `remote` of `ids`."""
+        came = self._remote_rows.pop(kind, [])
+        if not out or not len(remote):
             return
-        place = _places(joined([each for each, _ in came]), ids[far], num_ids)
+        place = _places(concat_ids([each for each, _ in came]), ids[remote], num_ids)
         for name, values in out.items():
-            values.index_copy_(0, far, joined([rows[name] for _, rows in came]).index_select(0, place))
+            values.index_copy_(0, remote, concat_ids([rows[name] for _, rows in came]).index_select(0, place))
 
 
-def _places(known: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Returns the first position of each id in `known`, which must contain it."""
+def _places(known_ids: Tensor, ids: Tensor, num_ids: int) -> Tensor:
+    """Returns the first position of each id in `known_ids`, which must contain it."""
     numbering = Numbering(num_ids, dense=False)
-    numbering.start(known)
+    numbering.start(known_ids)
     places = numbering.find(ids)
     assert not len(places) or int(places.min()) >= 0, "a node or an edge of the sample did not come"
     return places

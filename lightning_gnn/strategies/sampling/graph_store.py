@@ -28,7 +28,7 @@ from lightning_gnn.extensions.embeddings.channel import GroupChannel
 from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.strategies.sampling.hops import packed, unpacked
+from lightning_gnn.strategies.sampling.hops import pack_tensors, unpack_tensors
 from lightning_gnn.strategies.sampling.near_cache import NearCache, Rows, most_worth
 from lightning_gnn.strategies.sampling.neighbors import (
     NO_IDS,
@@ -72,13 +72,13 @@ class _Uses:
         if self._size > max(_FEW, len(self.ids)):
             self.sum_up()
 
-    def sum_up(self, *others: _Uses) -> None:
-        """Add the buffered ids, and the counts of `others`, to the counts."""
+    def sum_up(self, *clones: _Uses) -> None:
+        """Add the buffered ids, and the counts of `clones`, to the counts."""
         added, self._later, self._size = torch.cat([NO_IDS, *self._later]), [], 0
         pairs = [(self.ids, self.counts), (added, torch.ones_like(added))]
-        for other in others:
-            other.sum_up()
-            pairs.append((other.ids, other.counts))
+        for clone in clones:
+            clone.sum_up()
+            pairs.append((clone.ids, clone.counts))
         ids, counts = (torch.cat(each) for each in zip(*pairs))
         self.ids, place = ids.unique(return_inverse=True)
         self.counts = torch.zeros_like(self.ids).index_add_(0, place, counts)
@@ -90,11 +90,11 @@ class _FarCache:
 
     Attributes:
         rows: by node type, ids in ascending order and their features.
-        kept: by rank that sends requests to this rank, the nodes here whose features it caches, by type.
+        ids_by_rank: by rank that sends requests to this rank, the nodes here whose features it caches, by type.
     """
 
     rows: dict[NodeType, tuple[Tensor, Tensor]]
-    kept: dict[int, dict[NodeType, Tensor]] = field(default_factory=dict)
+    ids_by_rank: dict[int, dict[NodeType, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class _Part:
 
     Args:
         halo: id of each halo node within its type.
-        made: derived tensors, see :func:`_made_of`.
+        derived: tensors returned by :func:`_derive_tensors`.
     """
 
-    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, made: Mapping[str, Tensor]) -> None:
+    def __init__(self, cut: Cut, rank: int, kind: EdgeType, halo: Tensor, choice: Choice, derived: Mapping[str, Tensor]) -> None:
         types, (source_type, _, target_type) = cut.types, kind
         self._first, self._first_source, self._first_edge = (
             int(types.offsets(each)[rank]) for each in (target_type, source_type, kind)
@@ -125,7 +125,7 @@ class _Part:
         self._owned, self._halo = int(np.diff(cut.offsets)[rank]), halo
         self._first_row, self._num_targets = int(types.begins(source_type)[rank]), types.total(target_type)
         stored = _stored_of(cut, rank, kind, choice)
-        given = stored | dict(made)
+        given = stored | dict(derived)
         self._edges, self._csr = given.get("edges"), CSR(given["indptr"], given["source"], None, self._owned + len(halo))
         self._choice: dict[str, Any] = {name: given[name] for name in ("weight", "time") if name in given}
         self._kind, self._score = kind, choice.score
@@ -176,35 +176,35 @@ def _stored_of(cut: Cut, rank: int, kind: EdgeType, choice: Choice) -> dict[str,
     return {"source": source, "target": target, **chosen}
 
 
-def _made_of(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> dict[str, Tensor]:
+def _derive_tensors(cut: Cut, rank: int, kind: EdgeType, halo: Tensor, messages: str | None, choice: Choice) -> dict[str, Tensor]:
     """Returns tensors derived from the stored ones.
 
     These are the first edge of each target; for edges in a mask, their indices and attributes; for times of nodes, the times of
     all rows.
     """
     types, (source_type, _, target_type) = cut.types, kind
-    stored, made = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
+    stored, derived = _stored_of(cut, rank, kind, choice), dict[str, Tensor]()
     target = stored.pop("target")
     mask = None if messages is None else cut.attributes[types.key(kind)].get(messages)
     if mask is not None:
         first, last = types.offsets(kind)[rank : rank + 2].tolist()
-        edges = made["edges"] = mask[first:last].nonzero().view(-1)
-        made |= {name: values[edges] for name, values in stored.items()}
+        edges = derived["edges"] = mask[first:last].nonzero().view(-1)
+        derived |= {name: values[edges] for name, values in stored.items()}
         target = target[edges]
     rows = int(types.nodes[target_type][rank])
     counts = counts_of(target.numpy(), rows, int(types.begins(target_type)[rank]))
-    made["indptr"] = bounds(torch.from_numpy(counts))
+    derived["indptr"] = bounds(torch.from_numpy(counts))
     of_nodes = cut.attributes[types.key(source_type)]
     if "time" not in stored and choice.time_attr and choice.time_attr in of_nodes:
         values, owned = of_nodes[choice.time_attr], int(np.diff(cut.offsets)[rank])
         first, last = types.offsets(source_type)[rank : rank + 2].tolist()
         # Columns of nodes of other types remain 0: no edge reads them.
-        times = made["time"] = values.new_zeros(owned + len(halo))
+        times = derived["time"] = values.new_zeros(owned + len(halo))
         begin = int(types.begins(source_type)[rank])
         times[begin : begin + last - first] = values[first:last]
         if len(values):
             times[owned:] = values[halo.clamp(max=len(values) - 1)]
-    return made
+    return derived
 
 
 class Counts(NamedTuple):
@@ -232,7 +232,7 @@ class GraphStore:
     Args:
         cut: the partitioned graph, in the store of this machine.
         world: the ranks.
-        near: ranks of this machine.
+        local_ranks: ranks of this machine.
         cache_bytes: bytes for the remote cache: features of nodes on other machines. Until :meth:`begin_epoch`, it has the nodes
             that most edges of this rank read.
         messages: an edge mask; for types that have it, only edges in the mask are sampled.
@@ -246,7 +246,7 @@ class GraphStore:
     Attributes:
         cut, types, rank: the graph, its types, and this rank.
         near_cache: the local cache; None without one.
-        machine, here: number of the machine of each rank, int64 ``[P]``; number of this machine.
+        machine, local_machine: number of the machine of each rank, int64 ``[P]``; number of this machine.
         teams: by rank, the rank that answers its requests on each machine; the rank itself on its own machine.
         servers: by other machine, the rank that answers this rank's requests there.
         askers: ranks whose requests this rank answers.
@@ -260,7 +260,7 @@ class GraphStore:
         self,
         cut: Cut,
         world: World,
-        near: Sequence[int],
+        local_ranks: Sequence[int],
         cache_bytes: int = 0,
         messages: str | None = None,
         choice: Choice = Choice(),
@@ -268,42 +268,41 @@ class GraphStore:
     ) -> None:
         self.cut, self._world, self.rank, self.types, self.choice = cut, world, world.rank, cut.types, choice
         self._offsets = {kind: self.types.offsets(kind) for kind in (*self.types.nodes, *self.types.edges)}
-        halos = {
-            rank: torch.from_numpy(self.types.ids(cut.halos[rank]) if self.types.is_hetero else cut.halos[rank]) for rank in near
-        }
-        own = {kind: _made_of(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
-        made = one_copy(world, near, [values for of_kind in own.values() for values in of_kind.values()])
-        tensors = {rank: iter(of_rank) for rank, of_rank in made.items()}
+        ids_of = self.types.ids if self.types.is_hetero else lambda rows: rows
+        halos = {rank: torch.from_numpy(ids_of(cut.halos[rank])) for rank in local_ranks}
+        derived = {kind: _derive_tensors(cut, world.rank, kind, halos[world.rank], messages, choice) for kind in self.types.edges}
+        by_rank = one_copy(world, local_ranks, [values for tensors in derived.values() for values in tensors.values()])
+        tensors = {rank: iter(of_rank) for rank, of_rank in by_rank.items()}
         self._parts = {
             kind: {rank: _Part(cut, rank, kind, halos[rank], choice, dict(zip(names, tensors[rank]))) for rank in halos}
-            for kind, names in own.items()
+            for kind, names in derived.items()
         }
         self.channel = None
-        self.machine, self.here = torch.zeros(world.size, dtype=torch.long), 0
+        self.machine, self.local_machine = torch.zeros(world.size, dtype=torch.long), 0
         self.teams: dict[int, list[int]] = {}
         self.servers: dict[int, int] = {}
         self.askers: list[int] = []
-        if len(near) < world.size:
+        if len(local_ranks) < world.size:
             self.channel = GroupChannel(world)
-            self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*near])}))
+            self._meet(sorted({tuple(sorted(ranks)) for ranks in world.all_gather_object([*local_ranks])}))
         self.requested = self.hits = self.near_hits = self.near_misses = 0
         self._cache_bytes = cache_bytes if self.channel is not None else 0
         self.uses: dict[NodeType, _Uses] | None = None
         self._features = {name: cut.attributes[self.types.key(name)]["x"] for name in self.types.nodes if "x" in self.names(name)}
         self._cache = _FarCache({name: (NO_IDS, x[:0]) for name, x in self._features.items()})
         self._newest = [self._cache]  # shared by all clones
-        self.near_cache = NearCache(self._features, self.types, world, near, near_bytes) if near_bytes else None
+        self.near_cache = NearCache(self._features, self.types, world, local_ranks, near_bytes) if near_bytes else None
         self._fill_caches({})
 
     def _meet(self, machines: Sequence[Sequence[int]]) -> None:
         """Assign the ranks that answer requests; the ranks of a machine share the requests of others evenly."""
         for number, ranks in enumerate(machines):
             self.machine[list(ranks)] = number
-        self.here = int(self.machine[self.rank])
+        self.local_machine = int(self.machine[self.rank])
         for ranks in machines:
             for place, rank in enumerate(ranks):
                 self.teams[rank] = [rank if rank in on else on[place % len(on)] for on in machines]
-        self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.here}
+        self.servers = {there: rank for there, rank in enumerate(self.teams[self.rank]) if there != self.local_machine}
         self.askers = [rank for rank, team in self.teams.items() if self.rank in team and rank != self.rank]
 
     def clone(self) -> GraphStore:
@@ -363,25 +362,25 @@ class GraphStore:
         wanted, worth, row_bytes = dict[NodeType, Tensor](), dict[NodeType, Tensor](), dict[NodeType, int]()
         for name, (ids, reads) in self._reads().items():
             known = uses.get(name, _Uses())
-            read_far, used_far = (self.machines_of(name, each) != self.here for each in (ids, known.ids))
+            read_far, used_far = (self.machines_of(name, each) != self.local_machine for each in (ids, known.ids))
             wanted[name], place = torch.cat([known.ids[used_far], ids[read_far]]).unique(return_inverse=True)
             score = torch.cat([known.counts[used_far], reads[read_far].double() / (1 + reads.sum())]).float()
             row_bytes[name] = self._features[name][:1].nbytes
             worth[name] = torch.zeros(len(wanted[name])).index_add_(0, place, score) / max(row_bytes[name], 1)
         kept = most_worth(worth, row_bytes, self._cache_bytes)
         cached = {name: ids[kept[name]] for name, ids in wanted.items()}
-        counts, kept_by = (self.requested, self.hits), dict[int, dict[NodeType, Tensor]]()
-        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, kept_by)
-        self._cache = self._newest[0] = _FarCache({name: (ids, found[name]["x"]) for name, ids in cached.items()}, kept_by)
+        counts, ids_by_rank = (self.requested, self.hits), dict[int, dict[NodeType, Tensor]]()
+        found = self.rows({name: (ids, ["x"]) for name, ids in cached.items()}, ids_by_rank)
+        self._cache = self._newest[0] = _FarCache({name: (ids, found[name]["x"]) for name, ids in cached.items()}, ids_by_rank)
         self.requested, self.hits = counts
 
-    def cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def find_cached(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which nodes of a type have features in the remote cache, bool ``[n]``, and their positions there."""
         return _places_in(self._cache.rows[name][0], ids)
 
     def from_cache(self, name: NodeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which nodes on other machines are in the remote cache, bool ``[n]``, and their features; updates the counts."""
-        known, places = self.cached(name, ids)
+        known, places = self.find_cached(name, ids)
         self.requested, self.hits = self.requested + len(known), self.hits + len(places)
         if self.uses is not None:
             self.uses[name].add(ids)
@@ -406,7 +405,7 @@ class GraphStore:
             limits = [] if until is None else [until[targets // self.types.total(kind[2])]]
 
             def draw(rank: int, targets: Tensor, *limits: Tensor) -> Neighbors:
-                return self.drawn(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace, *limits)
+                return self.draw_neighbors(kind, targets, fanout, seed_of_type(seeds[rank], numbers[kind]), replace, *limits)
 
             if self.channel is None:
                 return draw(self.rank, targets, *limits)
@@ -417,14 +416,14 @@ class GraphStore:
                 [NO_IDS] * len(parts[0]),
                 lambda rank, question: draw(rank, *question).fields,
                 [NO_IDS] * 3,
-                lambda: draw(self.rank, *parts[self.here]),
+                lambda: draw(self.rank, *parts[self.local_machine]),
             )
-            found = {self.here: own, **{there: Neighbors.of(*fields) for there, fields in answers.items()}}
+            found = {self.local_machine: own, **{there: Neighbors.of(*fields) for there, fields in answers.items()}}
             return Neighbors.all_of([found[there] for there in range(len(found))]).at(inverse(order))
 
         return hop
 
-    def drawn(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
+    def draw_neighbors(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
         """Returns sampled in-edges of targets on this machine, nodes or copies; `until` as in :func:`sample_neighbors`."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
         if len(parts) == 1:
@@ -445,7 +444,7 @@ class GraphStore:
 
     def _ask(
         self,
-        questions: Mapping[int, Sequence[Tensor]],
+        requests: Mapping[int, Sequence[Tensor]],
         like: Sequence[Tensor],
         answer: Callable[[int, list[Tensor]], Sequence[Tensor]],
         answered: Sequence[Tensor],
@@ -454,7 +453,7 @@ class GraphStore:
         """Send requests to all other machines and answer the requests to this rank: two exchanges.
 
         Args:
-            questions: requests by machine.
+            requests: requests by machine.
             like, answered: tensors with the dtypes and trailing dimensions of a request, and of an answer.
             answer: function that returns the answer to the request of a rank.
             meanwhile: function that is called while answers are in transit.
@@ -463,15 +462,15 @@ class GraphStore:
             The result of `meanwhile`, and the answers by machine.
         """
         assert self.channel is not None
-        asked = self.channel.start({self.servers[there]: packed(fields) for there, fields in questions.items()}, self.askers)
-        replies = {rank: packed(answer(rank, unpacked(data, like))) for rank, data in asked().items()}
+        asked = self.channel.start({self.servers[there]: pack_tensors(fields) for there, fields in requests.items()}, self.askers)
+        replies = {rank: pack_tensors(answer(rank, unpack_tensors(data, like))) for rank, data in asked().items()}
         replied = self.channel.start(replies, list(self.servers.values()))
         own, found = meanwhile(), replied()
-        return own, {there: unpacked(found[rank], answered) for there, rank in self.servers.items()}
+        return own, {there: unpack_tensors(found[rank], answered) for there, rank in self.servers.items()}
 
     def read(self, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows of nodes, or edges, of a type on this machine."""
-        if self.near_cache is None or not _is_kept(kind, name) or not len(ids):
+        if self.near_cache is None or not _is_feature(kind, name) or not len(ids):
             return torch.index_select(self.cut.attributes[self.types.key(kind)][name], 0, ids)
         rows, hits = self.near_cache.rows(kind, ids)
         self.near_hits, self.near_misses = self.near_hits + hits, self.near_misses + len(ids) - hits
@@ -481,19 +480,19 @@ class GraphStore:
 
     def read_for(self, rank: int, kind: NodeType | EdgeType, name: str, ids: Tensor) -> Tensor:
         """Returns rows for the request of a rank, without features that it has in its remote cache."""
-        if _is_kept(kind, name):
-            ids = ids[~_places_in(self._cache.kept.get(rank, {}).get(kind, NO_IDS), ids)[0]]
+        if _is_feature(kind, name):
+            ids = ids[~_places_in(self._cache.ids_by_rank.get(rank, {}).get(kind, NO_IDS), ids)[0]]
         return self.read(kind, name, ids)
 
     def rows(
-        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], kept: dict[int, dict[Any, Tensor]] | None = None
+        self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]], ids_by_rank: dict[int, dict[Any, Tensor]] | None = None
     ) -> dict[Any, dict[str, Tensor]]:
         """Returns rows of nodes and edges, by type and name, ``[n, ...]``. Ids are requested once for all of their rows.
 
         Args:
             wanted: by node or edge type, ids ``[n]`` and a selection of :meth:`names`. Types and names must be the same on all
                 ranks.
-            kept: output for a cache: the ids that each rank requests from this rank.
+            ids_by_rank: output for a cache: the ids that each rank requests from this rank.
         """
         if self.channel is None:
             return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
@@ -501,21 +500,21 @@ class GraphStore:
         machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
         distinct, place, parts = {}, {}, {}
         for kind, (ids, _) in wanted.items():
-            far = machines[kind] != self.here
+            far = machines[kind] != self.local_machine
             found, place[kind] = ids[far].unique(return_inverse=True)
             order, parts[kind] = _groups(self.machines_of(kind, found), len(self.teams), found)
             place[kind], distinct[kind] = inverse(order)[place[kind]], found[order]
 
         def answer(rank: int, question: list[Tensor]) -> list[Tensor]:
-            asked = dict(zip(wanted, question))
-            found = [self.read_for(rank, kind, name, asked[kind]) for kind, name in fields]
-            if kept is not None:
-                kept[rank] = {kind: ids.clone() for kind, ids in asked.items()}
+            requested = dict(zip(wanted, question))
+            found = [self.read_for(rank, kind, name, requested[kind]) for kind, name in fields]
+            if ids_by_rank is not None:
+                ids_by_rank[rank] = {kind: ids.clone() for kind, ids in requested.items()}
             return found
 
-        def near() -> dict[Any, dict[str, Tensor]]:
+        def meanwhile() -> dict[Any, dict[str, Tensor]]:
             return {
-                kind: {name: self.with_near(kind, name, ids, machines[kind] == self.here) for name in names}
+                kind: {name: self.read_local(kind, name, ids, machines[kind] == self.local_machine) for name in names}
                 for kind, (ids, names) in wanted.items()
             }
 
@@ -524,27 +523,27 @@ class GraphStore:
             [NO_IDS] * len(wanted),
             answer,
             [self.read(kind, name, NO_IDS) for kind, name in fields],
-            near,
+            meanwhile,
         )
         for number, (kind, name) in enumerate(fields):
             rows = torch.cat([answers[there][number] for there in sorted(answers)])
-            if _is_kept(kind, name):
+            if _is_feature(kind, name):
                 known, features = self.from_cache(kind, distinct[kind])
                 came, rows = rows, rows.new_empty((len(known), *rows.shape[1:]))
                 rows[~known], rows[known] = came, features
-            far = (machines[kind] != self.here).nonzero().view(-1)
+            far = (machines[kind] != self.local_machine).nonzero().view(-1)
             out[kind][name].index_copy_(0, far, rows.index_select(0, place[kind]))
         return out
 
-    def with_near(self, kind: NodeType | EdgeType, name: str, ids: Tensor, near: Tensor) -> Tensor:
+    def read_local(self, kind: NodeType | EdgeType, name: str, ids: Tensor, is_local: Tensor) -> Tensor:
         """Returns rows of ids, ``[n, ...]``, filled only for ids on this machine.
 
         Args:
-            near: whether each id is on this machine, bool ``[n]``.
+            is_local: whether each id is on this machine, bool ``[n]``.
         """
-        here = near.nonzero().view(-1)
-        found = self.read(kind, name, ids[here])
-        return found.new_empty((len(ids), *found.shape[1:])).index_copy_(0, here, found)
+        places = is_local.nonzero().view(-1)
+        rows = self.read(kind, name, ids[places])
+        return rows.new_empty((len(ids), *rows.shape[1:])).index_copy_(0, places, rows)
 
     def take_counts(self) -> Counts:
         """Returns the counts since the last call and resets them."""
@@ -569,7 +568,7 @@ def _places_in(ascending: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return known, place[known]
 
 
-def _is_kept(kind: NodeType | EdgeType, name: str) -> bool:
+def _is_feature(kind: NodeType | EdgeType, name: str) -> bool:
     return isinstance(kind, str) and name == "x"
 
 

@@ -13,7 +13,7 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.strategies.sampling import loops
-from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, joined
+from lightning_gnn.strategies.sampling.neighbors import NO_IDS, Neighbors, concat_ids
 
 LARGEST_ARRAY = 1 << 24
 """Maximum number of ids for an array over all ids, 4 bytes each; ``benchmarks/sampling.py`` measures the cost of a table."""
@@ -22,7 +22,7 @@ _LARGEST_BASE = 1 << 30
 """Base at which the array is reset: the rest of int32 is room for the numbers of one batch."""
 
 
-def packed(fields: Sequence[Tensor]) -> Tensor:
+def pack_tensors(fields: Sequence[Tensor]) -> Tensor:
     """Returns tensors of any dtype, ``[n, ...]`` each, concatenated as bytes after their numbers of rows."""
     pieces = [torch.tensor([len(field) for field in fields]).view(torch.uint8)]
     for field in fields:
@@ -33,15 +33,15 @@ def packed(fields: Sequence[Tensor]) -> Tensor:
     return torch.cat(pieces)
 
 
-def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the arguments of :func:`packed`; `like` has empty tensors of the same dtypes and trailing dimensions."""
-    begin, found = 8 * len(like), []
+def unpack_tensors(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the arguments of :func:`pack_tensors`; `like` has empty tensors of the same dtypes and trailing dimensions."""
+    begin, tensors = 8 * len(like), []
     for size, each in zip(data[:begin].view(torch.int64).tolist(), like):
         num_bytes = size * each.element_size() * each.shape[1:].numel()
         shape = size, *each.shape[1:]
-        found.append(data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape))
+        tensors.append(data[begin : begin + num_bytes].view(each.dtype).view(shape) if num_bytes else each.new_empty(shape))
         begin += num_bytes + -num_bytes % 8
-    return found
+    return tensors
 
 
 class Numbering:
@@ -61,7 +61,7 @@ class Numbering:
         # Entries below the base belong to an earlier batch, so nothing needs to be cleared.
         self._base = 0
         self._count = 0
-        self._known = torch.empty(1024, dtype=torch.long)
+        self._known_ids = torch.empty(1024, dtype=torch.long)
         self._array = torch.full((num_ids if self.dense else 0,), -1, dtype=torch.int32)
         self._table = _empty_table(0 if self.dense else 2048)
 
@@ -71,11 +71,11 @@ class Numbering:
     @property
     def ids(self) -> Tensor:
         """Id of each number, int64 ``[count]``; a copy."""
-        return self._known[: self._count].clone()
+        return self._known_ids[: self._count].clone()
 
     def since(self, first: int) -> Tensor:
         """Returns the ids of the numbers from `first` on, int64; a copy."""
-        return self._known[first : self._count].clone()
+        return self._known_ids[first : self._count].clone()
 
     def clear(self) -> None:
         self._base += self._count
@@ -102,15 +102,15 @@ class Numbering:
             self._reserve(self._count + len(ids))
         loop, memory = (loops.number_in_array, self._array) if self.dense else (loops.number_in_table, self._table)
         numbers = torch.empty(len(ids), dtype=torch.long)
-        arrays = ids.contiguous().numpy(), memory.numpy(), self._base, self._known.numpy()
+        arrays = ids.contiguous().numpy(), memory.numpy(), self._base, self._known_ids.numpy()
         self._count = loop(*arrays, self._count, numbers.numpy(), mode)
         return numbers
 
     def _reserve(self, size: int) -> None:
-        if size > len(self._known):
-            known = torch.empty(2 * size, dtype=torch.long)
-            known[: self._count] = self._known[: self._count]
-            self._known = known
+        if size > len(self._known_ids):
+            known_ids = torch.empty(2 * size, dtype=torch.long)
+            known_ids[: self._count] = self._known_ids[: self._count]
+            self._known_ids = known_ids
         if not self.dense and 2 * size > len(self._table):
             ids = self.ids
             self._table, self._base, self._count = _empty_table(2 * size), 0, 0
@@ -175,7 +175,7 @@ def sample_hops(
     nodes = {name: numbering.ids for name, numbering in numberings.items()}
     if not directed:
         return induced_subgraph(nodes, list(num_neighbors), hop, numberings)
-    rows, cols, edges = ({kind: joined(parts) for kind, parts in each.items()} for each in (row, col, edge))
+    rows, cols, edges = ({kind: concat_ids(parts) for kind, parts in each.items()} for each in (row, col, edge))
     return HeteroSamplerOutput(nodes, rows, cols, edges, num_sampled_nodes=num_nodes, num_sampled_edges=num_edges)
 
 

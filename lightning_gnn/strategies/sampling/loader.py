@@ -24,7 +24,7 @@ from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, GraphData, is_labelled
 from lightning_gnn.partition.layout import ONE_TYPE
-from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighbourhood
+from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighborhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.hops import Numbering, sample_hops, sample_trees
 
@@ -58,7 +58,7 @@ class BatchMaker:
         expands = store.channel is not None and directed and shallow and not timed
         self._expander = Expander(store, num_neighbors, replace, self._names) if expands else None
 
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch in the format of PyG's NeighborLoader, with masks that are True for seeds only.
 
         With times, each seed has a separate tree without anything later than the seed. ``batch [n]`` is the tree of each node,
@@ -67,11 +67,11 @@ class BatchMaker:
         Args:
             seeds: ids in the partitioned graph; with types, ids of the input type.
             random_seeds: random seed of each rank's batch.
-            asked: seeds of the ranks whose requests this rank answers; None if they are not available.
+            peer_seeds: seeds of the ranks whose requests this rank answers; None if they are not available.
         """
         store, kind, moment = self.store, self.store.types.input_type, self.store.choice.time_attr
         if moment is None:
-            batch = self._batch(*self._sample({kind: seeds}, random_seeds, asked))
+            batch = self._batch(*self._sample({kind: seeds}, random_seeds, peer_seeds))
         else:
             until = store.rows({kind: (seeds, [moment])})[kind][moment]
             batch = self._batch(self._trees([(kind, seeds)], random_seeds, until, self._directed), store)
@@ -83,11 +83,11 @@ class BatchMaker:
         return batch
 
     def _sample(
-        self, seeds: Mapping[NodeType, Tensor], random_seeds: list[int], asked: Mapping[int, Tensor] | None = None
-    ) -> tuple[HeteroSamplerOutput, GraphStore | Neighbourhood]:
+        self, seeds: Mapping[NodeType, Tensor], random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None
+    ) -> tuple[HeteroSamplerOutput, GraphStore | Neighborhood]:
         """Returns the sampled neighborhood of distinct nodes, by type, which come first, and the source of its rows."""
         if self._expander is not None:
-            found = self._expander.run(seeds, random_seeds, asked)
+            found = self._expander.run(seeds, random_seeds, peer_seeds)
             return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
         hop = self.store.hops(random_seeds, self._replace)
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
@@ -99,7 +99,7 @@ class BatchMaker:
         types, hop = self.store.types, self.store.hops(random_seeds, self._replace, until)
         return sample_trees(roots, self._fanouts, hop, {name: types.total(name) for name in types.nodes}, directed)
 
-    def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighbourhood) -> Data | HeteroData:
+    def _batch(self, out: HeteroSamplerOutput, source: GraphStore | Neighborhood) -> Data | HeteroData:
         """Returns the batch of a sample, with rows from `source`."""
         store, cut = self.store, self.store.cut
         batch: Data | HeteroData = HeteroData()
@@ -177,23 +177,23 @@ class EdgeBatchMaker(BatchMaker):
         self._links, types, kind, self._moment = links, self.store.types, links.kind, self.store.choice.time_attr or ""
         # Attributes requested for seeds: with times, the times first.
         moments = ("edge_label_time", self._moment) if self._moment else ()
-        self._told = [name for name in (*moments, "edge_label", "edge_type") if name in self.store.names(kind)]
+        self._seed_attributes = [name for name in (*moments, "edge_label", "edge_type") if name in self.store.names(kind)]
         self._shift = 0  # added to labels, so that 0 is the label of negatives
-        if links.num_negatives and "edge_label" in self._told:
+        if links.num_negatives and "edge_label" in self._seed_attributes:
             labels = self.store.cut.attributes[types.key(kind)]["edge_label"]
             self._shift = int(not labels.is_floating_point() and int(labels.min()) == 0)
         # By type of edges that may leak a seed: whether they join the ends of a seed in its direction, and in the reverse
         # direction.
-        self._telling: dict[EdgeType, tuple[bool, bool]] = {}
+        self._leaks: dict[EdgeType, tuple[bool, bool]] = {}
         for each in types.edges if links.held_out is None else ():
             masked = EDGE_MASKS[0] in self.store.names(each)
             forth = each == kind or (masked and kind[0] == kind[2] == each[0] == each[2])
             back = (each == kind or masked) and (each[0], each[2]) == (kind[2], kind[0])
             if forth or back:
-                self._telling[each] = forth, back
+                self._leaks[each] = forth, back
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
+    def make(self, seeds: Tensor, random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch of these edges in the format of PyG's LinkNeighborLoader.
 
         - ``edge_label_index [2, n + n K]``: the edges in local numbers, then K negatives of the first, K of the second and so on.
@@ -206,15 +206,15 @@ class EdgeBatchMaker(BatchMaker):
         ``edge_label_time [n + n K]`` has the times of ``edge_label_index``. A negative has the source and the time of its edge.
         """
         kind, store, edge = self._links.kind, self.store, torch.arange(len(seeds))
-        told = store.rows({kind: (seeds, self._told)})[kind] if self._told else {}
-        until = told[self._told[0]] if self._moment else None
+        seed_rows = store.rows({kind: (seeds, self._seed_attributes)})[kind] if self._seed_attributes else {}
+        until = seed_rows[self._seed_attributes[0]] if self._moment else None
         source, target = self._links.ends(seeds)
-        targets = torch.cat([target, self._drawn(seeds, target, until, random_seeds)])
+        targets = torch.cat([target, self._draw_negatives(seeds, target, until, random_seeds)])
         edge_of = torch.cat([edge, edge.repeat_interleave(self._links.num_negatives)])  # of each pair
         if until is None:
-            nodes, local = _numbered(kind, source[edge_of], targets)
+            nodes, local = _number_ends(kind, source[edge_of], targets)
             batch = self._batch(*self._sample(nodes, random_seeds))
-            taken = {each: self._join_seeds(batch, each, local[:, : len(seeds)]) for each in self._telling}
+            taken = {each: self._join_seeds(batch, each, local[:, : len(seeds)]) for each in self._leaks}
         else:
             edge_of_tree = torch.cat([edge, edge_of])
             roots = [(kind[0], source), (kind[2], targets)]
@@ -225,7 +225,7 @@ class EdgeBatchMaker(BatchMaker):
             batch = self._batch(out, store)
             part_of(batch, kind).edge_label_time = until[edge_of]
             ends = torch.stack([source, target])
-            taken = {each: self._join_own_seed(batch, each, out.node, ends, told.get(self._moment)) for each in self._telling}
+            taken = {each: self._join_own_seed(batch, each, out.node, ends, seed_rows.get(self._moment)) for each in self._leaks}
         for each, leaving in taken.items():
             edges, kept = part_of(batch, each), ~leaving
             if "num_sampled_edges" in edges:
@@ -235,14 +235,14 @@ class EdgeBatchMaker(BatchMaker):
             edges.edge_index = edges.edge_index[:, kept]
         into = part_of(batch, kind)
         into.edge_label_index, into.input_id = local, store.cut.ids_of(kind, seeds)
-        label = told.get("edge_label", torch.ones(len(seeds)))
+        label = seed_rows.get("edge_label", torch.ones(len(seeds)))
         label = label + self._shift if self._shift else label
         into.edge_label = torch.cat([label, label.new_zeros((len(edge_of) - len(seeds), *label.shape[1:]))])
-        if "edge_type" in told:
-            into.edge_label_type = told["edge_type"]
+        if "edge_type" in seed_rows:
+            into.edge_label_type = seed_rows["edge_type"]
         return batch
 
-    def _drawn(self, seeds: Tensor, targets: Tensor, until: Tensor | None, random_seeds: list[int]) -> Tensor:
+    def _draw_negatives(self, seeds: Tensor, targets: Tensor, until: Tensor | None, random_seeds: list[int]) -> Tensor:
         """Returns the targets of the negatives of each seed, ``[n K]``."""
         links, store = self._links, self.store
         numbers = links.held_out or [random_seeds[store.rank]]
@@ -254,7 +254,7 @@ class EdgeBatchMaker(BatchMaker):
 
     def _join_seeds(self, batch: Data | HeteroData, kind: EdgeType, seeds: Tensor) -> Tensor:
         """Returns which edges of a type join the ends of a seed, bool ``[E]``; `seeds` in local numbers, ``[2, n]``."""
-        (forth, back), (first, second) = self._telling[kind], seeds
+        (forth, back), (first, second) = self._leaks[kind], seeds
         num, (row, col) = len(part_of(batch, kind[2]).n_id), part_of(batch, kind).edge_index
         return torch.isin(row * num + col, torch.cat([first * num + second] * forth + [second * num + first] * back))
 
@@ -267,7 +267,7 @@ class EdgeBatchMaker(BatchMaker):
             nodes: ids by type, in the order of local numbers.
             ends, time: ids of the seeds' ends, ``[2, n]``, and times as messages, if any, ``[n]``.
         """
-        (forth, back), edges = self._telling[kind], part_of(batch, kind)
+        (forth, back), edges = self._leaks[kind], part_of(batch, kind)
         of = part_of(batch, kind[2]).batch[edges.edge_index[1]]
         found = torch.stack([nodes[name][ids] for name, ids in zip((kind[0], kind[2]), edges.edge_index)])
         pairs, joining = ends[:, of], torch.zeros_like(of, dtype=torch.bool)
@@ -276,7 +276,7 @@ class EdgeBatchMaker(BatchMaker):
         return joining if time is None or self._moment not in edges else joining & (edges[self._moment] >= time[of])
 
 
-def _numbered(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
+def _number_ends(kind: EdgeType, sources: Tensor, targets: Tensor) -> tuple[dict[NodeType, Tensor], Tensor]:
     """Returns the distinct nodes of each type at the ends of pairs, and the pairs in local numbers, ``[2, n]``."""
     if kind[0] == kind[2]:
         nodes, local = torch.stack([sources, targets]).unique(return_inverse=True)
@@ -307,8 +307,8 @@ class SplitSeeds:
     With unequal partitions, fewer seeds then stay with their owners.
 
     Args:
-        owned: function that returns the seeds that a rank owns, ascending; called when they are needed, since all ranks have
-            many.
+        owned_seeds: function that returns the seeds that a rank owns, ascending; called when they are needed, since all ranks
+            have many.
         counts: number of these, by rank.
         ranks_per_machine: ranks per machine.
 
@@ -317,9 +317,9 @@ class SplitSeeds:
         first: the lowest seed of all ranks, ``[1]``; empty if there are none.
     """
 
-    def __init__(self, owned: Callable[[int], Tensor], counts: Sequence[int], ranks_per_machine: int = 1) -> None:
-        self._owned = owned
-        self.first = owned(next((rank for rank, count in enumerate(counts) if count), 0))[:1].clone()
+    def __init__(self, owned_seeds: Callable[[int], Tensor], counts: Sequence[int], ranks_per_machine: int = 1) -> None:
+        self._owned_seeds = owned_seeds
+        self.first = owned_seeds(next((rank for rank, count in enumerate(counts) if count), 0))[:1].clone()
         num_ranks, total = len(counts), sum(counts)
         share = np.full(num_ranks, total // num_ranks)
         share[np.argsort([-count for count in counts], kind="stable")[: total % num_ranks]] += 1
@@ -342,14 +342,14 @@ class SplitSeeds:
     def of(cls, cut: Cut, kind: NodeType | EdgeType, mask: str | None, ranks_per_machine: int = 1) -> SplitSeeds:
         """Returns the split of :func:`seeds_in` a mask."""
 
-        def owned(rank: int) -> Tensor:
+        def owned_seeds(rank: int) -> Tensor:
             return seeds_in(cut, kind, mask, rank)
 
-        return cls(owned, [len(owned(rank)) for rank in range(len(cut.halos))], ranks_per_machine)
+        return cls(owned_seeds, [len(owned_seeds(rank)) for rank in range(len(cut.halos))], ranks_per_machine)
 
     def seeds(self, rank: int) -> Tensor:
         """Returns the seeds of a rank, ascending, int64."""
-        return torch.cat([self._owned(owner)[low:high] for owner, low, high in self._pieces[rank]]).sort().values
+        return torch.cat([self._owned_seeds(owner)[low:high] for owner, low, high in self._pieces[rank]]).sort().values
 
 
 class SeedBatches:
@@ -366,7 +366,7 @@ class SeedBatches:
     def counts(self, step: int) -> tuple[int, ...]:
         return tuple((step + 1) * size // self.steps - step * size // self.steps for size in self.sizes)
 
-    def of_epoch(self, seeds: Tensor, rank: int, seed: int | None) -> list[Tensor]:
+    def split_epoch(self, seeds: Tensor, rank: int, seed: int | None) -> list[Tensor]:
         """Returns the seeds of each step, in random order; in the given order if `seed` is None."""
         order = torch.arange(len(seeds))
         if seed is not None:
@@ -395,7 +395,7 @@ class SampledBatches:
         epoch: function that returns the number of the current epoch.
         device: device of the batches. If host memory can be pinned for it, samplers copy each batch at once, on separate streams,
             while the device computes.
-        others: seeds of the ranks whose requests this rank answers; None if these ranks send them.
+        peer_seeds: seeds of the ranks whose requests this rank answers; None if these ranks send them.
 
     Attributes:
         waited: seconds of waiting for batches since :meth:`take_seconds`.
@@ -410,7 +410,7 @@ class SampledBatches:
     ahead: int
     epoch: Callable[[], int]
     device: torch.device = _CPU
-    others: Mapping[int, Tensor] | None = None
+    peer_seeds: Mapping[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.waited = 0.0
@@ -428,20 +428,20 @@ class SampledBatches:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self.close()
-        store, *others = (maker.store for maker in self.makers)
+        store, *clones = (maker.store for maker in self.makers)
         # No rank makes a batch of this loader now, and all ranks start its epochs in the same order.
-        store.begin_epoch(others, counts=not self._epochs and self.seed is not None)
+        store.begin_epoch(clones, counts=not self._epochs and self.seed is not None)
         self._epochs += 1
         epoch = self.epoch()
-        of_ranks = {
-            rank: self.batches.of_epoch(seeds, rank, None if self.seed is None else _mixed(self.seed, epoch, rank))
-            for rank, seeds in {self.rank: self.seeds, **(self.others or {})}.items()
+        by_rank = {
+            rank: self.batches.split_epoch(seeds, rank, None if self.seed is None else _mix_seeds(self.seed, epoch, rank))
+            for rank, seeds in {self.rank: self.seeds, **(self.peer_seeds or {})}.items()
         }
 
         def make(step: int, sampler: int) -> Sent:
             began = time.perf_counter()
             try:
-                batch = self._made(epoch, step, {rank: of[step] for rank, of in of_ranks.items()}, self.makers[sampler])
+                batch = self._make_batch(epoch, step, {rank: of[step] for rank, of in by_rank.items()}, self.makers[sampler])
                 return self._copies[sampler].send(batch)
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
@@ -456,12 +456,12 @@ class SampledBatches:
             self._running.close()
         self._running = None
 
-    def _made(self, epoch: int, step: int, of_ranks: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
+    def _make_batch(self, epoch: int, step: int, seeds_by_rank: Mapping[int, Tensor], maker: BatchMaker) -> Data | HeteroData:
         counts = self.batches.counts(step)
-        random_seeds = [_mixed(self.seed or 0, epoch, rank, step) for rank in range(len(counts))]
-        given = {rank: each if len(each) else self.stand_in for rank, each in of_ranks.items()}
+        random_seeds = [_mix_seeds(self.seed or 0, epoch, rank, step) for rank in range(len(counts))]
+        given = {rank: each if len(each) else self.stand_in for rank, each in seeds_by_rank.items()}
         own = given.pop(self.rank)
-        batch = maker.make(own, random_seeds, None if self.others is None else given)
+        batch = maker.make(own, random_seeds, None if self.peer_seeds is None else given)
         if "num_seeds" not in batch:  # otherwise the counts of other ranks are not known before their batches are made
             batch.seed_counts = counts
         return batch
@@ -500,5 +500,5 @@ class SampledBatches:
         return taken
 
 
-def _mixed(*numbers: int) -> int:
+def _mix_seeds(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

@@ -26,7 +26,7 @@ FIND, ADD, APPEND = 0, 1, 2
 
 
 @numba.njit(inline="always")
-def _mixed(word):
+def _mix(word):
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
@@ -35,13 +35,13 @@ def _mixed(word):
 @numba.njit(inline="always")
 def _stream(seed, key):
     """Returns the state before the first random number of a target."""
-    return _mixed(np.uint64(seed) ^ _mixed(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)))
+    return _mix(np.uint64(seed) ^ _mix(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15)))
 
 
 @numba.njit(inline="always")
 def _uniform(state, draw):
     """Returns the random number of a state and a count, at least 0 and below 1."""
-    word = _mixed(state + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
+    word = _mix(state + np.uint64(draw + 1) * np.uint64(0x9E3779B97F4A7C15))
     # 53 bits: float64 is uniform at this resolution, and the error of a neighbor's probability is below degree / 2^53.
     return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
 
@@ -61,30 +61,30 @@ def offsets_of_all(indptr, targets, fanout, replace, offsets):
 
 
 @numba.njit(inline="always")
-def _moment(slot, indices, time, of_sources):
+def _moment(slot, indices, time, per_source):
     """Returns the time of an edge: its own, or its source's."""
-    return time[indices[slot]] if of_sources else time[slot]
+    return time[indices[slot]] if per_source else time[slot]
 
 
 @numba.njit(inline="always")
-def _allowed(slot, indices, weight, time, of_sources, latest):
+def _is_allowed(slot, indices, weight, time, per_source, latest):
     """Returns whether an edge may be drawn, by its weight and its time, if there are any."""
-    in_time = len(time) == 0 or _moment(slot, indices, time, of_sources) <= latest
+    in_time = len(time) == 0 or _moment(slot, indices, time, per_source) <= latest
     return in_time and (len(weight) == 0 or weight[slot] > 0)
 
 
 @loop
-def offsets_of_allowed(indptr, indices, weight, time, of_sources, until, targets, fanout, offsets):
+def offsets_of_allowed(indptr, indices, weight, time, per_source, until, targets, fanout, offsets):
     """Write offsets as `offsets_of_all`, for edges with weights ``[E]`` above 0 and times up to their target's limit ``[T]``.
 
-    `time` is per edge ``[E]``, or with `of_sources` per column ``[C]``.
+    `time` is per edge ``[E]``, or with `per_source` per column ``[C]``.
     """
     offsets[0] = 0
     for t in range(len(targets)):
         row, found = targets[t], 0
         limit = until[t] if len(until) > 0 else 0
         for slot in range(indptr[row], indptr[row + 1]):
-            found += _allowed(slot, indices, weight, time, of_sources, limit)
+            found += _is_allowed(slot, indices, weight, time, per_source, limit)
         offsets[t + 1] = offsets[t] + (found if fanout < 0 else min(found, fanout))
 
 
@@ -155,7 +155,7 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
 
 @loop
 def draw_best(
-    indptr, indices, weight, time, of_sources, until, latest, source_keys, targets, keys, seed, offsets, slots, low, high
+    indptr, indices, weight, time, per_source, until, latest, source_keys, targets, keys, seed, offsets, slots, low, high
 ):
     """Write the allowed slots with the smallest scores; if all slots of a target are allowed and fit, in their order.
 
@@ -189,10 +189,10 @@ def draw_best(
         limit = until[t] if len(until) > 0 else 0
         found, worst = 0, 0
         for slot in range(start, end):
-            if not _allowed(slot, indices, weight, time, of_sources, limit):
+            if not _is_allowed(slot, indices, weight, time, per_source, limit):
                 continue
             if latest:
-                score = -np.float64(_moment(slot, indices, time, of_sources))
+                score = -np.float64(_moment(slot, indices, time, per_source))
             else:
                 draw = slot - start
                 if by_source:
@@ -232,12 +232,12 @@ def take(indices, edge, listed, slots, sources, edges, low, high):
 
 
 @loop
-def number_in_array(ids, numbers, base, known, count, out, mode):
+def number_in_array(ids, numbers, base, known_ids, count, out, mode):
     """Number ids, ``[n]``, by first occurrence; returns the count of numbers.
 
     Args:
         numbers: int32 ``[num_ids]``; values below `base` belong to an earlier batch.
-        known: ids by number, written from `count` on.
+        known_ids: ids by number, written from `count` on.
         mode: see `FIND`.
     """
     last = len(ids) - 1
@@ -249,19 +249,19 @@ def number_in_array(ids, numbers, base, known, count, out, mode):
             number = count
             numbers[ids[i]] = base + count
         if mode == APPEND or (new and mode == ADD):
-            known[count] = ids[i]
+            known_ids[count] = ids[i]
             count += 1
         out[i] = max(number, -1)
     return count
 
 
 @loop
-def number_in_table(ids, table, base, known, count, out, mode):
+def number_in_table(ids, table, base, known_ids, count, out, mode):
     """Number ids as `number_in_array` does, by open addressing; table: ids and numbers, int64 ``[power of two, 2]``."""
     last, wrap = len(ids) - 1, len(table) - 1
     for i in range(len(ids)):
-        prefetch(table, np.int64(_mixed(np.uint64(ids[min(i + AHEAD, last)])) & np.uint64(wrap)))
-        place = np.int64(_mixed(np.uint64(ids[i])) & np.uint64(wrap))
+        prefetch(table, np.int64(_mix(np.uint64(ids[min(i + AHEAD, last)])) & np.uint64(wrap)))
+        place = np.int64(_mix(np.uint64(ids[i])) & np.uint64(wrap))
         while table[place, 1] >= base and table[place, 0] != ids[i]:
             place = (place + 1) & wrap
         number = table[place, 1] - base
@@ -270,7 +270,7 @@ def number_in_table(ids, table, base, known, count, out, mode):
             number = count
             table[place, 0], table[place, 1] = ids[i], base + count
         if mode == APPEND or (new and mode == ADD):
-            known[count] = ids[i]
+            known_ids[count] = ids[i]
             count += 1
         out[i] = max(number, -1)
     return count

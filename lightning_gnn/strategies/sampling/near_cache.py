@@ -55,7 +55,7 @@ def most_worth(worth: Mapping[NodeType, Tensor], row_bytes: Mapping[NodeType, in
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedRows:
     """Cached feature rows of one node type.
 
     Attributes:
@@ -74,7 +74,7 @@ class NearCache:
         features: features in the store, by node type that has some, ``[N, ...]``.
         types: types of the graph.
         world: the ranks.
-        near: ranks of this machine.
+        local_ranks: ranks of this machine.
         num_bytes: maximum bytes, with the index.
 
     Raises:
@@ -83,13 +83,13 @@ class NearCache:
     """
 
     def __init__(
-        self, features: Mapping[NodeType, Tensor], types: Types, world: World, near: Sequence[int], num_bytes: int
+        self, features: Mapping[NodeType, Tensor], types: Types, world: World, local_ranks: Sequence[int], num_bytes: int
     ) -> None:
-        self._world, self._near = world, near
+        self._world, self._local_ranks = world, local_ranks
         self._features = features
         self._row_bytes = {name: each[:1].nbytes for name, each in features.items() if each.numel()}
         self._offsets = {name: types.offsets(name) for name in self._row_bytes}
-        counts = {name: sum(int(of[rank + 1] - of[rank]) for rank in near) for name, of in self._offsets.items()}
+        counts = {name: sum(int(of[rank + 1] - of[rank]) for rank in local_ranks) for name, of in self._offsets.items()}
         places = PLACE_BYTES * sum(counts.values())
         self._room, free, wrong = num_bytes - places, available_bytes(), None
         needed = places + min(self._room, sum(count * self._row_bytes[name] for name, count in counts.items()))
@@ -105,7 +105,7 @@ class NearCache:
         for message in [wrong] if world.size == 1 else world.all_gather_object(wrong):
             if message is not None:
                 raise ValueError(message)
-        self._kept: dict[NodeType, _Kept] = {}
+        self._cached_rows: dict[NodeType, _CachedRows] = {}
 
     def fill(self, reads: Mapping[NodeType, Rows], uses: Mapping[NodeType, Rows]) -> None:
         """Cache the rows with the most requests per byte; ties go to rows that more edges read.
@@ -116,21 +116,21 @@ class NearCache:
             reads: nodes, and the number of edges of this rank that read each.
             uses: nodes, and the number of requests for each to this rank.
         """
-        self._kept = {}
+        self._cached_rows = {}
         nothing = (torch.empty(0, dtype=torch.long),) * 2
         own = [each for of in (reads, uses) for name in self._row_bytes for each in of.get(name, nothing)]
-        counted = one_copy(self._world, self._near, own)
-        first = min(self._near)
-        chosen = self._chosen(counted) if self._world.rank == first else {}
+        counted = one_copy(self._world, self._local_ranks, own)
+        first = min(self._local_ranks)
+        chosen = self._choose_nodes(counted) if self._world.rank == first else {}
         counts = {name: len(ids) for name, ids in chosen.items()}
         if self._world.size > 1:
             counts = self._world.all_gather_object(counts)[first]
-        kept = dict[NodeType, _Kept]()
+        kept = dict[NodeType, _CachedRows]()
         for name, row_bytes in self._row_bytes.items():
             x, count = self._features[name], counts[name]
             sizes = PLACE_BYTES * len(x), row_bytes * count
-            place, rows = (shared_zeros(self._world, self._near, size) for size in sizes)
-            kept[name] = _Kept(place.view(torch.int32), rows.view(x.dtype).view(count, *x.shape[1:]))
+            place, rows = (shared_zeros(self._world, self._local_ranks, size) for size in sizes)
+            kept[name] = _CachedRows(place.view(torch.int32), rows.view(x.dtype).view(count, *x.shape[1:]))
             if name in chosen:
                 kept[name].place[chosen[name]] = torch.arange(1, count + 1, dtype=torch.int32)
         self._meet()
@@ -141,13 +141,13 @@ class NearCache:
                 to = int(of.place[ids[0]]) - 1
                 torch.index_select(self._features[name], 0, ids, out=of.rows[to : to + len(ids)])
         self._meet()
-        self._kept = kept
+        self._cached_rows = kept
 
     def _meet(self) -> None:
         if self._world.size > 1:
             self._world.all_gather_object("")
 
-    def _chosen(self, counted: Mapping[int, Sequence[Tensor]]) -> dict[NodeType, Tensor]:
+    def _choose_nodes(self, counted: Mapping[int, Sequence[Tensor]]) -> dict[NodeType, Tensor]:
         """Returns the nodes to cache, ascending, by type, from the counts of all ranks of this machine."""
         worth = dict[NodeType, Tensor]()
         for number, (name, row_bytes) in enumerate(self._row_bytes.items()):
@@ -156,7 +156,7 @@ class NearCache:
                 for sums, at in ((reads, 2 * number), (uses, 2 * (len(self._row_bytes) + number))):
                     sums.index_add_(0, of_rank[at], of_rank[at + 1].float())
             worth[name] = torch.full_like(reads, -1)
-            for rank in self._near:
+            for rank in self._local_ranks:
                 here = slice(*self._offsets[name][rank : rank + 2])
                 worth[name][here] = (uses[here] + reads[here] / (1 + reads.max())) / row_bytes
         kept = most_worth(worth, self._row_bytes, self._room)
@@ -164,7 +164,7 @@ class NearCache:
 
     def rows(self, name: NodeType, ids: Tensor) -> tuple[Tensor, int]:
         """Returns features of nodes of this machine, ``[n, ...]``, from the cache or the store, and the number from the cache."""
-        kept, stored = self._kept.get(name), self._features[name]  # another thread may refill it
+        kept, stored = self._cached_rows.get(name), self._features[name]  # another thread may refill it
         if kept is None or not len(kept.rows):
             return stored.index_select(0, ids), 0
         place = kept.place.index_select(0, ids)

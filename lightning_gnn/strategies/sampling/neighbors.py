@@ -25,7 +25,7 @@ _WORK = 32
 NO_IDS = torch.empty(0, dtype=torch.long)
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
+def concat_ids(pieces: Sequence[Tensor]) -> Tensor:
     """Returns the concatenation of some ids, ``[n]``; a single tensor is returned without a copy."""
     return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0] if pieces else NO_IDS
 
@@ -60,11 +60,11 @@ class Neighbors:
         return cls(bounds(counts), sources, edges)
 
     @classmethod
-    def all_of(cls, found: Sequence[Neighbors]) -> Neighbors:
+    def all_of(cls, parts: Sequence[Neighbors]) -> Neighbors:
         """Returns the concatenation of the in-edges of several lists of targets."""
-        if len(found) == 1:
-            return found[0]
-        return cls.of(*map(joined, zip(*(each.fields for each in found)) if found else [[]] * 3))
+        if len(parts) == 1:
+            return parts[0]
+        return cls.of(*map(concat_ids, zip(*(each.fields for each in parts)) if parts else [[]] * 3))
 
     @property
     def counts(self) -> Tensor:
@@ -123,7 +123,7 @@ It must be a function of each node and its in-edges only: the other nodes of a c
 """
 
 
-def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
+def best_of(neighbors: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     """Returns for each target the in-edges with the highest scores ``[S]``, at most `fanout`, in their order.
 
     Ties go to the first edge.
@@ -131,27 +131,27 @@ def best_of(found: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     Raises:
         ValueError: scores that are not one real number for each edge.
     """
-    if not isinstance(scores, Tensor) or scores.shape != found.sources.shape or scores.isnan().any():
+    if not isinstance(scores, Tensor) or scores.shape != neighbors.sources.shape or scores.isnan().any():
         what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"score must return one number, not nan, for each of {len(found.sources)} edges, got {what}.")
-    target = found.targets()
+        raise ValueError(f"score must return one number, not nan, for each of {len(neighbors.sources)} edges, got {what}.")
+    target = neighbors.targets()
     order = scores.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
-    place = torch.arange(len(order)) - found.offsets[:-1][target]  # rank of each edge among its target's edges, best first
+    place = torch.arange(len(order)) - neighbors.offsets[:-1][target]  # rank of each edge among its target's edges, best first
     kept = torch.zeros(len(order), dtype=torch.bool)
     kept[order[place < fanout]] = True
     if scores.is_floating_point():
         kept &= scores != float("-inf")
-    counts = torch.bincount(target[kept], minlength=len(found.offsets) - 1)
-    return Neighbors.of(counts, found.sources[kept], found.edges[kept])
+    counts = torch.bincount(target[kept], minlength=len(neighbors.offsets) - 1)
+    return Neighbors.of(counts, neighbors.sources[kept], neighbors.edges[kept])
 
 
-def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, found: Neighbors) -> Tensor:
+def random_numbers(csr: CSR, targets: Tensor, keys: Tensor, seed: int, neighbors: Neighbors) -> Tensor:
     """Returns the random number of each edge, float64 ``[S]``: the number by which :func:`sample_neighbors` draws it."""
     assert csr.edge is None
-    out = torch.empty(len(found.sources), dtype=torch.float64)
-    arrays = csr.indptr, targets, keys, seed & (2**63 - 1), found.offsets, found.edges, out
-    ranges = partial(even_ranges, found.offsets)
+    out = torch.empty(len(neighbors.sources), dtype=torch.float64)
+    arrays = csr.indptr, targets, keys, seed & (2**63 - 1), neighbors.offsets, neighbors.edges, out
+    ranges = partial(even_ranges, neighbors.offsets)
     run_over_ranges(loops.random_numbers, *arrays, size=len(targets), ranges=ranges, work=_WORK * len(out))
     return out
 

@@ -179,7 +179,7 @@ class SamplingStrategy(GNNStrategy):
         loss_reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
-        self._given = checked_batches(num_neighbors, batch_size), batch_size
+        self._arguments = checked_batches(num_neighbors, batch_size), batch_size
         if sampler is None or not is_one_of(sampler, METHODS):
             raise ValueError(f"sampler must be one of {', '.join(METHODS)}, got {shown(sampler)}.")
         check_flags(replace=replace, directed=directed)
@@ -231,11 +231,11 @@ class SamplingStrategy(GNNStrategy):
 
     def _choose(self, num_neighbors: Fanouts | None, batch_size: int | None) -> None:
         """Set num_neighbors and batch_size from the datamodule if they are not arguments of the strategy."""
-        if self.sampler not in _OF_NEIGHBORS and (self._given[0] or num_neighbors):
+        if self.sampler not in _OF_NEIGHBORS and (self._arguments[0] or num_neighbors):
             raise ValueError(f"num_neighbors is not supported with sampler={self.sampler!r}, which draws none. Remove it.")
         usual: Fanouts = [15, 10]
-        self.num_neighbors = _one_of("num_neighbors", self._given[0], num_neighbors, usual)
-        self.batch_size = _one_of("batch_size", self._given[1], batch_size, 1024)
+        self.num_neighbors = _one_of("num_neighbors", self._arguments[0], num_neighbors, usual)
+        self.batch_size = _one_of("batch_size", self._arguments[1], batch_size, 1024)
 
     @override
     def check_data(self, data: Any) -> GraphDataModule:
@@ -283,14 +283,14 @@ class SamplingStrategy(GNNStrategy):
         # Edges that are held out must not carry messages.
         messages = counted_mask("train_mask", module)
         makers = [make(store, *how) for store in self._stores(cut, mask, messages if messages in EDGE_MASKS else None)]
-        knows_others = make is BatchMaker and self.choice.time_attr is None
-        others = {peer: split.seeds(peer) for peer in makers[0].store.askers} if knows_others else None
+        has_peer_seeds = make is BatchMaker and self.choice.time_attr is None
+        peer_seeds = {peer: split.seeds(peer) for peer in makers[0].store.askers} if has_peer_seeds else None
         seed, trainer = self.seed if training else None, module.trainer
         # trainer.current_epoch is briefly one too low if a run resumes from a checkpoint of an epoch's end.
         progress: Any = trainer.fit_loop.epoch_progress.current
         device = torch.device("cpu") if hooks_move_batches(module, data) else self.root_device
-        of_epoch = seed, self.prefetch_batches, lambda: progress.processed
-        self._loaders[mask] = SampledBatches(makers, batches, own, split.first, rank, *of_epoch, device, others)
+        options = seed, self.prefetch_batches, lambda: progress.processed
+        self._loaders[mask] = SampledBatches(makers, batches, own, split.first, rank, *options, device, peer_seeds)
         return self._loaders[mask]
 
     def _stores(self, cut: Cut, mask: str | None, messages: str | None) -> list[GraphStore]:
@@ -321,9 +321,9 @@ class SamplingStrategy(GNNStrategy):
         types, choice = cut.types, self.choice
         of_nodes, of_edges = ({kind: cut.attributes[types.key(kind)] for kind in kinds} for kinds in (types.nodes, types.edges))
 
-        def check(name: str, values: Tensor, what: str, wanted: bool) -> None:
+        def check(name: str, values: Tensor, label: str, wanted: bool) -> None:
             if values.dim() != 1 or not wanted:
-                raise ValueError(f"{name!r} of {what} must be one number each (got {values.dtype} {list(values.shape)}).")
+                raise ValueError(f"{name!r} of {label} must be one number each (got {values.dtype} {list(values.shape)}).")
 
         if choice.weight_attr:
             found = {kind: of[choice.weight_attr] for kind, of in of_edges.items() if choice.weight_attr in of}
@@ -553,9 +553,9 @@ class SamplingStrategy(GNNStrategy):
         super().teardown()
 
 
-def _one_of(name: str, own: T | None, of_data: T | None, default: T) -> T:
-    if own is None:
-        return default if of_data is None else of_data
-    if of_data is not None and own != of_data:
-        raise ValueError(f"{name} is set twice: {of_data} in GraphDataModule, {own} in SamplingStrategy. Remove one of them.")
-    return own
+def _one_of(name: str, value: T | None, data: T | None, default: T) -> T:
+    if value is None:
+        return default if data is None else data
+    if data is not None and value != data:
+        raise ValueError(f"{name} is set twice: {data} in GraphDataModule, {value} in SamplingStrategy. Remove one of them.")
+    return value

@@ -47,7 +47,7 @@ class EgoBatchMaker(BatchMaker):
     """Maker of batches of ego graphs, one per seed, that share no nodes; see :class:`BatchMaker` for arguments."""
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch in the format of PyG's ShaDowKHopSampler, but with labels of all nodes.
 
         It has all edges between the nodes drawn around a seed, one ego graph after the other. ``batch [n]`` is the ego graph of
@@ -87,7 +87,7 @@ class SubgraphBatchMaker(BatchMaker):
         self._draw, self._training, self._stand_in = draw, training, stand_in
 
     @override
-    def make(self, seeds: Tensor, random_seeds: list[int], asked: Mapping[int, Tensor] | None = None) -> Data:
+    def make(self, seeds: Tensor, random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None) -> Data:
         """Returns the batch in the format of PyG's GraphSAINT loaders and ClusterLoader, without norms.
 
         ``train_mask`` is True for labeled training nodes; other masks are the graph's. ``num_seeds`` counts the labeled training

@@ -308,7 +308,7 @@ def test_what_scores_are_made_of(messages, tmp_path):
     cut = cut_of(graph, 2, tmp_path)
 
     def of_rank(rank: int, world: Any, near: Any) -> Neighbors:
-        return GraphStore(cut, world, near, messages=messages, choice=Choice(score=knows_its_edges)).drawn(
+        return GraphStore(cut, world, near, messages=messages, choice=Choice(score=knows_its_edges)).draw_neighbors(
             ONE_TYPE, nodes, 2, 7, False
         )
 

@@ -68,7 +68,7 @@ def batches_of(
         steps = SeedBatches([min(size, most) for size in split.sizes], 3)
         others = None if edges else {asker: split.seeds(asker) for asker in store.askers}
         own = split.seeds(rank)[:most]
-        loader = SampledBatches([make(store)], steps, own, split.first, rank, 0, 0, lambda: 0, others=others)
+        loader = SampledBatches([make(store)], steps, own, split.first, rank, 0, 0, lambda: 0, peer_seeds=others)
         return list(loader)
 
     return on_threads(machines, of_rank)
@@ -169,7 +169,7 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
         steps, epoch = SeedBatches(split.sizes, 3), iter(range(9))
         others = {asker: split.seeds(asker) for asker in store.askers}
         loader = SampledBatches(
-            makers, steps, split.seeds(rank), split.first, rank, 0, 0, lambda: next(epoch), others=others
+            makers, steps, split.seeds(rank), split.first, rank, 0, 0, lambda: next(epoch), peer_seeds=others
         )
         first = list(loader)
         store.take_counts()
@@ -192,7 +192,7 @@ def test_the_cache_has_what_the_first_epoch_asked_for_most(graph, machines, tmp_
                 nodes = batch[name] if types.is_hetero else batch
                 if "x" in nodes:
                     ids = new[name][nodes.n_id]
-                    far = ids[store.machines_of(name, ids) != store.here]
+                    far = ids[store.machines_of(name, ids) != store.local_machine]
                     row_bytes[name] = nodes.x[:1].nbytes
                     uses.update((name, each) for each in far.tolist())
         cached = {(name, each) for name, (ids, _) in store._cache.rows.items() for each in ids.tolist()}

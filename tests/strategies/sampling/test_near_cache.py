@@ -59,7 +59,7 @@ def test_rows_that_are_worth_most_are_kept(numbers, room):
 
 def kept_in(cache: NearCache | None) -> dict[Node, Tensor]:
     """Returns each row that is kept."""
-    every = {} if cache is None else cache._kept
+    every = {} if cache is None else cache._cached_rows
     return {
         (name, node): each.rows[place - 1].clone()
         for name, each in every.items()
@@ -79,7 +79,7 @@ def epochs_of(cut: Cut, machines: Any, near_bytes: int, **options: Any) -> list[
         others = {asker: split.seeds(asker) for asker in store.askers}
         own, steps = split.seeds(rank), SeedBatches(split.sizes, 3)
         ahead = 0 if store.channel else 2
-        loader = SampledBatches(makers, steps, own, split.first, rank, 0, ahead, lambda: next(epoch), others=others)
+        loader = SampledBatches(makers, steps, own, split.first, rank, 0, ahead, lambda: next(epoch), peer_seeds=others)
         for _ in range(3):
             batches = list(loader)
             counts = np.sum([each.take_counts()[3:] for each in stores], 0)
@@ -204,7 +204,7 @@ class InMemory(Watch):
         super().on_train_batch_end(trainer, *given)
         cache = trainer.strategy._loaders["train_mask"].makers[0].store.near_cache
         if cache is not None:
-            kept = cache._kept["node"]
+            kept = cache._cached_rows["node"]
             self.found.append((mapped_file(kept.place), mapped_file(kept.rows), kept.place.nbytes + kept.rows.nbytes))
 
 

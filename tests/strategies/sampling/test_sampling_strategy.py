@@ -101,7 +101,7 @@ def test_batches_of_an_epoch(sizes, batch_size, seed):
     assert [sum(each) for each in zip(*counts)] == sizes
     for rank, size in enumerate(sizes):
         own = torch.arange(size) + 100
-        parts = batches.of_epoch(own, rank, seed)
+        parts = batches.split_epoch(own, rank, seed)
         assert [len(part) for part in parts] == [each[rank] for each in counts]  # as many steps on all ranks
         assert max(map(len, parts)) <= batch_size
         assert torch.equal(torch.cat(parts).sort().values, own)
@@ -112,7 +112,7 @@ class Failing:
 
     made, store = 0, Mock()
 
-    def make(self, seeds: torch.Tensor, random_seeds: list[int], asked: Any = None) -> Data:
+    def make(self, seeds: torch.Tensor, random_seeds: list[int], peer_seeds: Any = None) -> Data:
         self.made += 1
         return Data() if self.made == 1 else 1 // 0  # type: ignore[return-value]
 

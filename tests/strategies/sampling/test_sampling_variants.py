@@ -161,7 +161,7 @@ class Together:
     def __init__(self, meeting: Barrier) -> None:
         self._meeting = meeting
 
-    def make(self, seeds: torch.Tensor, random_seeds: list[int], asked: Any = None) -> Data:
+    def make(self, seeds: torch.Tensor, random_seeds: list[int], peer_seeds: Any = None) -> Data:
         self._meeting.wait(timeout=30)
         return Data(seeds=seeds)
 
