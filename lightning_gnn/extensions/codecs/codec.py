@@ -240,7 +240,7 @@ class BlockFloats(Codec):
     """
 
     @property
-    def _most(self) -> int:
+    def _max_code(self) -> int:
         return 2 ** (self._bits - 1) - 1
 
     @override
@@ -256,7 +256,7 @@ class BlockFloats(Codec):
         largest = values.abs().amax(1, keepdim=True)
         fraction, exponent = torch.frexp(largest)
         # Ensures that the largest entry does not round beyond the range.
-        exponent = exponent - (self._bits - 1) + (fraction * (self._most + 1) >= self._most + 0.5).int()
+        exponent = exponent - (self._bits - 1) + (fraction * (self._max_code + 1) >= self._max_code + 0.5).int()
         strange = ~(largest < 2.0**120)
         exponent = exponent.masked_fill(strange, _STRANGE - _MIDDLE).clamp(min=1 - _MIDDLE)
         places = torch.ldexp(values.masked_fill(strange, 0), -exponent.clamp(max=119))
@@ -267,7 +267,7 @@ class BlockFloats(Codec):
             codes = (places + draws).floor()
         else:
             codes = places.round()
-        codes.clamp_(-self._most, self._most)
+        codes.clamp_(-self._max_code, self._max_code)
         # Squares are summed in units of steps, which do not overflow; the sum of each row is scaled in float64.
         squares = torch.stack([(codes - places).square().sum(1), places.square().sum(1)]).double()
         squares = torch.ldexp(squares, 2 * exponent.clamp(max=119).view(-1))
@@ -275,7 +275,7 @@ class BlockFloats(Codec):
         out[:, :1] = exponent + _MIDDLE
         per_byte, num_bytes = 8 // self._bits, out.size(1) - 1
         padded = torch.zeros(len(rows), num_bytes * per_byte, dtype=torch.uint8, device=rows.device)
-        padded[:, : rows.size(1)] = codes + self._most
+        padded[:, : rows.size(1)] = codes + self._max_code
         parts = padded.view(len(rows), per_byte, num_bytes)
         out[:, 1:] = parts[:, 0] if per_byte == 1 else parts[:, 0] | parts[:, 1] << 4
 
@@ -285,7 +285,7 @@ class BlockFloats(Codec):
             return
         exponent, packed = data[:, :1].int() - _MIDDLE, data[:, 1:]
         codes = packed if self._bits == 8 else torch.cat([packed & 15, packed >> 4], 1)
-        wide = (codes[:, : out.size(1)].int() - self._most).to(torch.promote_types(out.dtype, torch.float32))
+        wide = (codes[:, : out.size(1)].int() - self._max_code).to(torch.promote_types(out.dtype, torch.float32))
         wide = torch.ldexp(wide, exponent.clamp(max=119))
         out.copy_(wide.masked_fill_(data[:, :1] == _STRANGE, float("nan")))
 

@@ -81,7 +81,7 @@ class EncodingTransport(TransportWrapper):
                 rows, into = into.detach().view(len(into), -1), into.new_empty((len(into), coded), dtype=torch.uint8)
                 decodes.append((into, rows))
             arriving.append((peer, into))
-        wait = self._transport.start_each(self._encoded(sends), arriving)
+        wait = self._transport.start_each(self._encode_messages(sends), arriving)
         if not decodes:
             return wait
 
@@ -92,7 +92,7 @@ class EncodingTransport(TransportWrapper):
 
         return finish
 
-    def _encoded(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
+    def _encode_messages(self, sends: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[int, Tensor]]:
         """Returns the messages to send; if some are encoded, all use the wrapped transport's buffer. Encodes a tensor once."""
         distinct = {id(rows): rows for _, rows in sends}
         widths = {key: self._row_bytes(rows.shape, rows.dtype) for key, rows in distinct.items()}

@@ -67,7 +67,7 @@ class Rows:
     moments: tuple[Tensor, ...]
     step: int = 0
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Rows:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
         """Returns a copy with `change` applied to weight and moments."""
         return replace(self, weight=change(self.weight), moments=tuple(change(each) for each in self.moments))
 
@@ -101,7 +101,7 @@ class EmbeddingRows(AnyRows):
         batch_ids: the tensor ``batch.n_id`` of full-graph steps, if it has this rank's nodes in order.
 
     Attributes:
-        own_ids: original ids of this rank's nodes, in the order of its rows.
+        local_ids: original ids of this rank's nodes, in the order of its rows.
         channels: channels for reads and for updates.
         background: thread that sends gradients to owners; in the same order on all ranks.
     """
@@ -113,12 +113,12 @@ class EmbeddingRows(AnyRows):
         self._changed = OwnedRows(self._first, self.channels[1].exchange)
         self._world, self._batch_ids, self._place = world, batch_ids, None
         self.num_nodes, self._n_id = len(n_id), n_id
-        self.own_ids = n_id.split(list(counts))[world.rank]
+        self.local_ids = n_id.split(list(counts))[world.rank]
         self._is_open = True
         self.background = Background("lightning_gnn rows", stops=False)
 
     @classmethod
-    def of_type(cls, name: NodeType | None, world: World, shard: Shard) -> EmbeddingRows:
+    def from_shard(cls, name: NodeType | None, world: World, shard: Shard) -> EmbeddingRows:
         """Returns the rows for the nodes of a type, on the rank of `shard`; the type is None for a graph without types."""
         held = shard.nodes_held()[name]
         return cls(world, held.all_ids, held.counts, None if held.replicas else held.ids)
@@ -129,7 +129,7 @@ class EmbeddingRows(AnyRows):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickle does not include other ranks
 
-    def are_own(self, ids: Tensor) -> bool:
+    def are_local(self, ids: Tensor) -> bool:
         """Returns whether ids are each rank's local nodes, so that nothing is sent; all ranks agree."""
         return ids is self._batch_ids
 
@@ -152,9 +152,9 @@ class EmbeddingRows(AnyRows):
             ids: original ids, ``[n]``, with duplicates.
             values: ``[n, D]``.
         """
-        places, sums = summed(self._places()[ids], values)
+        places, sums = sum_rows(self._places()[ids], values)
         request = self._changed.request(places)
-        return summed(torch.cat(request.rows), torch.cat(self._changed.push(request, sums)))
+        return sum_rows(torch.cat(request.rows), torch.cat(self._changed.push(request, sums)))
 
     def gather(self, rows: Tensor) -> Tensor:
         """Returns the rows of all nodes in original order, ``[N, ...]``, on rank 0; an empty tensor ``[0, ...]`` on other ranks.
@@ -188,7 +188,7 @@ class EmbeddingRows(AnyRows):
             channel.close()
 
 
-def summed(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def sum_rows(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the distinct rows, ascending, and the sum of the values of each, in the given order.
 
     Args:
@@ -264,9 +264,9 @@ class DistributedEmbedding(LearnedRows):
         self._dtype = torch.get_default_dtype()
         # All rows, if they were changed or loaded; and in a run of several ranks, the rows that this rank owns.
         self._all: Rows | None = None
-        self._own: Rows | None = None
+        self._local: Rows | None = None
         self._owners: EmbeddingRows | None = None
-        self._elsewhere = ""
+        self._missing_reason = ""
         self._changed = False  # in this run of several ranks
         self._reset()
 
@@ -286,23 +286,23 @@ class DistributedEmbedding(LearnedRows):
         for name in ("_gradients", "_pushes", "_lock"):
             del state[name]
         if are_untrained():
-            state.update(_all=None, _own=None, _owners=None)
+            state.update(_all=None, _local=None, _owners=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset()
-        if self._own is not None and self._owners is None:  # from a pickle of one of several ranks
-            self._elsewhere = _PICKLED if self._changed else self._elsewhere
-            self._own, self._changed = None, False
+        if self._local is not None and self._owners is None:  # from a pickle of one of several ranks
+            self._missing_reason = _PICKLED if self._changed else self._missing_reason
+            self._local, self._changed = None, False
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedEmbedding:
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         if self._all is not None:
-            self._all = self._all.each(lambda rows: rows.to(self._dtype))
-        if self._own is not None:
-            self._own = self._own.each(lambda rows: rows.to(self._dtype))
+            self._all = self._all.map(lambda rows: rows.to(self._dtype))
+        if self._local is not None:
+            self._local = self._local.map(lambda rows: rows.to(self._dtype))
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
     @property
@@ -323,7 +323,7 @@ class DistributedEmbedding(LearnedRows):
             raise ValueError(f"ids must be from 0 to {self.num_nodes - 1} (num_nodes={self.num_nodes}), got {low} to {high}.")
         if not self.training:
             self.flush()
-        owned = self._owners is not None and self._owners.are_own(ids)
+        owned = self._owners is not None and self._owners.are_local(ids)
         rows = self._read(here, owned).to(ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
@@ -341,19 +341,19 @@ class DistributedEmbedding(LearnedRows):
         if are_untrained():
             return self._initial(ids)
         if self._owners is not None:
-            return self._read_own() if owned else self._owners.read(ids, self._read_own)
+            return self._read_local() if owned else self._owners.read(ids, self._read_local)
         self._check_here()
         return self._initial(ids) if self._all is None else self._all.weight[ids]
 
-    def _read_own(self, rows: Tensor | None = None) -> Tensor:
-        assert self._own is not None
+    def _read_local(self, rows: Tensor | None = None) -> Tensor:
+        assert self._local is not None
         with self._lock:  # reads a row entirely before or after an update
-            return self._own.weight.clone() if rows is None else self._own.weight[rows]
+            return self._local.weight.clone() if rows is None else self._local.weight[rows]
 
     def _check_here(self) -> None:
         """Raises RuntimeError if this process does not have the rows, or must not change them."""
-        if self._elsewhere:
-            raise RuntimeError(f"The rows of this DistributedEmbedding are not in this process: {self._elsewhere}")
+        if self._missing_reason:
+            raise RuntimeError(f"The rows of this DistributedEmbedding are not in this process: {self._missing_reason}")
         if num_ranks() > 1:
             raise RuntimeError(
                 f"DistributedEmbedding on {num_ranks()} ranks needs a strategy of this package, which defines the owners of "
@@ -370,7 +370,7 @@ class DistributedEmbedding(LearnedRows):
                 into.copy_(torch.from_numpy(_normal(seed, some.numpy(), self.dim)))
         return out
 
-    def _begun(self, ids: Tensor) -> Rows:
+    def _new_rows(self, ids: Tensor) -> Rows:
         weight = self._initial(ids)
         return Rows(weight, tuple(torch.zeros_like(weight) for _ in self._names[1:]))
 
@@ -402,25 +402,25 @@ class DistributedEmbedding(LearnedRows):
         if self._owners is None:
             self._check_here()
             if self._all is None:
-                self._all = self._begun(torch.arange(self.num_nodes))
-            self._all.update(*summed(ids, grads), self.lr)
+                self._all = self._new_rows(torch.arange(self.num_nodes))
+            self._all.update(*sum_rows(ids, grads), self.lr)
             return
         self._all, self._changed = None, True
-        only_own = all(owned for _, _, owned in gradients)  # the same on all ranks
-        work = partial(self._push, self._owners, ids, grads, only_own, self.lr)
+        only_local = all(owned for _, _, owned in gradients)  # the same on all ranks
+        work = partial(self._push, self._owners, ids, grads, only_local, self.lr)
         self._pushes.append(self._owners.background.begin(work))
         self.flush(self.staleness)
 
-    def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_own: bool, lr: float) -> None:
+    def _push(self, owners: EmbeddingRows, ids: Tensor, grads: Tensor, only_local: bool, lr: float) -> None:
         """Send gradients to their owners, and apply the gradients received for local rows."""
-        assert self._own is not None
-        if only_own:
-            rows = torch.arange(len(self._own.weight))
-            sums = grads.view(len(grads) // max(len(rows), 1), *self._own.weight.shape).sum(0)  # each call read all rows
+        assert self._local is not None
+        if only_local:
+            rows = torch.arange(len(self._local.weight))
+            sums = grads.view(len(grads) // max(len(rows), 1), *self._local.weight.shape).sum(0)  # each call read all rows
         else:
             rows, sums = owners.sum(ids, grads)
         with self._lock:
-            self._own.update(rows, sums, lr)
+            self._local.update(rows, sums, lr)
 
     def flush(self, under_way: int = 0) -> None:
         """Wait until all pushes of this rank and to this rank are applied, except the last `under_way` pushes."""
@@ -464,21 +464,21 @@ class DistributedEmbedding(LearnedRows):
     @override
     def distribute(self, world: World, shard: Shard, before: Sequence[LearnedRows]) -> None:
         same = (each for each in before if isinstance(each, DistributedEmbedding) and each.node_type == self.node_type)
-        owners = next((each._owners for each in same), None) or EmbeddingRows.of_type(self.node_type, world, shard)
-        lost = world.all_gather_object(bool(self._elsewhere))
+        owners = next((each._owners for each in same), None) or EmbeddingRows.from_shard(self.node_type, world, shard)
+        lost = world.all_gather_object(bool(self._missing_reason))
         if any(lost):
             if lost[0]:
-                raise RuntimeError(f"The rows of DistributedEmbedding are lost: {self._elsewhere or 'see rank 0'}")
-            whole = self._all or self._begun(torch.arange(self.num_nodes if world.rank == 0 else 0))
+                raise RuntimeError(f"The rows of DistributedEmbedding are lost: {self._missing_reason or 'see rank 0'}")
+            whole = self._all or self._new_rows(torch.arange(self.num_nodes if world.rank == 0 else 0))
             if world.rank:
-                whole = whole.each(lambda rows: rows[:0])
-            self._own = replace(whole.each(owners.scatter), step=world.broadcast_object(whole.step))
+                whole = whole.map(lambda rows: rows[:0])
+            self._local = replace(whole.map(owners.scatter), step=world.broadcast_object(whole.step))
         else:
-            ids = owners.own_ids
-            self._own = self._begun(ids) if self._all is None else self._all.each(lambda rows: rows[ids])
+            ids = owners.local_ids
+            self._local = self._new_rows(ids) if self._all is None else self._all.map(lambda rows: rows[ids])
         if world.rank and self._all is not None:
             self._all = None
-            self._elsewhere = _ON_RANK_0
+            self._missing_reason = _ON_RANK_0
         self._owners = owners
 
     @override
@@ -492,16 +492,16 @@ class DistributedEmbedding(LearnedRows):
         self._changed = False
         whole = self._whole()
         self._all = whole if len(whole.weight) else None
-        self._elsewhere = "" if len(whole.weight) else _ON_RANK_0
+        self._missing_reason = "" if len(whole.weight) else _ON_RANK_0
 
     @override
     def release(self) -> None:
         if self._owners is not None:
             self._owners.close()
         if self._changed:
-            self._elsewhere = "training did not finish. Load a checkpoint."
+            self._missing_reason = "training did not finish. Load a checkpoint."
         self._changed = False
-        self._own = self._owners = None
+        self._local = self._owners = None
         _with_gradients.discard(self)
         self._reset()
 
@@ -511,15 +511,15 @@ class DistributedEmbedding(LearnedRows):
         """Returns the rows of all nodes in original order; with several ranks only on rank 0, none on other ranks."""
         self.flush()
         if self._owners is not None:
-            assert self._own is not None
-            return self._own.each(self._owners.gather)
-        if self._all is None and not self._elsewhere:
-            self._all = self._begun(torch.arange(self.num_nodes))
+            assert self._local is not None
+            return self._local.map(self._owners.gather)
+        if self._all is None and not self._missing_reason:
+            self._all = self._new_rows(torch.arange(self.num_nodes))
         if self._all is not None:
             return self._all
-        if self._elsewhere != _ON_RANK_0:
+        if self._missing_reason != _ON_RANK_0:
             self._check_here()
-        return self._begun(torch.arange(0))
+        return self._new_rows(torch.arange(0))
 
     @override
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -551,17 +551,17 @@ class DistributedEmbedding(LearnedRows):
                 error_msgs.append(f"{prefix}{name} is {list(rows.shape)}, but the embedding is {list(shape)}.{hint}")
                 return
         self.flush()
-        chosen: Any = slice(None) if self._owners is None else self._owners.own_ids
+        selected: Any = slice(None) if self._owners is None else self._owners.local_ids
 
-        def taken(rows: Tensor) -> Tensor:
-            return rows.detach()[chosen].to("cpu", self._dtype, copy=True)
+        def copy_rows(rows: Tensor) -> Tensor:
+            return rows.detach()[selected].to("cpu", self._dtype, copy=True)
 
-        weight = taken(found["weight"])
-        moments = tuple(taken(found[name]) if name in found else torch.zeros_like(weight) for name in self._names[1:])
+        weight = copy_rows(found["weight"])
+        moments = tuple(copy_rows(found[name]) if name in found else torch.zeros_like(weight) for name in self._names[1:])
         loaded = Rows(weight, moments, int(state_dict.get(f"{prefix}step", 0)))
         self._changed = self._owners is not None
-        self._all, self._own = (None, loaded) if self._changed else (loaded, None)
-        self._elsewhere = ""
+        self._all, self._local = (None, loaded) if self._changed else (loaded, None)
+        self._missing_reason = ""
         self._gradients = []
 
 
@@ -578,7 +578,7 @@ register_optimizer_step_post_hook(_step_all)
 # Initial rows #################################################################
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _random_bits(numbers: np.ndarray) -> np.ndarray:
     """Returns random bits that depend on each number alone: the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
     z = numbers + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -588,8 +588,8 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 def _normal(seed: int, ids: np.ndarray, dim: int) -> np.ndarray:
     """Returns standard normal rows that depend on seed and id alone, float64 ``[n, D]``, by the Box-Muller method."""
-    of_seed = _mixed(np.array([seed], np.int64).view(np.uint64))
-    of_row = _mixed(ids.astype(np.uint64) ^ of_seed)[:, None]
-    bits = _mixed(of_row + np.arange(2 * dim, dtype=np.uint64))
+    seed_bits = _random_bits(np.array([seed], np.int64).view(np.uint64))
+    row_bits = _random_bits(ids.astype(np.uint64) ^ seed_bits)[:, None]
+    bits = _random_bits(row_bits + np.arange(2 * dim, dtype=np.uint64))
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return np.sqrt(-2 * np.log(uniform[:, :dim])) * np.cos(2 * np.pi * uniform[:, dim:])

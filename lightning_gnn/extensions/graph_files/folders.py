@@ -52,7 +52,7 @@ ROWS = 1 << 20
 NEEDS_PYARROW = "Reading {} needs pyarrow, which is not installed. Run pip install lightning-gnn[files]."
 
 
-def mapped(file: Path) -> np.ndarray:
+def map_file(file: Path) -> np.ndarray:
     """Returns a ``.npy`` file, or a tensor in a ``.pt`` file, memory-mapped (copy on write)."""
     try:
         if file.suffix == ".pt":
@@ -62,7 +62,7 @@ def mapped(file: Path) -> np.ndarray:
         raise ValueError(f"{file} cannot be read as a {file.suffix} file of numbers: {error}.") from error
 
 
-def mapped_member(file: Path, name: str) -> np.ndarray | None:
+def map_member(file: Path, name: str) -> np.ndarray | None:
     """Returns an array of a ``.npz`` file, memory-mapped; None if it is compressed or does not exist."""
     with zipfile.ZipFile(file) as archive:
         try:
@@ -85,7 +85,7 @@ def mapped_member(file: Path, name: str) -> np.ndarray | None:
 
 def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
     """Returns an array of a ``.npz`` file, memory-mapped, or None; a compressed array is unpacked to `scratch`."""
-    found = mapped_member(file, name)
+    found = map_member(file, name)
     if found is not None:
         return found
     with zipfile.ZipFile(file) as archive:
@@ -96,7 +96,7 @@ def member(file: Path, name: str, scratch: Path) -> np.ndarray | None:
             scratch.mkdir(parents=True, exist_ok=True)
             with appearing(target) as new, archive.open(f"{name}.npy") as packed, new.open("wb") as out:
                 shutil.copyfileobj(packed, out, 1 << 24)
-    return mapped(target)
+    return map_file(target)
 
 
 class Table:
@@ -124,7 +124,7 @@ class Table:
 
     def _of(self, file: Path) -> Iterator[np.ndarray]:
         if file.suffix == ".npy":
-            array = mapped(file)
+            array = map_file(file)
             for begin in range(0, len(array), ROWS):
                 yield array[begin : begin + ROWS]
             return
@@ -191,7 +191,7 @@ def write_rows(file: Path, table: Table) -> np.ndarray:
                 rows += len(piece)
             shape = (rows, *(() if first is None else first.shape[1:]))
             _end(out, shape, np.dtype(np.float32) if first is None else first.dtype)
-    return mapped(file)
+    return map_file(file)
 
 
 def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
@@ -224,7 +224,7 @@ def write_edges(file: Path, table: Table, num_nodes: int | None) -> np.ndarray:
                 shutil.copyfileobj(opened, out, 1 << 24)
             _end(out, (2, rows), dtype)
         targets.unlink()
-    return mapped(file)
+    return map_file(file)
 
 
 def check_ids(file: Path, row: int, ids: np.ndarray, num_nodes: int | None) -> None:
@@ -277,11 +277,11 @@ def read_folder(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
             f"Folder {folder} does not exist. Use a folder with the files of a graph (docs/large-graphs.md), or an import path."
         )
     forms: dict[str, Callable[[Path, Path], tuple[Data, Split | None]]] = {
-        "graph.json": _own,
-        "metadata.json": _chunked,
-        "metadata.yaml": _graphbolt,
-        "raw/data.npz": _ogb,
-        "edge_index.npy": _own,
+        "graph.json": _read_native,
+        "metadata.json": _read_chunked,
+        "metadata.yaml": _read_graphbolt,
+        "raw/data.npz": _read_ogb,
+        "edge_index.npy": _read_native,
     }
     for name, read in forms.items():
         if (folder / name).is_file():
@@ -307,7 +307,7 @@ class _Transposed(Table):
     """Edges in a ``.npy`` file ``[2, E]``, as rows."""
 
     def pieces(self) -> Iterator[tuple[Path, int, np.ndarray]]:
-        array = mapped(self._files[0])
+        array = map_file(self._files[0])
         for begin in range(0, array.shape[1], ROWS):
             yield self._files[0], begin, array[:, begin : begin + ROWS].T
 
@@ -316,7 +316,7 @@ def _edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **option
     """Returns edges ``[2, E]``: mapped if one ``.npy`` file has this layout with contiguous rows, else rewritten."""
     table = Table(files, **options)
     if len(files) == 1 and files[0].suffix == ".npy":
-        array = mapped(files[0])
+        array = map_file(files[0])
         if array.ndim != 2 or 2 not in array.shape:
             raise ValueError(f"{files[0]} must hold edges, [2, E] (got {list(array.shape)}).")
         if array.shape[0] == 2 and array.flags.c_contiguous and array.dtype in (np.int32, np.int64):
@@ -328,13 +328,13 @@ def _edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **option
 def _rows(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> torch.Tensor:
     """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else rewritten."""
     of_one = len(files) == 1 and files[0].suffix == ".npy"
-    return torch.from_numpy(mapped(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
+    return torch.from_numpy(map_file(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
 
 
 # The project's format #########################################################
 
 
-def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
+def _read_native(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     described: dict[str, Any] = {file.stem: file.name for file in sorted(folder.glob("*.npy"))}
     if (folder / "graph.json").is_file():
         try:
@@ -347,18 +347,18 @@ def _own(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     values = Data()
     for name, of in described.items():
         if name != "edge_index":
-            files, options = _own_files(folder, name, of)
+            files, options = _attribute_files(folder, name, of)
             values[name] = _rows(files, scratch, name, **options)
     if num_nodes is None and "x" in values:
         num_nodes = values.x.size(0)
-    files, options = _own_files(folder, "edge_index", described["edge_index"])
+    files, options = _attribute_files(folder, "edge_index", described["edge_index"])
     values.edge_index = _edges(files, scratch, num_nodes, **options)
     if num_nodes is not None:
         values.num_nodes = num_nodes
     return values, None
 
 
-def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, Any]]:
+def _attribute_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, Any]]:
     """Returns the files of an attribute, and the options to read them as a table."""
     options = {"files": of} if isinstance(of, str) else of
     allowed = {"files", "columns", "delimiter", "header"}
@@ -373,69 +373,69 @@ def _own_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict[str, 
 # Other formats ################################################################
 
 
-def _check_one(what: str, names: Sequence[Any], file: Path) -> None:
+def _check_one(kind: str, names: Sequence[Any], file: Path) -> None:
     if len(names) > 1:
         raise ValueError(
-            f"{file} must have one type of {what}, got {len(names)}: {', '.join(map(str, names[:5]))}. Load a graph with types "
+            f"{file} must have one type of {kind}, got {len(names)}: {', '.join(map(str, names[:5]))}. Load a graph with types "
             "as a HeteroData: GraphDataModule(function)."
         )
 
 
-def _named(name: str) -> str:
+def _attribute_name(name: str) -> str:
     """Returns PyG's name for features and labels of DGL's datasets."""
     return {"feat": "x", "label": "y", "labels": "y"}.get(name, name)
 
 
-def _chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
+def _read_chunked(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """Returns DGL's chunked graph: ``metadata.json`` with ``edges`` and ``node_data`` by type, each with a format and files."""
     file = folder / "metadata.json"
     meta = json.loads(file.read_text())
     node_types, edge_types = meta.get("node_type", ["node"]), list(meta["edges"])
-    for what, names in (("nodes", node_types), ("edges", edge_types)):
-        _check_one(what, names, file)
+    for kind, names in (("nodes", node_types), ("edges", edge_types)):
+        _check_one(kind, names, file)
     [counts] = meta["num_nodes_per_chunk"]
     num_nodes, edges = sum(counts), meta["edges"][edge_types[0]]
     values = Data()
-    table = Table([folder / each for each in edges["data"]], **_of_format(edges["format"]))
+    table = Table([folder / each for each in edges["data"]], **_table_options(edges["format"]))
     values.edge_index = torch.from_numpy(write_edges(scratch / "edge_index.npy", table, num_nodes))
     of_nodes = meta.get("node_data", {}).get(node_types[0], {})
     of_edges = meta.get("edge_data", {}).get(edge_types[0], {})
     for given, prefix in ((of_nodes, ""), (of_edges, "edge_")):
         for name, of in given.items():
-            called = _named(name) if not prefix else f"{prefix}{name.removeprefix('edge_')}"
+            called = _attribute_name(name) if not prefix else f"{prefix}{name.removeprefix('edge_')}"
             paths = [folder / each for each in of["data"]]
-            values[called] = _rows(paths, scratch, called, **_of_format(of["format"]))
+            values[called] = _rows(paths, scratch, called, **_table_options(of["format"]))
             if not prefix:
                 tell_kinds(values, "node", [called])
     values.num_nodes = num_nodes
     return values, None
 
 
-def _of_format(of: Mapping[str, Any]) -> dict[str, Any]:
+def _table_options(of: Mapping[str, Any]) -> dict[str, Any]:
     return {"delimiter": of.get("delimiter", " "), "header": False} if of.get("name") == "csv" else {}
 
 
-def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
+def _read_graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """Returns GraphBolt's on-disk dataset: ``metadata.yaml`` with ``graph``, ``feature_data`` and ``tasks``."""
     import yaml
 
     file = folder / "metadata.yaml"
     meta = yaml.safe_load(file.read_text())
     nodes, edges = meta["graph"]["nodes"], meta["graph"]["edges"]
-    for what, names in (("nodes", nodes), ("edges", edges)):
-        _check_one(what, [each.get("type") for each in names], file)
+    for kind, names in (("nodes", nodes), ("edges", edges)):
+        _check_one(kind, [each.get("type") for each in names], file)
     num_nodes, values = int(nodes[0]["num"]), Data()
     values.edge_index = _edges([folder / edges[0]["path"]], scratch, num_nodes, header=False)
     for of in meta.get("feature_data") or ():
-        name = _named(of["name"]) if of["domain"] == "node" else f"edge_{of['name'].removeprefix('edge_')}"
-        values[name] = torch.from_numpy(mapped(folder / of["path"]))
+        name = _attribute_name(of["name"]) if of["domain"] == "node" else f"edge_{of['name'].removeprefix('edge_')}"
+        values[name] = torch.from_numpy(map_file(folder / of["path"]))
         if of["domain"] == "node":
             tell_kinds(values, "node", [name])
     split: dict[str, torch.Tensor] = {}
     for task in meta.get("tasks") or ():
         for key, part in (("train_set", "train"), ("validation_set", "valid"), ("test_set", "test")):
             for of_set in task.get(key) or ():
-                named = {each["name"]: torch.from_numpy(mapped(folder / each["path"])) for each in of_set["data"]}
+                named = {each["name"]: torch.from_numpy(map_file(folder / each["path"])) for each in of_set["data"]}
                 seeds = named.get("seeds", named.get("seed_nodes"))
                 if seeds is None or seeds.dim() != 1 or part in split:
                     continue
@@ -449,7 +449,7 @@ def _graphbolt(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     return values, split or None
 
 
-def _ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
+def _read_ogb(folder: Path, scratch: Path) -> tuple[Data, Split | None]:
     """Returns an OGB node property dataset: ``raw/data.npz``, ``raw/node-label.npz`` and ``split/*/*.csv.gz``."""
     file, values = folder / "raw" / "data.npz", Data()
     edges = member(file, "edge_index", scratch)
@@ -495,7 +495,7 @@ class FolderSource(GraphSource):
             raise ValueError(
                 f"source_kwargs={dict(args)} needs a callable or an import path as source (got the folder {self._folder})."
             )
-        scratch = self._converted(store)
+        scratch = self._conversion_folder(store)
         with writing(store):
             try:
                 return read_folder(Path(self._folder), scratch)
@@ -515,7 +515,7 @@ class FolderSource(GraphSource):
     def _defined_by(self) -> list[str]:
         return [self._folder]
 
-    def _converted(self, store: Path) -> Path:
+    def _conversion_folder(self, store: Path) -> Path:
         """Returns the folder of converted files, for sources that cannot be memory-mapped."""
         return store / f"{self.key()}.files"
 
@@ -525,9 +525,9 @@ class FolderSource(GraphSource):
         """Partition the graph, as for graphs in memory; completed steps of an interrupted run are not repeated."""
         store, work = folder.parent, folder.parent / f"{folder.name}.work"
         edge_index, owners, ranks = data.edge_index.numpy(), work / "part.npy", work / "holders.npy"
-        with writing(store), progress_bar("Sorting edges", 2 * data.num_edges) as told:
+        with writing(store), progress_bar("Sorting edges", 2 * data.num_edges) as advance:
             work.mkdir(parents=True, exist_ok=True)
-            in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, self._memory, told)
+            in_edges = InEdges.sorted_in(work, edge_index, data.num_nodes, self._memory, advance)
         if not owners.exists():
             began, holders = time.perf_counter(), None
             if layout.kind == "vertex_cut":
@@ -545,7 +545,7 @@ class FolderSource(GraphSource):
                 (work / ".part.npy").replace(owners)
         report = json.loads((work / "report.json").read_text())
         holders = np.load(ranks, mmap_mode="r") if layout.kind == "vertex_cut" else None
-        with progress_bar("Writing parts", data.num_edges) as told:
-            yield (np.load(owners), holders, report), partial(write_parts, in_edges, told)
+        with progress_bar("Writing parts", data.num_edges) as advance:
+            yield (np.load(owners), holders, report), partial(write_parts, in_edges, advance)
         shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(self._converted(store), ignore_errors=True)
+        shutil.rmtree(self._conversion_folder(store), ignore_errors=True)

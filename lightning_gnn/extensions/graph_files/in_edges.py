@@ -43,33 +43,33 @@ class InEdges:
 
     @classmethod
     def sorted_in(
-        cls, folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None] = lambda _: None
+        cls, folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, advance: Callable[[int], None] = lambda _: None
     ) -> InEdges:
         """Returns the in-edges of a list ``[2, E]``, which may be memory-mapped, in files of `folder`; reuses complete files.
 
         Args:
             folder: existing folder.
             memory: bytes that may be used in addition to 16 per node.
-            told: progress callback with numbers of edges read or written, at least 3 E in total.
+            advance: progress callback with numbers of edges read or written, at least 3 E in total.
         """
         names = [folder / f"{name}.npy" for name in ("indptr", "source", "edge_ids")]
         if not (folder / "sorted").exists():
-            _sort(names, folder, edge_index, num_nodes, memory, told)
+            _sort(names, folder, edge_index, num_nodes, memory, advance)
             (folder / "sorted").touch()
         indptr, source, edge_ids = (np.load(name, mmap_mode="r") for name in names)
         return cls(np.asarray(indptr[:]), source, edge_ids)
 
 
 def _sort(
-    names: list[Path], folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, told: Callable[[int], None]
+    names: list[Path], folder: Path, edge_index: ShortIds, num_nodes: int, memory: int, advance: Callable[[int], None]
 ) -> None:
     num_edges = edge_index.shape[1]
-    indptr = np.concatenate([[0], np.cumsum(in_degrees(edge_index, num_nodes, told))])
+    indptr = np.concatenate([[0], np.cumsum(in_degrees(edge_index, num_nodes, advance))])
     np.save(names[0], indptr)
     dtypes = id_dtype(num_nodes), id_dtype(num_edges)
     ranges = _ranges(indptr, max(1, memory // sum(dtype.itemsize for dtype in dtypes)))
     with ExitStack() as stack:
-        stored = stack.enter_context(closing(_ranged(folder, ranges, edge_index, dtypes, told)))
+        stored = stack.enter_context(closing(_split_ranges(folder, ranges, edge_index, dtypes, advance)))
         files = [stack.enter_context(name.open("wb")) for name in names[1:]]
         for file, dtype in zip(files, dtypes):
             write_header(file, (num_edges,), dtype)
@@ -79,24 +79,24 @@ def _sort(
             free = indptr[low:high] - begin
             for source, target, first in pieces:
                 _place(source, target, low, high, first, free, *columns)
-                told(len(source))
+                advance(len(source))
             for file, column in zip(files, columns):
                 column.tofile(file)
             del columns  # free before the columns of the next range are allocated
 
 
-def in_degrees(edge_index: ShortIds, num_nodes: int, told: Callable[[int], None] = lambda _: None) -> Ids:
+def in_degrees(edge_index: ShortIds, num_nodes: int, advance: Callable[[int], None] = lambda _: None) -> Ids:
     """Returns the number of in-edges of each node, int64 ``[N]``, of a list ``[2, E]`` that may be memory-mapped."""
-    return counts_of(edge_index[1], num_nodes, 0, told)
+    return counts_of(edge_index[1], num_nodes, 0, advance)
 
 
-def counts_of(ids: ShortIds, size: int, first: int = 0, told: Callable[[int], None] = lambda _: None) -> Ids:
+def counts_of(ids: ShortIds, size: int, first: int = 0, advance: Callable[[int], None] = lambda _: None) -> Ids:
     """Returns the count of each number from `first` on, int64 ``[size]``; allocates nothing of the size of `ids`."""
     counts = np.zeros(size, np.int64)
     for begin in range(0, len(ids), PIECE):
         piece = ids[begin : begin + PIECE]
         _count(piece, first, counts)
-        told(len(piece))
+        advance(len(piece))
     return counts
 
 
@@ -118,18 +118,18 @@ def _pieces(edge_index: ShortIds) -> Iterator[tuple[ShortIds, ShortIds, Any]]:
         yield source, target, np.arange(begin, begin + len(source))
 
 
-def _ranges(indptr: Ids, most: int) -> Ids:
-    """Returns the bounds of target ranges, ending with N: about equal ranges of at most about `most` in-edges each.
+def _ranges(indptr: Ids, max_edges: int) -> Ids:
+    """Returns the bounds of target ranges, ending with N: about equal ranges of at most about `max_edges` in-edges each.
 
-    A single node may exceed `most`.
+    A single node may exceed `max_edges`.
     """
-    count = max(1, -(-int(indptr[-1]) // most))
+    count = max(1, -(-int(indptr[-1]) // max_edges))
     bounds = np.searchsorted(indptr, np.linspace(0, indptr[-1], count + 1)[1:-1])
     return np.unique(np.array([0, *bounds, len(indptr) - 1]))
 
 
-def _ranged(
-    folder: Path, bounds: Ids, edge_index: ShortIds, dtypes: tuple[Any, Any], told: Callable[[int], None]
+def _split_ranges(
+    folder: Path, bounds: Ids, edge_index: ShortIds, dtypes: tuple[Any, Any], advance: Callable[[int], None]
 ) -> Generator[tuple[int, int, Iterator[tuple[ShortIds, ShortIds, Any]]]]:
     """Yields the edges of each range of targets: the list itself for a single range, else one file each, written in one pass."""
     dtype = np.dtype([("source", dtypes[0]), ("target", dtypes[0]), ("edge", dtypes[1])])
@@ -146,7 +146,7 @@ def _ranged(
             ends = np.cumsum(np.bincount(owner, minlength=len(files)))
             for file, (begin, end) in zip(files, pairwise([0, *ends.tolist()])):
                 records[begin:end].tofile(file)
-            told(len(source))
+            advance(len(source))
         for file, (low, high) in zip(files, pairwise(bounds.tolist())):
             with file:
                 file.seek(0)
@@ -222,7 +222,7 @@ class PartEdges:
 
     def sources(self) -> Iterator[ShortIds]:
         """Yields local ids of sources in pieces."""
-        for nodes in self._taken(self._edges.source):
+        for nodes in self._gather_values(self._edges.source):
             yield self._local[nodes].astype(self.dtype, copy=False)
 
     def targets(self) -> Iterator[ShortIds]:
@@ -235,9 +235,9 @@ class PartEdges:
 
     def edge_ids(self) -> Iterator[ShortIds]:
         """Yields positions in the edge list of the whole graph."""
-        return self._taken(self._edges.edge_ids)
+        return self._gather_values(self._edges.edge_ids)
 
-    def _taken(self, values: ShortIds) -> Iterator[ShortIds]:
+    def _gather_values(self, values: ShortIds) -> Iterator[ShortIds]:
         for nodes, count in self._blocks():
             out = np.empty(count, values.dtype)
             _take(self._edges.indptr, values, nodes, out)
@@ -271,7 +271,7 @@ def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-def write_parts(edges: InEdges, told: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
+def write_parts(edges: InEdges, advance: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
     """Write edges, halos and ids of all parts in pieces; local nodes of a part are in the order of the graph."""
     relabelling = Relabelling.from_assignment(part, num_parts)
     n_id, offsets = relabelling.n_id, relabelling.offsets
@@ -288,7 +288,7 @@ def write_parts(edges: InEdges, told: Callable[[int], None], part: np.ndarray, n
             counts.append(piece.num_edges)
             for edge_ids in piece.edge_ids():
                 yield edge_ids
-                told(len(edge_ids))
+                advance(len(edge_ids))
 
     e_id = read_array(out.save_pieces("e_id", edges.edge_ids.shape, edges.edge_ids.dtype, ids()))
     ends = np.cumsum([0, *counts])

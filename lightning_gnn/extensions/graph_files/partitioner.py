@@ -76,13 +76,13 @@ class RowBlocks:
         first = 0
         while first < self.num_nodes:
             # As many rows as fit; the offsets are also read in ranges.
-            near = [np.asarray(indptr[first : first + self.entries // 4 + 2], np.int64) for indptr, _ in self.rows]
-            begin = [int(each[0]) for each in near]
-            total = sum(each - each[0] for each in near)
+            offsets = [np.asarray(indptr[first : first + self.entries // 4 + 2], np.int64) for indptr, _ in self.rows]
+            begin = [int(each[0]) for each in offsets]
+            total = sum(each - each[0] for each in offsets)
             count = max(1, int(np.searchsorted(total, self.entries, "right")) - 1)
             pieces = [
                 (each[: count + 1] - start, np.asarray(indices[start : int(each[count])]))
-                for each, start, (_, indices) in zip(near, begin, self.rows)
+                for each, start, (_, indices) in zip(offsets, begin, self.rows)
             ]
             yield (first, *(pieces[0] if len(pieces) == 1 else _side_by_side(pieces, total[: count + 1])))
             first += count
@@ -98,7 +98,7 @@ def _side_by_side(pieces: list[Any], indptr: NDArray[np.int64]) -> tuple[NDArray
 
 
 @dataclass(frozen=True)
-class Refined:
+class Refinement:
     """Result of refinement.
 
     Attributes:
@@ -110,9 +110,9 @@ class Refined:
     before: int
     after: int
 
-    def over(self, most: NDArray[np.int64]) -> bool:
-        """Returns whether a part exceeds `most`, ``[W]``."""
-        return bool((self.load > most).any())
+    def exceeds(self, limits: NDArray[np.int64]) -> bool:
+        """Returns whether a part exceeds `limits`, ``[W]``."""
+        return bool((self.load > limits).any())
 
 
 def cluster_graph(
@@ -128,19 +128,19 @@ def cluster_graph(
         part: int32 ``[N]``; each cluster is inside one of these parts.
     """
     num_nodes, inside = blocks.num_nodes, np.empty(0, np.int32) if part is None else part
-    most = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
+    limits = np.clip(weights.sum(0, np.int64) // (num_parts * CLUSTERS_PER_PART), 1, np.iinfo(np.int32).max)
     cluster, load = np.arange(num_nodes, dtype=np.int32), weights.copy()
     counts = np.zeros(num_nodes, np.int32)
     for step in range(CLUSTER_PASSES):
         moved = 0
         for first, indptr, indices in blocks:
-            moved += _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed + step)
+            moved += _propagate(first, indptr, indices, cluster, inside, load, weights, limits, counts, seed + step)
         if moved <= num_nodes // 1000:
             break
     # Single nodes whose neighbors' clusters are full join other nodes with the same favorite cluster, as in KaMinPar (two hops).
     waiting = np.full(num_nodes + 1, -1, np.int32)
     for first, indptr, indices in blocks:
-        _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed)
+        _join(first, indptr, indices, cluster, inside, load, weights, limits, counts, waiting, seed)
     num_clusters = _renumber(cluster, counts)
     del load, waiting, counts
     pairs = PairCounts(most_pairs(num_nodes))
@@ -158,19 +158,19 @@ def refine_parts(
     blocks: RowBlocks,
     part: NDArray[np.int32],
     weights: NDArray[np.int32],
-    most: NDArray[np.int64],
+    limits: NDArray[np.int64],
     machine: NDArray[np.integer],
     seed: int = 0,
-) -> Refined:
+) -> Refinement:
     """Move nodes to the parts of most of their neighbors, in place.
 
-    No part is filled above `most`. If a part is above it initially, nodes move away, first only without additional cut edges,
+    No part is filled above `limits`. If a part is above it initially, nodes move away, first only without additional cut edges,
     then at any cost, to parts with room. Nodes that fit nowhere stay.
 
     Args:
         part: int32 ``[N]``.
         weights: int32 ``[N, W]``.
-        most: maximum weights of a part, ``[W]``.
+        limits: maximum weights of a part, ``[W]``.
         machine: machine of each part, ``[P]``; a neighbor in another part of the same machine counts half.
     """
     load = np.stack([np.bincount(part, each, len(machine)) for each in weights.T], 1).astype(np.int64)
@@ -178,35 +178,35 @@ def refine_parts(
     before = sum(_cost(first, indptr, indices, part, machine, shared) for first, indptr, indices in blocks)
     for step in range(REFINE_PASSES + 2):
         force = step >= REFINE_PASSES
-        if force and (load <= most).all():
+        if force and (load <= limits).all():
             break
         moved = 0
         for first, indptr, indices in blocks:
-            here = _move(first, indptr, indices, part, load, weights, most, machine, shared, force, seed + step)
+            here = _move(first, indptr, indices, part, load, weights, limits, machine, shared, force, seed + step)
             moved, gained = moved + here[0], gained + here[1]
-        if not force and moved <= blocks.num_nodes // 1000 and (load <= most).all():
+        if not force and moved <= blocks.num_nodes // 1000 and (load <= limits).all():
             break
-    return Refined(load, before, before - 2 * gained)
+    return Refinement(load, before, before - 2 * gained)
 
 
 class PairCounts:
     """Number of edges between clusters, for the heaviest pairs, in a table of fixed size.
 
     When the table is full, the lightest pairs are dropped; later counts of these start from zero. So the table has room for
-    `ROOM` times the `kept` pairs.
+    `ROOM` times `max_pairs` pairs.
     """
 
     ROOM = 4
 
-    def __init__(self, kept: int) -> None:
-        self.keys = np.full(self.slots(kept), -1, np.int64)
+    def __init__(self, max_pairs: int) -> None:
+        self.keys = np.full(self.slots(max_pairs), -1, np.int64)
         self.counts = np.zeros(len(self.keys), np.int32)
-        self.kept, self.capacity, self.used = kept, self.ROOM * kept, 0
+        self.max_pairs, self.capacity, self.used = max_pairs, self.ROOM * max_pairs, 0
 
     @classmethod
-    def slots(cls, kept: int) -> int:
+    def slots(cls, max_pairs: int) -> int:
         """Returns the size of the table, a power of two, of which at most three quarters are used."""
-        return 1 << (cls.ROOM * kept * 4 // 3 - 1).bit_length()
+        return 1 << (cls.ROOM * max_pairs * 4 // 3 - 1).bit_length()
 
     def add(self, first: int, indptr: NDArray[np.int64], indices: NDArray[np.integer], cluster: NDArray[np.int32]) -> None:
         row = 0
@@ -218,17 +218,17 @@ class PairCounts:
     def _drop(self) -> None:
         there = np.flatnonzero(self.keys >= 0)
         keys, counts = self.keys[there], self.counts[there]
-        least = np.partition(counts, len(counts) - self.kept)[len(counts) - self.kept]
-        kept = counts > least
-        _keep_ties(counts, least, self.kept - np.count_nonzero(kept), kept)
+        threshold = np.partition(counts, len(counts) - self.max_pairs)[len(counts) - self.max_pairs]
+        selected = counts > threshold
+        _keep_ties(counts, threshold, self.max_pairs - np.count_nonzero(selected), selected)
         self.keys.fill(-1)
         self.counts.fill(0)
-        _insert(keys[kept], counts[kept], self.keys, self.counts)
-        self.used = self.kept
+        _insert(keys[selected], counts[selected], self.keys, self.counts)
+        self.used = self.max_pairs
 
     def graph(self, num_clusters: int) -> Adjacency:
         """Returns the graph of clusters; empties the table."""
-        if self.used > self.kept:
+        if self.used > self.max_pairs:
             self._drop()
         there = np.flatnonzero(self.keys >= 0)
         one, other = np.divmod(self.keys[there], 1 << 32)
@@ -239,21 +239,21 @@ class PairCounts:
 
 
 @compile_loop
-def _fits(load, group, weights, node, most):  # type: ignore[no-untyped-def]
-    for each in range(len(most)):  # noqa: SIM110 - compiled
-        if np.int64(load[group, each]) + weights[node, each] > most[each]:
+def _fits(load, group, weights, node, limits):  # type: ignore[no-untyped-def]
+    for each in range(len(limits)):  # noqa: SIM110 - compiled
+        if np.int64(load[group, each]) + weights[node, each] > limits[each]:
             return False
     return True
 
 
 @compile_loop
-def _apart(inside, cluster, node):  # type: ignore[no-untyped-def]
+def _is_outside(inside, cluster, node):  # type: ignore[no-untyped-def]
     """Returns whether a node and a cluster, named after a node of its part, are in different parts, if `inside` is given."""
     return len(inside) > 0 and inside[cluster] != inside[node]
 
 
 @compile_loop
-def _propagate(first, indptr, indices, cluster, inside, load, weights, most, counts, seed):  # type: ignore[no-untyped-def]
+def _propagate(first, indptr, indices, cluster, inside, load, weights, limits, counts, seed):  # type: ignore[no-untyped-def]
     """Move each node of a block to the cluster of most of its neighbors that has room; return the number of moves.
 
     If `inside` is not empty, nodes move only to clusters in the same part of `inside`.
@@ -277,7 +277,7 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
             edges = counts[there]
             if edges:
                 counts[there] = 0
-                if _apart(inside, there, node):
+                if _is_outside(inside, there, node):
                     continue
                 better = edges > most_edges
                 if edges == most_edges == 1:  # the larger grows: else clusters stay small if all counts are 1
@@ -285,11 +285,11 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
                     better = size > other or (size == other and best != own and mix(there ^ salt) < mix(best ^ salt))
                 elif edges == most_edges and best != own:
                     better = mix(there ^ salt) < mix(best ^ salt)
-                if better and _fits(load, there, weights, node, most):
+                if better and _fits(load, there, weights, node, limits):
                     best, most_edges = there, edges
         if best != own:
             cluster[node] = best
-            for each in range(len(most)):
+            for each in range(len(limits)):
                 load[own, each] -= weights[node, each]
                 load[best, each] += weights[node, each]
             moved += 1
@@ -297,18 +297,18 @@ def _propagate(first, indptr, indices, cluster, inside, load, weights, most, cou
 
 
 @compile_loop
-def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, waiting, seed):  # type: ignore[no-untyped-def]
+def _join(first, indptr, indices, cluster, inside, load, weights, limits, counts, waiting, seed):  # type: ignore[no-untyped-def]
     """Add single nodes to a cluster of other nodes with the same favorite; the last entry of `waiting` is for isolated nodes."""
     for row in range(len(indptr) - 1):
         node = first + row
         own = cluster[node]
         alone = own == node
-        for each in range(len(most)):
+        for each in range(len(limits)):
             alone &= load[own, each] == weights[node, each]
         if not alone:
             continue
         begin, end = indptr[row], indptr[row + 1]
-        favourite, most_edges, salt = len(cluster), 0, seed << 40
+        favorite, most_edges, salt = len(cluster), 0, seed << 40
         for place in range(begin, end):
             if indices[place] != node:
                 counts[cluster[indices[place]]] += 1
@@ -317,19 +317,19 @@ def _join(first, indptr, indices, cluster, inside, load, weights, most, counts, 
             edges = counts[there]
             if edges:
                 counts[there] = 0
-                if _apart(inside, there, node):
+                if _is_outside(inside, there, node):
                     continue
-                if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favourite ^ salt)):
-                    favourite, most_edges = there, edges
-        open_one = waiting[favourite]
-        fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, most)
-        if fits and not _apart(inside, open_one, node):  # isolated nodes share one favorite
+                if edges > most_edges or (edges == most_edges and mix(there ^ salt) < mix(favorite ^ salt)):
+                    favorite, most_edges = there, edges
+        open_one = waiting[favorite]
+        fits = open_one >= 0 and open_one != own and _fits(load, open_one, weights, node, limits)
+        if fits and not _is_outside(inside, open_one, node):  # isolated nodes share one favorite
             cluster[node] = open_one
-            for each in range(len(most)):
+            for each in range(len(limits)):
                 load[own, each] -= weights[node, each]
                 load[open_one, each] += weights[node, each]
         else:
-            waiting[favourite] = own
+            waiting[favorite] = own
 
 
 @compile_loop
@@ -377,14 +377,14 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
 
 
 @compile_loop
-def _keep_ties(counts, least, room, kept):  # type: ignore[no-untyped-def]
-    """Keep `room` pairs with count `least`, spread evenly over the table, as clustered slots make searches very long."""
-    ties, seen, taken = np.count_nonzero(counts == least), 0, 0
+def _keep_ties(counts, threshold, room, selected):  # type: ignore[no-untyped-def]
+    """Keep `room` pairs with count `threshold`, spread evenly over the table, as clustered slots make searches very long."""
+    ties, seen, taken = np.count_nonzero(counts == threshold), 0, 0
     for place in range(len(counts)):
-        if counts[place] == least:
+        if counts[place] == threshold:
             seen += 1
             if seen * room // ties > taken:
-                kept[place], taken = True, taken + 1
+                selected[place], taken = True, taken + 1
 
 
 @compile_loop
@@ -399,7 +399,7 @@ def _insert(new_keys, new_counts, keys, counts):  # type: ignore[no-untyped-def]
 
 @compile_loop
 def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-untyped-def]
-    """Returns the cost of a block's entries between parts (:class:`Refined`); `shared`: whether there are several machines."""
+    """Returns the cost of a block's entries between parts (:class:`Refinement`); `shared`: whether there are several machines."""
     cost, last = 0, len(indices) - 1
     for row in range(len(indptr) - 1):
         own = part[first + row]
@@ -413,10 +413,10 @@ def _cost(first, indptr, indices, part, machine, shared):  # type: ignore[no-unt
 
 @compile_loop
 def _move(  # type: ignore[no-untyped-def]
-    first, indptr, indices, part, load, weights, most, machine, shared, force, seed
+    first, indptr, indices, part, load, weights, limits, machine, shared, force, seed
 ):
     """Move nodes of a block between parts; return the number of moves and the reduction of their own entries' :func:`_cost`."""
-    num_parts, num_weights, moved, gained, last = len(load), len(most), 0, 0, len(indices) - 1
+    num_parts, num_weights, moved, gained, last = len(load), len(limits), 0, 0, len(indices) - 1
     edges, around = np.zeros(num_parts, np.int64), np.zeros(num_parts, np.int64)
     for row in range(len(indptr) - 1):
         node = first + row
@@ -432,7 +432,7 @@ def _move(  # type: ignore[no-untyped-def]
                 inside &= there == own
         worst, fullness = 0.0, 0.0
         for each in range(num_weights):
-            share = load[own, each] / most[each]
+            share = load[own, each] / limits[each]
             fullness += share
             if weights[node, each]:
                 worst = max(worst, share)
@@ -455,7 +455,7 @@ def _move(  # type: ignore[no-untyped-def]
                 continue
             then, full = 0.0, 0.0
             for each in range(num_weights):
-                share = (load[there, each] + weights[node, each]) / most[each]
+                share = (load[there, each] + weights[node, each]) / limits[each]
                 full += share
                 if weights[node, each]:
                     then = max(then, share)
@@ -537,14 +537,14 @@ class Streaming:
         part.
         """
         num_nodes, num_entries, fewer = levels.nodes[0], levels.entries[0], pairs / FEWER_PAIRS
-        most = most_pairs(int(num_nodes))
-        kept = min(fewer, most)
-        table = 12 * PairCounts.slots(most) + 24 * min(fewer, PairCounts.ROOM * most)
-        metis = kept * (16 + 32 * (0.94 * np.log2(max(2, clusters / (30 * num_parts)))))
+        max_pairs = most_pairs(int(num_nodes))
+        num_pairs = min(fewer, max_pairs)
+        table = 12 * PairCounts.slots(max_pairs) + 24 * min(fewer, PairCounts.ROOM * max_pairs)
+        metis = num_pairs * (16 + 32 * (0.94 * np.log2(max(2, clusters / (30 * num_parts)))))
         needed = max(38 * num_nodes + 4 * ENTRIES, 28 * num_nodes + table, 32 * num_nodes + metis)
         if self._work is None:
             needed = max(needed + 4 * num_entries + 8 * num_nodes, BUILDING * (num_edges + 2 * num_nodes))
-        return Prediction("streaming", int(needed), NODE_S * num_nodes + ENTRY_S * num_entries + PAIR_S * kept)
+        return Prediction("streaming", int(needed), NODE_S * num_nodes + ENTRY_S * num_entries + PAIR_S * num_pairs)
 
     def candidates(self, edge_index: NDArray[np.integer], num_nodes: int, groups: Groups, seed: int) -> Candidates:
         blocks = self._blocks(edge_index, num_nodes)
@@ -560,8 +560,8 @@ class Streaming:
         found, out = [InEdges.sorted_in(self._work, edge_index, num_nodes, self._memory)], self._work / "out"
         if not is_symmetric(edge_index):
             out.mkdir(exist_ok=True)
-            with writing(self._work.parent), progress_bar("Sorting edges by source", 2 * edge_index.shape[1]) as told:
-                found.append(InEdges.sorted_in(out, edge_index[::-1], num_nodes, self._memory, told))
+            with writing(self._work.parent), progress_bar("Sorting edges by source", 2 * edge_index.shape[1]) as advance:
+                found.append(InEdges.sorted_in(out, edge_index[::-1], num_nodes, self._memory, advance))
         return _Watched(tuple((each.indptr, each.source) for each in found))
 
 
@@ -573,10 +573,10 @@ class _Watched(RowBlocks):
 
     def __iter__(self) -> Iterator[Block]:
         entries = sum(len(indices) for _, indices in self.rows)
-        with progress_bar(f"Partitioning, pass {next(self.passes)}", entries) as told:
+        with progress_bar(f"Partitioning, pass {next(self.passes)}", entries) as advance:
             for block in super().__iter__():
                 yield block
-                told(len(block[2]))
+                advance(len(block[2]))
 
 
 def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: Groups, seed: int) -> Candidates:
@@ -602,22 +602,22 @@ def streaming_candidates(blocks: RowBlocks, weights: NDArray[np.int32], groups: 
     mean, heaviest = weights.sum(0, np.int64) / len(parts), weights.max(0, initial=0)
     for bound in EDGE_BOUNDS:
         bounds = np.array([max(bound, 1.1), bound, *[SHARE_BOUND] * (weights.shape[1] - 2)])
-        most = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
-        part, kept, best = None, np.empty(0, np.int32), (True, np.inf)
+        limits = np.maximum(np.maximum(np.floor(bounds * mean), np.ceil(mean)), np.maximum(heaviest, 1)).astype(np.int64)
+        part, best_part, best = None, np.empty(0, np.int32), (True, np.inf)
         # The first cycle builds the same clusters for each bound; caching them would take memory all the time.
         for _ in range(CYCLES):
             cluster, coarse = cluster_graph(blocks, weights, len(parts), seed, part)
             by_cluster = np.stack([np.bincount(cluster, each, coarse.num_nodes).astype(int) for each in weights.T], 1)
             part = cut_within(bounds, coarse, groups, by_cluster, seed)[cluster]
             del cluster, coarse, by_cluster
-            found = refine_parts(blocks, part, weights, most, machine, seed)
-            now = (found.over(most), found.after)
+            found = refine_parts(blocks, part, weights, limits, machine, seed)
+            now = (found.exceeds(limits), found.after)
             better = now < (best[0], NO_BETTER * best[1])
             if now < best:
-                kept, best = part, now
+                best_part, best = part, now
             if not better or found.after >= WELL_CLUSTERED * found.before:
                 break
-        yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", kept
+        yield f"nodes and edges within {bound}{', not kept' if best[0] else ''}", best_part
 
 
 @compile_loop

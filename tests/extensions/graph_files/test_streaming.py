@@ -122,7 +122,7 @@ def test_clusters_lie_inside_parts_and_moves_are_told(graph, seed):
     before, most = cost(), np.maximum(weights.sum(0) // parts + weights.max(0), 1)
     found = refine_parts(blocks, part, weights, most, machine, seed)
     assert (found.before, found.after) == (before, cost())
-    assert found.over(most) == (np.stack([np.bincount(part, each, parts) for each in weights.T], 1) > most).any()
+    assert found.exceeds(most) == (np.stack([np.bincount(part, each, parts) for each in weights.T], 1) > most).any()
 
 
 def test_the_heaviest_pairs_stay_when_the_table_is_full():
