@@ -567,7 +567,7 @@ class DistributedEmbedding(LearnedRows):
 
 def _step_all(*_: Any) -> None:
     """Update the embeddings that have gradients, in the same order on all ranks."""
-    for each in sorted(_with_gradients, key=lambda each: each._number):
+    for each in sorted(_with_gradients, key=lambda embedding: embedding._number):
         each.step()
 
 

@@ -45,14 +45,14 @@ class TypedGraph(GraphContext):
     Args:
         shard: shard of this rank, on its device.
         world: the ranks.
-        make: returns the rank's graph of one edge type, from :meth:`TypedShard.of_edges`.
+        make: returns the rank's graph of one edge type, from :meth:`TypedShard.edge_shard`.
 
     Attributes:
         relations: the rank's graph of each edge type.
     """
 
     def __init__(self, shard: TypedShard, world: World, make: Callable[[Shard], GraphContext]) -> None:
-        self.relations = {kind: make(shard.of_edges(kind, world.rank)) for kind in shard.types.edges}
+        self.relations = {kind: make(shard.edge_shard(kind, world.rank)) for kind in shard.types.edges}
         first = next(iter(self.relations.values()))
         super().__init__(first.exchange, torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64), None, 0)
         self._kinds = {id(relation.edge_index): kind for kind, relation in self.relations.items()}
@@ -62,12 +62,12 @@ class TypedGraph(GraphContext):
         self._num_readers = {name: len(of) for name, of in readers.items()}
         # In products distributed over ranks, each relation sends rows of its own.
         shared = {name: of for name, of in readers.items() if len(of) > 1 and of[0].exchange.products is None}
-        self._beside: dict[EdgeType, GraphContext] = {}
+        self._expanded: dict[EdgeType, GraphContext] = {}
         for kind, relation in self.relations.items():
             if kind[0] in shared:
-                relation.share = partial(self._shared, kind[0], shared[kind[0]][0])
-                self._beside[kind] = _beside(relation)
-        self._known: dict[tuple[NodeType, torch.Size], tuple[Tensor, tuple[int, bool], Tensor]] = {}
+                relation.share = partial(self._share_rows, kind[0], shared[kind[0]][0])
+                self._expanded[kind] = _expanded_graph(relation)
+        self._shared_rows: dict[tuple[NodeType, torch.Size], tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._in_layer = 0
 
     def kind_of(self, arguments: Sequence[Any], layer: str) -> EdgeType:
@@ -96,8 +96,8 @@ class TypedGraph(GraphContext):
             layer: name of the layer for errors and traffic.
             columns: number of columns that this edge type would exchange otherwise; None for the columns of x.
         """
-        relation, beside = self.relations[kind], self._beside.get(kind)
-        if beside is None or relation.share is None:
+        relation, expanded = self.relations[kind], self._expanded.get(kind)
+        if expanded is None or relation.share is None:
             return None
         relation.check_rows(x.size(0), layer)
         kept = relation.kept.widths > 0 and relation.kept.is_constant(x)
@@ -106,11 +106,11 @@ class TypedGraph(GraphContext):
         rows = relation.share(x, layer)
         if rows is None:
             return None
-        if kept and rows is not beside.x:
-            beside.turn_to(rows, relation.edge_index, relation.edge_weight)
-        return beside, rows
+        if kept and rows is not expanded.x:
+            expanded.turn_to(rows, relation.edge_index, relation.edge_weight)
+        return expanded, rows
 
-    def _shared(self, name: NodeType, first: GraphContext, x: Tensor, layer: str) -> Tensor | None:
+    def _share_rows(self, name: NodeType, first: GraphContext, x: Tensor, layer: str) -> Tensor | None:
         """Returns S x for all edge types that read a node type; None if in-place changes of x cannot be detected.
 
         `first` is the graph of the first edge type that reads the node type. The last tensor of each shape is cached.
@@ -121,10 +121,10 @@ class TypedGraph(GraphContext):
         if is_inference and not self._in_layer:
             return None
         key, seen = (name, x.shape[1:]), (0 if is_inference else version_counter(x), torch.is_grad_enabled())
-        known = self._known.get(key)
-        if known is None or known[0] is not x or known[1] != seen:
-            known = self._known[key] = x, seen, first.expand(x, layer, alone=True)
-        return known[2]
+        cached = self._shared_rows.get(key)
+        if cached is None or cached[0] is not x or cached[1] != seen:
+            cached = self._shared_rows[key] = x, seen, first.expand(x, layer, alone=True)
+        return cached[2]
 
     @contextmanager
     def one_layer(self) -> Iterator[None]:
@@ -135,12 +135,12 @@ class TypedGraph(GraphContext):
         finally:
             self._in_layer -= 1
             if not self._in_layer:
-                self._known = {key: known for key, known in self._known.items() if not known[0].is_inference()}
+                self._shared_rows = {key: cached for key, cached in self._shared_rows.items() if not cached[0].is_inference()}
 
     @override
     def begin_step(self, step: Step | None = None) -> None:
-        self._known.clear()
-        for relation in (*self.relations.values(), *self._beside.values()):
+        self._shared_rows.clear()
+        for relation in (*self.relations.values(), *self._expanded.values()):
             relation.propagations.clear()
         super().begin_step(step)
 
@@ -172,7 +172,7 @@ class TypedGraph(GraphContext):
         return {layer for relation in self.relations.values() for layer in relation.on_loaded_edges}
 
 
-def _beside(relation: GraphContext) -> GraphContext:
+def _expanded_graph(relation: GraphContext) -> GraphContext:
     """Returns the edges of a type over rows S x, without an exchange."""
     exchange, rows = relation.exchange, relation.num_owned + relation.num_halo
     nothing = np.empty(0, np.int64)
@@ -326,13 +326,13 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
         with graph.one_layer():
             return run(self, *args, **kwargs)
 
-    def of_relation(self: Any, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+    def propagate(self: Any, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         state: _TypedConv = self.__dict__[STATE]
         context = state.graph.relations[state.graph.kind_of((edge_index,), state.layer)]
         with state.bound(self, context):
             return self.propagate(edge_index, size=size, **kwargs)
 
-    return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(of_relation, conv)}
+    return {"forward": types.MethodType(forward, conv), "propagate": types.MethodType(propagate, conv)}
 
 
 @singledispatch

@@ -70,7 +70,7 @@ def prepare_hetero(
     sizes: dict[NodeType, int] = {}
     rows_of_type(dict(graph_attributes(data).items()), None, None, "the HeteroData itself")
     for name in data.node_types:
-        with _told(f"Node type {name!r}"):
+        with _prefix_errors(f"Node type {name!r}"):
             attributes = dict(data[name].items())
             if name == chosen:
                 size = _num_nodes(name, data[name])
@@ -78,12 +78,12 @@ def prepare_hetero(
                 warn_of_left_out(replaced, f"node type {name!r}")
                 given = Data(**{mask: attributes.pop(mask).cpu() for mask in MASKS if mask in attributes})
             sizes[name] = _prepare_nodes(name, data[name], attributes, result)
-    with _told(f"Node type {chosen!r}"):
+    with _prefix_errors(f"Node type {chosen!r}"):
         y = result[chosen].get("y")
         masks = masks_of(given, y, sizes[chosen], None, fractions, split_index, seed, masks_needed)
     result[chosen].update(masks)
     for kind in data.edge_types:
-        with _told(f"Edge type {kind}"):
+        with _prefix_errors(f"Edge type {kind}"):
             _prepare_edges(kind, data[kind], sizes, result)
             if any(name in data[kind] for name in EDGE_MASKS):
                 set_edge_masks(result[kind], result[kind].edge_index.size(1), complete=kind == predicted)
@@ -91,11 +91,11 @@ def prepare_hetero(
 
 
 @contextmanager
-def _told(of: str) -> Iterator[None]:
+def _prefix_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{of}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
 
 
 def _num_nodes(name: NodeType, store: BaseStorage) -> int:

@@ -47,24 +47,24 @@ class TypedShard(Shard):
     @override
     def nodes_held(self) -> dict[Any, Held]:
         of = self.types.nodes.items()
-        return {name: self._held(f"nodes of {name!r}", self.batch[name].n_id, self.n_id, name, each) for name, each in of}
+        return {name: self._rows_of_kind(f"nodes of {name!r}", self.batch[name].n_id, self.n_id, name, each) for name, each in of}
 
     @override
     def edges_held(self) -> dict[Any, Held]:
         found = {}
         for kind, counts in self.types.edges.items():
-            held = self._held(f"edges of {kind}", self.batch[kind].e_id, self.e_id, kind, counts)
+            held = self._rows_of_kind(f"edges of {kind}", self.batch[kind].e_id, self.e_id, kind, counts)
             found[kind] = held._replace(targets=kind[2])
         return found
 
-    def _held(self, name: str, ids: Tensor, all_ids: Tensor, kind: NodeType | EdgeType, counts: Ids) -> Held:
+    def _rows_of_kind(self, name: str, ids: Tensor, all_ids: Tensor, kind: NodeType | EdgeType, counts: Ids) -> Held:
         return Held(name, ids, all_ids[self.types.place(kind)], counts.tolist(), int(counts[self.rank]))
 
     @override
     def versions(self) -> dict[str, int]:
         return {}
 
-    def of_edges(self, kind: EdgeType, rank: int) -> Shard:
+    def edge_shard(self, kind: EdgeType, rank: int) -> Shard:
         """Returns the shard of `rank` for one edge type, from the typed shard of `rank`.
 
         It is a graph whose nodes have the source type and whose edges end at rows of :attr:`targets`. It shares the tensors of

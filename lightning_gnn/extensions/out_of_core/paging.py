@@ -44,14 +44,14 @@ _LOOK_S = 1e-3  # polling interval; only the next rank polls
 
 
 class Turns:
-    """Turns of a rank: one lasts while :meth:`taken` is open, except while the rank waits for others.
+    """Turns of a rank: one lasts while :meth:`take_turn` is open, except while the rank waits for others.
 
     In its turn, a rank has room in memory, and a core except while it waits for the disk. Turns are locks of a file, which the
     system releases when a process ends. Collective: all ranks construct it.
 
     Args:
         world: the ranks.
-        near: ranks of this machine, including this one.
+        local_ranks: ranks of this machine, including this one.
         rooms: number of ranks that have turns at the same time.
         cores: number of these that compute at the same time.
         folder: folder of the file, which is unlinked once all ranks have opened it.
@@ -60,9 +60,9 @@ class Turns:
         behind: called at the end of a turn, before another rank gets the room.
     """
 
-    def __init__(self, world: World, near: Sequence[int], rooms: int, cores: int, folder: Path) -> None:
+    def __init__(self, world: World, local_ranks: Sequence[int], rooms: int, cores: int, folder: Path) -> None:
         self.behind: Callable[[], None] = lambda: None
-        first, own = min(near), ""
+        first, own = min(local_ranks), ""
         if world.rank == first:
             descriptor, own = tempfile.mkstemp(prefix=".turns.", dir=folder)
             os.close(descriptor)
@@ -74,22 +74,22 @@ class Turns:
         self._room, self._core = _Lock(self._file, 0, rooms), _Lock(self._file, rooms + 1, cores)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def take_turn(self) -> Iterator[None]:
         """Context manager that waits for this rank's turn and ends it on exit; no effect within an open turn."""
-        if self._room.held:
+        if self._room.is_held:
             yield
             return
         self._begin()
         try:
             yield
         finally:
-            if self._room.held:
+            if self._room.is_held:
                 self._end()
 
     @contextmanager
-    def given_up(self) -> Iterator[None]:
+    def release_turn(self) -> Iterator[None]:
         """Context manager that gives up this rank's turn, so that other ranks have theirs."""
-        if not self._room.held:
+        if not self._room.is_held:
             yield
             return
         self._end()
@@ -97,9 +97,9 @@ class Turns:
         self._begin()  # not after an error: other ranks may never end their turns
 
     @contextmanager
-    def at_the_disk(self) -> Iterator[None]:
+    def release_core(self) -> Iterator[None]:
         """Context manager that releases this rank's core to other ranks; the rank keeps its room."""
-        if not self._core.held:
+        if not self._core.is_held:
             yield
             return
         self._core.give()
@@ -118,7 +118,7 @@ class Turns:
     def close(self) -> None:
         """End the turns; afterwards, this rank computes concurrently with others."""
         self.behind = lambda: None
-        if self._room.held:
+        if self._room.is_held:
             self._end()
         os.close(self._file)
 
@@ -127,19 +127,19 @@ class _Lock:
     """Semaphore with one byte of a file per place; the byte after them is the lock of the next process in line.
 
     Attributes:
-        held: whether this process holds a place.
+        is_held: whether this process holds a place.
     """
 
     def __init__(self, file: int, begin: int, places: int) -> None:
         self._file, self._begin, self._places, self._place = file, begin, places, -1
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return self._place >= 0
 
     def take(self) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._begin + self._places)  # this process is next in line
-        while not self.held:
+        while not self.is_held:
             for place in range(self._begin, self._begin + self._places):
                 try:
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
@@ -152,7 +152,7 @@ class _Lock:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._begin + self._places)
 
     def give(self) -> None:
-        if self.held:  # not held after an error at the disk
+        if self.is_held:  # not held after an error at the disk
             place, self._place = self._place, -1
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
 
@@ -231,23 +231,23 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
         ValueError: if the rank processes alone need the memory; also see :class:`Pager`.
         RuntimeError: if this process does not use glibc's malloc.
     """
-    near = world.ranks_here()
-    cores = min(len(near), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
-    rooms = min(len(near), cores + 1)
+    local_ranks = world.ranks_here()
+    cores = min(len(local_ranks), max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    rooms = min(len(local_ranks), cores + 1)
     with ExitStack() as stack:
         if not stack.enter_context(freed_at_once(LEAST_BYTES)):
             raise RuntimeError("memory_limit needs the malloc of glibc, but this process uses another. Remove memory_limit.")
         own = world.all_gather_object(own_bytes())
-        room = most_bytes - sum(own[rank] for rank in near)
-        if room < _LEAST_ROOM * rooms:
+        used = sum(own[rank] for rank in local_ranks)
+        if (room := most_bytes - used) < _LEAST_ROOM * rooms:
             raise ValueError(
-                f"memory_limit must exceed the {sum(own[rank] for rank in near) / 1e9:.3g} GB that {len(near)} ranks use "
+                f"memory_limit must exceed the {used / 1e9:.3g} GB that {len(local_ranks)} ranks use "
                 f"themselves, got {most_bytes / 1e9:.3g} GB. Increase it, use fewer ranks, or use less memory per rank "
                 '(start_method="fork").'
             )
-        turns = Turns(world, near, rooms, cores, folder)
+        turns = Turns(world, local_ranks, rooms, cores, folder)
         stack.callback(turns.close)
-        pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(near)))
+        pager = Pager(folder, turns, 2 * room // (3 * rooms), room // (16 * len(local_ranks)))
         stack.callback(pager.close)
         stack.enter_context(pager)
         yield pager
@@ -300,7 +300,7 @@ class Pager(TorchDispatchMode):
         self._lines = re.compile(
             rf"^(\w+)-(\w+) (?:\S{{4}} (\w+) {device} ({inode}) .*|rw-p \w+ \S+ 0 *)$".encode(), re.MULTILINE
         )
-        self.turns, self._most, self._kept = turns, most_bytes, kept_bytes
+        self.turns, self._most_bytes, self._kept_bytes = turns, most_bytes, kept_bytes
         self._blocks: OrderedDict[int, _Block] = OrderedDict()  # by address; least recently used first
         self._in_memory = 0  # upper bound: includes freed blocks
         self._op = 0  # number of the current op
@@ -317,13 +317,13 @@ class Pager(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors((out,)):
             self._use(tensor)
-        if self._in_memory > self._most:
-            self._shrink(self._most)
+        if self._in_memory > self._most_bytes:
+            self._shrink(self._most_bytes)
         return out
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch collective, which Lightning, metrics and user code may call; other ranks have their turns meanwhile."""
-        with self.turns.given_up():
+        with self.turns.release_turn():
             out = func(*args, **kwargs)
             if not func.__name__.startswith(("send", "recv")):
                 for work in tree_leaves(out):
@@ -351,7 +351,7 @@ class Pager(TorchDispatchMode):
             begin = max(block.begin, tensor.data_ptr() // _PAGE * _PAGE)
             end = min(block.end, tensor.data_ptr() + tensor.nbytes)
             if end > begin:
-                with self._at_the_disk(end - begin):
+                with self._release_core(end - begin):
                     self._libc.madvise(begin, end - begin, _WILLNEED)
                     self._libc.madvise(begin, end - begin, _POPULATE_READ)
         self._blocks.move_to_end(address)
@@ -385,7 +385,7 @@ class Pager(TorchDispatchMode):
                 # Includes the whole last huge page, which is not freed in parts.
                 block.end = min(end, -(-block.end // _HUGE) * _HUGE, memory[place][1])
                 block.offset = _gap(used, block.nbytes)
-                with self._at_the_disk(block.nbytes):
+                with self._release_core(block.nbytes):
                     self._move(block, block.offset)
                 block.in_file, block.moves = True, block.moves + 1
             else:
@@ -438,22 +438,22 @@ class Pager(TorchDispatchMode):
         if block.nbytes < LONG or block.moves > 1:
             return False
         block.op = self._op
-        if self._in_memory + block.nbytes > self._most:
-            self._shrink(self._most - block.nbytes)
-        if self._in_memory + block.nbytes > self._most or not _is_there(block, self._mappings()[1]):
+        if self._in_memory + block.nbytes > self._most_bytes:
+            self._shrink(self._most_bytes - block.nbytes)
+        if self._in_memory + block.nbytes > self._most_bytes or not _is_there(block, self._mappings()[1]):
             return False
         self._map(block, _IN_MEMORY, -1, 0)
         self._libc.madvise(block.begin, block.nbytes, _HUGEPAGE)
         data, done = memoryview((ctypes.c_char * block.nbytes).from_address(block.begin)), 0
-        with self.turns.at_the_disk():
+        with self.turns.release_core():
             while done < block.nbytes:
                 done += os.preadv(self._file, [data[done : done + _PIECE]], block.offset + done)
         block.in_file = False
         self._in_memory += block.nbytes
         return True
 
-    def _at_the_disk(self, num_bytes: int) -> AbstractContextManager[None]:
-        return self.turns.at_the_disk() if num_bytes >= LONG else nullcontext()
+    def _release_core(self, num_bytes: int) -> AbstractContextManager[None]:
+        return self.turns.release_core() if num_bytes >= LONG else nullcontext()
 
     def _map(self, block: _Block, flags: int, file: int, offset: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -462,7 +462,7 @@ class Pager(TorchDispatchMode):
 
     def _leave(self) -> None:
         self._op += 1
-        self._shrink(self._kept)
+        self._shrink(self._kept_bytes)
         _, in_file = self._mappings() if any(block.in_file for block in self._blocks.values()) else ([], [])
         for address, block in [*self._blocks.items()]:
             if not block.in_file:

@@ -53,12 +53,12 @@ class FileSegment(Segment):
 class WatchdogOfTurns(Watchdog):
     """Watchdog of a rank that computes in turns; while it waits, the rank gives up its turn."""
 
-    given_up: Callable[[], AbstractContextManager[None]] = nullcontext
+    release_turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @contextmanager
     @override
     def waiting(self, peer: int | None = None) -> Iterator[None]:
-        with super().waiting(peer), self.given_up():
+        with super().waiting(peer), self.release_turn():
             yield
 
 
@@ -67,14 +67,14 @@ class FileMemory(SharedMemory):
 
     Args:
         folder: folder of the files.
-        of_world: see :class:`~lightning_gnn.comm.shared_memory.SharedMemory`.
+        memory_args: see :class:`~lightning_gnn.comm.shared_memory.SharedMemory`.
     """
 
     _watch: WatchdogOfTurns
     _leaves = False  # messages stay in their mailboxes while this rank waits
 
-    def __init__(self, folder: Path, *of_world: Any) -> None:
-        super().__init__(*of_world)
+    def __init__(self, folder: Path, *memory_args: Any) -> None:
+        super().__init__(*memory_args)
         self._folder = folder
 
     @override
@@ -97,7 +97,7 @@ class FileMemory(SharedMemory):
 
         Messages stay in the mailboxes until then, as their copies stay in memory until they are used.
         """
-        with self._watch.given_up():
+        with self._watch.release_turn():
             self._leaves = True
             for peer, number in expected:
                 self._wait(peer, number, self._is_there)
@@ -132,7 +132,7 @@ class OutOfCoreWorld(World):
     Args:
         folder: folder for spilled tensors and messages.
         most_bytes: see :func:`~lightning_gnn.extensions.out_of_core.paging.in_turns`.
-        of_run: see :class:`~lightning_gnn.comm.group.World`.
+        world_args: see :class:`~lightning_gnn.comm.group.World`.
 
     Attributes:
         turns: turns of this rank.
@@ -141,15 +141,15 @@ class OutOfCoreWorld(World):
     _watchdog, buffers = WatchdogOfTurns, _FreedBuffers
     watch: WatchdogOfTurns
 
-    def __init__(self, folder: Path, most_bytes: int, *of_run: Any) -> None:
+    def __init__(self, folder: Path, most_bytes: int, *world_args: Any) -> None:
         self._folder, self._in_turns = folder, ExitStack()
-        super().__init__(*of_run)
+        super().__init__(*world_args)
         try:
             self.turns = self._in_turns.enter_context(in_turns(self, folder, most_bytes)).turns
         except BaseException:
             self.close()
             raise
-        self.watch.given_up = self.turns.given_up
+        self.watch.release_turn = self.turns.release_turn
 
     @override
     def _make_memory(self) -> SharedMemory:
@@ -158,7 +158,7 @@ class OutOfCoreWorld(World):
     @contextmanager
     @override
     def shared_failures(self, message: str) -> Iterator[None]:
-        with super().shared_failures(message), self.turns.taken():
+        with super().shared_failures(message), self.turns.take_turn():
             yield
 
     @override
@@ -205,14 +205,14 @@ class OutOfCore:
                 'Trainer(accelerator="cpu", devices=8), for example.'
             )
 
-    def make_world(self, default_folder: str, *of_run: Any) -> OutOfCoreWorld:
+    def make_world(self, default_folder: str, *world_args: Any) -> OutOfCoreWorld:
         """Returns the ranks of a run, see :class:`~lightning_gnn.comm.group.World`. Collective: all ranks must call it."""
         folder = Path(self._folder or default_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._world = OutOfCoreWorld(folder, self.most_bytes, *of_run)
+        self._world = OutOfCoreWorld(folder, self.most_bytes, *world_args)
         return self._world
 
     def turn(self) -> AbstractContextManager[None]:
         """Context manager that takes this rank's turn to compute; other ranks that share its memory wait."""
         assert self._world is not None
-        return self._world.turns.taken()
+        return self._world.turns.take_turn()

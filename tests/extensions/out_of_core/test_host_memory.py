@@ -72,13 +72,13 @@ def paged(
         times[self._begin > 0].append([time.monotonic()])
 
     def giving(self: _Lock) -> None:
-        if self.held:
+        if self.is_held:
             times[self._begin > 0][-1].append(time.monotonic())
         give(self)
 
     def leaving(self: Pager) -> None:
         leave(self)
-        left.append((self._in_memory, self._kept))
+        left.append((self._in_memory, self._kept_bytes))
 
     def moving(self: Pager, block: Any, offset: int) -> None:
         move(self, block, offset)
@@ -190,7 +190,7 @@ def holds_turns(rank: int, world_size: int, options: dict[str, Any]) -> dict[str
     strategy = DGCLStrategy(**options)
 
     def note(where: str) -> None:
-        found[where].add(strategy.world.turns._room.held)  # type: ignore[attr-defined]
+        found[where].add(strategy.world.turns._room.is_held)  # type: ignore[attr-defined]
 
     class Model(lightning_gnn.NodeClassifier):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -289,9 +289,9 @@ def test_an_error_ends_all(ranks, disk):
 
 
 @contextmanager
-def paging_in(folder: Path, most_bytes: int, at_the_disk: Any = nullcontext) -> Iterator[Pager]:
+def paging_in(folder: Path, most_bytes: int, release_core: Any = nullcontext) -> Iterator[Pager]:
     """A pager of small tensors, too, with room for so many bytes while it has a turn, and for none after it."""
-    turns: Any = SimpleNamespace(given_up=nullcontext, at_the_disk=at_the_disk)
+    turns: Any = SimpleNamespace(release_turn=nullcontext, release_core=release_core)
     with mock.patch.object(paging, "LEAST_BYTES", LEAST), freed_at_once(LEAST):
         made = Pager(folder, turns, most_bytes, 0)
         with made:
