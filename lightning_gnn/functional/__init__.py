@@ -47,7 +47,7 @@ from lightning_gnn.extensions.plans.presets import find_topology
 from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.scheme import NO_TOPOLOGY, PlanName, looks_at_links
 from lightning_gnn.extensions.plans.topology import Topology
-from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, planned
+from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, make_plans
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes
@@ -421,7 +421,7 @@ def _cut_graph(
         if plan == "p2p":
             p2p(relation, links)  # raises if rows cannot be sent directly
         else:
-            plans = planned(relation, links)
+            plans = make_plans(relation, links)
     report = assignment.report.as_dict()
     parts = [
         _Part(

@@ -28,7 +28,7 @@ def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
     hosts, cuda = hosts_of(world), world.device.type == "cuda"
     if len(hosts) == 1 and not cuda:
         return uniform(world.size, SHARED_MEMORY, "detected", **SOCKET_LATENCY)
-    from lightning_gnn.extensions.plans.hardware import Machine, detected, device_uuid, local_machine  # often unused
+    from lightning_gnn.extensions.plans.hardware import Machine, detect_topology, device_uuid, local_machine  # often unused
 
     uuids = world.all_gather_object(device_uuid(world.device))
     ranks = next(host for host in hosts if world.rank in host)
@@ -43,7 +43,7 @@ def detect(world: World, sysfs: Path = Path("/sys")) -> Topology:
                 f"Assumed for the machine of ranks {', '.join(map(str, machine.ranks))}: {'; '.join(assumed)}. To measure "
                 "instead, run lightning-gnn topology measure."
             )
-    topology = detected([machine for machine, _ in found])
+    topology = detect_topology([machine for machine, _ in found])
     if qpi := {hop.gb_per_s for hop in topology.hops if hop.kind == "qpi"}:
         rank_zero_info(
             f"Assumed between sockets and between host bridges: {', '.join(map(str, sorted(qpi)))} GB/s, in proportion to "

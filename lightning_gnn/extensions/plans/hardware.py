@@ -1,7 +1,7 @@
 """GPUs, PCIe devices and network ports of a machine as reported by NVML and Linux, and the topology of such machines.
 
-A :class:`Machine` is a small table; :func:`detected` builds a topology from several. Bandwidths are DGCL's measurements (section
-5.1, Tables 1 and 3), scaled by the reported rates. From Linux, files below ``/sys`` are read (kernel: Documentation/ABI,
+A :class:`Machine` is a small table; :func:`detect_topology` builds a topology from several. Bandwidths are DGCL's measurements
+(section 5.1, Tables 1 and 3), scaled by the reported rates. From Linux, files below ``/sys`` are read (kernel: Documentation/ABI,
 sysfs-bus-pci, sysfs-class-net, sysfs-class-infiniband).
 
 n GPUs of one machine. Rates are nominal, in 10^9 bytes per second and direction.
@@ -119,7 +119,7 @@ def qpi_gb_per_s(rate: float) -> float:
     return round(rate * QPI / PCIE3_X16, 2)
 
 
-def detected(machines: Sequence[Machine]) -> Topology:
+def detect_topology(machines: Sequence[Machine]) -> Topology:
     """Returns the topology of machines: reported GPU links, one link per pair of other ranks, and network ports.
 
     Two GPUs use their NVLinks, direct or over NVSwitches, if they have any. Otherwise they use PCIe: the switch above each group
@@ -133,20 +133,20 @@ def detected(machines: Sequence[Machine]) -> Topology:
     Args:
         machines: machines that together have all ranks.
     """
-    made, to_port = Wiring("detected"), dict[int, list[str]]()
+    wires, to_port = Wiring("detected"), dict[int, list[str]]()
     for number, machine in enumerate(machines):
         ports = _nearest(machine.ports or (Port("", ETHERNET),), len(machine.ranks)) if len(machines) > 1 else []
         if machine.gpus is None:
-            made.link_each_two(machine.ranks, SHARED_MEMORY)
-            made.host(machine.ranks)
+            wires.link_each_two(machine.ranks, SHARED_MEMORY)
+            wires.host(machine.ranks)
             ways: list[list[str]] = [[] for _ in machine.ranks]
         else:
-            ways = _add_gpus(made, number, machine.ranks, machine.gpus, ports)
+            ways = _add_gpus(wires, number, machine.ranks, machine.gpus, ports)
         for rank, way, port in zip(machine.ranks, ways, ports):
             name = f"port{number}" + (f".{port.name}" if port.name else "")
-            to_port[rank] = [*way, made.hop(name, "network", port.gb_per_s)]
-    made.link_hosts(to_port)
-    return made.topology(**(nccl_latency(len(machines)) if any(machine.gpus for machine in machines) else SOCKET_LATENCY))
+            to_port[rank] = [*way, wires.hop(name, "network", port.gb_per_s)]
+    wires.link_hosts(to_port)
+    return wires.topology(**(nccl_latency(len(machines)) if any(machine.gpus for machine in machines) else SOCKET_LATENCY))
 
 
 class _Place(NamedTuple):
@@ -173,19 +173,19 @@ def _nearest(ports: Sequence[Port], n: int) -> list[Port]:
     return chosen
 
 
-def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, ports: Sequence[Port]) -> list[list[str]]:
+def _add_gpus(wires: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, ports: Sequence[Port]) -> list[list[str]]:
     """Add the hops and links of a machine with GPUs; return the hops from each GPU to its port, if any."""
     n = len(ranks)
     levels = (ONE_SWITCH, HOST_BRIDGE, NUMA_NODE)
     groups = [_groups(gpus, level) for level in levels]
     switches, bridges, nodes = groups
 
-    def place(ancestors: Sequence[int], apart: _Place) -> _Place:
-        """Returns the location of a device with these common ancestors; `apart` at levels where it is in no GPU's group."""
+    def place(ancestors: Sequence[int], outside: _Place) -> _Place:
+        """Returns the location of a device with these common ancestors; `outside` at levels where it is in no GPU's group."""
         return _Place(
             *(
                 next((at for at, group in enumerate(each) if any(ancestors[i] <= level for i in group)), elsewhere)
-                for level, each, elsewhere in zip(levels, groups, apart)
+                for level, each, elsewhere in zip(levels, groups, outside)
             )
         )
 
@@ -196,51 +196,51 @@ def _add_gpus(made: Wiring, number: int, ranks: Sequence[int], gpus: LocalGPUs, 
         if not gpus.nvlinks[i][j] and not (gpus.switch_nvlinks[i] and gpus.switch_nvlinks[j])
     ]
     slots = any(places[i].switch == places[j].switch for i, j in bare)
-    slot = [[made.hop(f"slot{rank}", "pcie", pcie_gb_per_s(rate))] if slots else [] for rank, rate in zip(ranks, gpus.pcie_rates)]
+    slot = [[wires.hop(f"slot{rank}", "pcie", pcie_gb_per_s(r))] if slots else [] for rank, r in zip(ranks, gpus.pcie_rates)]
     switch = [
-        made.hop(f"pcie{number}.{at}", "pcie", pcie_gb_per_s(max(gpus.pcie_rates[i] for i in group)))
+        wires.hop(f"pcie{number}.{at}", "pcie", pcie_gb_per_s(max(gpus.pcie_rates[i] for i in group)))
         for at, group in enumerate(switches)
     ]
 
-    def across(name: str, one: int, other: int) -> str:
+    def across(name: str, start: int, end: int) -> str:
         """Returns the step over the connection of two sockets or bridges; forward is from the first to the second."""
-        low, high = sorted((one, other))
+        low, high = sorted((start, end))
         gb_per_s = qpi_gb_per_s(max(gpus.pcie_rates))
-        return ("" if one < other else "-") + made.hop(f"{name}{number}.{low}-{high}", "qpi", gb_per_s)
+        return ("" if start < end else "-") + wires.hop(f"{name}{number}.{low}-{high}", "qpi", gb_per_s)
 
-    def between(one: _Place, other: _Place) -> list[str]:
+    def between(start: _Place, end: _Place) -> list[str]:
         """Returns the hops from the switch of a GPU to another location."""
-        if one.switch == other.switch:
+        if start.switch == end.switch:
             return []
-        way = [switch[one.switch]]
-        if one.node != other.node:
-            way.append(across("qpi", one.node, other.node))
-        elif one.bridge != other.bridge:
-            way.append(across("bridge", one.bridge, other.bridge))
-        return way if other.switch < 0 else [*way, f"-{switch[other.switch]}"]
+        way = [switch[start.switch]]
+        if start.node != end.node:
+            way.append(across("qpi", start.node, end.node))
+        elif start.bridge != end.bridge:
+            way.append(across("bridge", start.bridge, end.bridge))
+        return way if end.switch < 0 else [*way, f"-{switch[end.switch]}"]
 
     for i, j in combinations(range(n), 2):
         if gpus.nvlinks[i][j]:
             rate = min(gpus.nvlink_rates[i], gpus.nvlink_rates[j])
-            made.link(ranks[i], ranks[j], kind="nvlink", gb_per_s=nvlink_gb_per_s(gpus.nvlinks[i][j], rate))
+            wires.link(ranks[i], ranks[j], kind="nvlink", gb_per_s=nvlink_gb_per_s(gpus.nvlinks[i][j], rate))
         elif (i, j) not in bare:
             # Any GPU reaches any other at its full bandwidth, which all its traffic shares.
             ends = [
-                made.hop(f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
+                wires.hop(f"nvswitch{ranks[k]}", "nvlink", nvlink_gb_per_s(gpus.switch_nvlinks[k], gpus.nvlink_rates[k]))
                 for k in (i, j)
             ]
-            made.link(ranks[i], ranks[j], via=[ends[0], f"-{ends[1]}"])
+            wires.link(ranks[i], ranks[j], via=[ends[0], f"-{ends[1]}"])
         else:
             via = [*slot[i], *between(places[i], places[j]), *(f"-{name}" for name in slot[j])]
-            made.link(ranks[i], ranks[j], via=via)
+            wires.link(ranks[i], ranks[j], via=via)
     for i, rank in enumerate(ranks):
-        made.memory(rank, [*slot[i], switch[places[i].switch]])
-    made.host(ranks, [[ranks[i] for i in node] for node in nodes])
+        wires.memory(rank, [*slot[i], switch[places[i].switch]])
+    wires.host(ranks, [[ranks[i] for i in node] for node in nodes])
     ways: list[list[str]] = []
     for i, port in enumerate(ports):
-        apart = _Place(-1, len(bridges) + ports.index(port), len(nodes))
+        outside = _Place(-1, len(bridges) + ports.index(port), len(nodes))
         # Without ancestors, the hops between are unknown.
-        ways.append([*slot[i], *between(places[i], place(port.ancestors, apart))] if port.ancestors else [])
+        ways.append([*slot[i], *between(places[i], place(port.ancestors, outside))] if port.ancestors else [])
     return ways
 
 
@@ -274,13 +274,13 @@ class PCIeDevice:
     numa_node: int
     gb_per_s: float | None
 
-    def common_ancestor(self, other: PCIeDevice) -> int:
+    def common_ancestor(self, device: PCIeDevice) -> int:
         """Returns the nearest common ancestor of two devices, as NVML does for GPUs; several switches count as one."""
-        if self.path[:2] == other.path[:2]:
+        if self.path[:2] == device.path[:2]:
             return ONE_SWITCH
-        if self.path[0] == other.path[0]:
+        if self.path[0] == device.path[0]:
             return HOST_BRIDGE
-        return NUMA_NODE if self.numa_node == other.numa_node >= 0 else SYSTEM
+        return NUMA_NODE if self.numa_node == device.numa_node >= 0 else SYSTEM
 
 
 @dataclass(frozen=True)

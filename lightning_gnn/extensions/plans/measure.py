@@ -73,15 +73,15 @@ def rate(world: World, a: int, b: int, seconds: float, most_bytes: int) -> float
         most_bytes: maximum size of a message.
     """
 
-    def carried(length: int) -> float:
+    def gb_per_s(length: int) -> float:
         table = np.zeros((world.size, world.size), np.int64)
         table[a, b] = length
         return length / transfer_seconds(world, table) / 1e9
 
-    carried(FIRST_BYTES)  # NCCL connects two ranks at their first message
+    gb_per_s(FIRST_BYTES)  # NCCL connects two ranks at their first message
     length = FIRST_BYTES
     while True:
-        fastest = max(carried(length) for _ in range(REPEATS))
+        fastest = max(gb_per_s(length) for _ in range(REPEATS))
         enough = min(most_bytes, int(fastest * 1e9 * seconds))
         if length * 1.5 >= enough:
             return fastest
@@ -96,27 +96,27 @@ def fixed_seconds(world: World) -> tuple[float, float]:
     """
     size = world.size
 
-    def least(num_bytes: NDArray[np.int64]) -> float:
+    def min_seconds(num_bytes: NDArray[np.int64]) -> float:
         return min(transfer_seconds(world, num_bytes) for _ in range(SHORT_REPEATS))
 
     single = [np.zeros((size, size), np.int64) for _ in range(size)]
     for rank, table in enumerate(single):
         table[rank, (rank + 1) % size] = SHORT_BYTES
-    one = float(np.median([least(table) for table in single]))
+    one = float(np.median([min_seconds(table) for table in single]))
     if size == 2:
         return one, 0.0
-    everyone = least(SHORT_BYTES * (1 - np.eye(size, dtype=np.int64)))
+    everyone = min_seconds(SHORT_BYTES * (1 - np.eye(size, dtype=np.int64)))
     return one, max(0.0, everyone - one) / (size - 2)
 
 
-def measured(world: World) -> Topology:
+def measure_quickly(world: World) -> Topology:
     """Returns the measured topology of the running ranks, in a fraction of the time of ``lightning-gnn topology measure``.
 
     Raises:
         CommunicationError: if two ranks cannot reach each other.
     """
     began = time.perf_counter()
-    found = measure(world, QUICK_SECONDS, QUICK_BYTES, lambda done, total: None)
+    found = measure(world, QUICK_SECONDS, QUICK_BYTES, lambda num_done, total: None)
     slowest, fastest = (8 * by(found.gb_per_s) for by in (np.min, np.max))
     rank_zero_info(
         f"Measured the links between {world.size} ranks in {time.perf_counter() - began:.1f} s: {slowest:.3g} to {fastest:.3g} "

@@ -45,35 +45,35 @@ def draw_links(loads: Sequence[LinkLoad], topology: Topology, title: str) -> Fig
     figure.suptitle(title, fontsize=13, color=INK)
     map_axes, bar_axes = figure.subplots(1, 2, width_ratios=(3.2, 1))
     longest = max((load.hop_seconds for load in loads), default=0.0) or 1.0
-    colours = ListedColormap(mpl.colormaps["plasma_r"](np.linspace(0.12, 0.95, 256)))
-    _draw_map(map_axes, loads, topology, longest, colours)
-    _draw_busiest(bar_axes, loads, topology, longest, colours)
+    colormap = ListedColormap(mpl.colormaps["plasma_r"](np.linspace(0.12, 0.95, 256)))
+    _draw_map(map_axes, loads, topology, longest, colormap)
+    _draw_busiest(bar_axes, loads, topology, longest, colormap)
     return figure
 
 
-def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colours: Colormap) -> None:
-    places, centres, radii = _places(topology)
+def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colormap: Colormap) -> None:
+    places, centers, radii = _places(topology)
     reach = np.array(radii) + DEVICE + MARGIN
-    low, high = (centres - reach[:, None]).min(0), (centres + reach[:, None]).max(0)
+    low, high = (centers - reach[:, None]).min(0), (centers + reach[:, None]).max(0)
     spare = np.maximum(0, LEAST - (high - low)) / 2
     low, high = low - spare, high + spare
     axes.set(xlim=(low[0], high[0]), ylim=(low[1] - 0.25, high[1] + 0.25), aspect="equal")
     axes.axis("off")
     points = 72 * min(8.6 / (high[0] - low[0]), 6.0 / (high[1] - low[1]))  # points per unit
-    for number, (centre, size) in enumerate(zip(centres, reach)):
-        _draw_host(axes, topology, number, centre, radii[number], size, places, points)
+    for number, (center, size) in enumerate(zip(centers, reach)):
+        _draw_host(axes, topology, number, center, radii[number], size, places, points)
     used = {frozenset((load.sender, load.receiver)) for load in loads}
     for (a, b), via in topology.links.items():
         if a < b and len(via) == 1 and frozenset((a, b)) not in used:
             axes.plot(*zip(places[a], places[b]), color="#d5d9df", lw=0.7, zorder=1)
-    gates = centres.copy()
-    gated = len(centres) > 1 and any(radii)
+    gates = centers.copy()
+    gated = len(centers) > 1 and any(radii)
     if gated:
         note = "between hosts: devices to gate, their own rows' time; gate to gate, the busiest hop's"
         axes.text((low[0] + high[0]) / 2, low[1] - 0.2, note, ha="center", va="bottom", fontsize=9, color=GREY)
-    for number, centre in enumerate(centres):
+    for number, center in enumerate(centers):
         if gated and radii[number]:
-            gates[number] -= centre / np.linalg.norm(centre) * (reach[number] + 0.25)
+            gates[number] -= center / np.linalg.norm(center) * (reach[number] + 0.25)
             axes.plot(*gates[number], "s", color=GREY, ms=points * 0.1, zorder=4)
     arrows = _arrows(loads, topology, places, gates, np.array(radii) == 0)
     thin = min(1.0, points / 70 + 0.35) * min(1.0, math.sqrt(40 / max(1, len(arrows))))
@@ -87,7 +87,7 @@ def _draw_map(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest
                 mutation_scale=max(4.0, points * 0.12),
                 shrinkA=points * rounds[0],
                 shrinkB=points * rounds[1],
-                color=colours(seconds / longest),
+                color=colormap(seconds / longest),
                 lw=(0.6 + 2.6 * seconds / longest) * thin,
                 zorder=2 + seconds / longest,
             )
@@ -103,7 +103,7 @@ Arrow: TypeAlias = tuple[float, Point, Point, tuple[float, float]]
 """Seconds, start, end, and the radii of the markers at both ends."""
 
 
-def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, alone: NDArray[np.bool_]) -> list[Arrow]:
+def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates: Point, single: NDArray[np.bool_]) -> list[Arrow]:
     """Returns an arrow for each link inside a host; links between hosts are combined at the hosts' gates.
 
     Links between hosts are too many to distinguish, and they share hops. An arrow between a device and its gate has the time of
@@ -122,38 +122,38 @@ def _arrows(loads: Sequence[LinkLoad], topology: Topology, places: Point, gates:
         between[pair] = max(between.get(pair, 0.0), load.hop_seconds)
         own[0, a] += load.seconds
         own[1, b] += load.seconds
-    for device in np.flatnonzero(~alone[host]):
+    for device in np.flatnonzero(~single[host]):
         gate, place = gates[host[device]], places[device]
         if own[0, device]:
             arrows.append((own[0, device], place, gate, (DEVICE, GATE)))
         if own[1, device]:
             arrows.append((own[1, device], gate, place, (GATE, DEVICE)))
-    rounds = np.where(alone, DEVICE, GATE).tolist()
+    rounds = np.where(single, DEVICE, GATE).tolist()
     return arrows + [(seconds, gates[i], gates[j], (rounds[i], rounds[j])) for (i, j), seconds in between.items()]
 
 
 def _draw_host(
-    axes: Axes, topology: Topology, number: int, centre: Point, radius: float, size: float, places: Point, points: float
+    axes: Axes, topology: Topology, number: int, center: Point, radius: float, size: float, places: Point, points: float
 ) -> None:
     frame: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": "white", "edgecolor": GREY}
     side = 2 * size - 0.2
-    axes.add_patch(FancyBboxPatch(tuple(centre - side / 2), side, side, lw=1, zorder=0, **frame))
+    axes.add_patch(FancyBboxPatch(tuple(center - side / 2), side, side, lw=1, zorder=0, **frame))
     font = min(11.0, points * 0.16)
     if len(topology.hosts) > 1:
-        axes.text(centre[0], centre[1] + size + 0.02, f"host {number}", ha="center", fontsize=font, color=INK)
+        axes.text(center[0], center[1] + size + 0.02, f"host {number}", ha="center", fontsize=font, color=INK)
     sockets = topology.groups[number]
     if len(sockets) == 1:
         return
     for index, socket in enumerate(sockets):
-        offsets = places[list(socket)] - centre
+        offsets = places[list(socket)] - center
         turn = math.atan2(*offsets.mean(0)[::-1])
         angles = np.degrees((np.arctan2(offsets[:, 1], offsets[:, 0]) - turn + math.pi) % (2 * math.pi) - math.pi)
         side = math.degrees(1.5 * DEVICE / radius)
         begin, end = math.degrees(turn) + angles.min() - side, math.degrees(turn) + angles.max() + side
-        ring = Wedge(tuple(centre), radius + 1.5 * DEVICE, begin, end, width=3 * DEVICE, facecolor=PALE, zorder=0.5)
+        ring = Wedge(tuple(center), radius + 1.5 * DEVICE, begin, end, width=3 * DEVICE, facecolor=PALE, zorder=0.5)
         axes.add_patch(ring)
         away = radius + 1.5 * DEVICE + 0.17
-        place = centre + away * np.array([math.cos(turn), math.sin(turn)])
+        place = center + away * np.array([math.cos(turn), math.sin(turn)])
         upright = (math.degrees(turn) + 90 + 90) % 180 - 90  # along the ring, not upside down
         centred: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY, "zorder": 3.5}
         axes.text(place[0], place[1], f"socket {index}", rotation=upright, fontsize=0.9 * font, **centred)
@@ -174,9 +174,9 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
     if hosts > 2:
         around *= math.sqrt(2) / math.sin(math.pi / hosts)
     turns = math.pi - 2 * math.pi * np.arange(hosts) / hosts
-    centres = around * np.stack([np.cos(turns), np.sin(turns)], 1)
+    centers = around * np.stack([np.cos(turns), np.sin(turns)], 1)
     places = np.zeros((topology.num_devices, 2))
-    for sockets, centre, radius in zip(topology.groups, centres, radii):
+    for sockets, center, radius in zip(topology.groups, centers, radii):
         gap = 0.6 * (len(sockets) > 1)
         step = 2 * math.pi / (sum(map(len, sockets)) + gap * len(sockets))
         angle = math.pi / 2 + step * (gap / 2 + 0.5)  # counterclockwise from the top
@@ -184,13 +184,13 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
             # Of two sockets, both count from the top, so that corresponding devices are side by side.
             ordered = socket[::-1] if len(sockets) == 2 and index == 1 else socket
             for device in ordered:
-                places[device] = centre + radius * np.array([math.cos(angle), math.sin(angle)])
+                places[device] = center + radius * np.array([math.cos(angle), math.sin(angle)])
                 angle += step
             angle += step * gap
-    return places, centres, radii
+    return places, centers, radii
 
 
-def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colours: Colormap) -> None:
+def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colormap: Colormap) -> None:
     """Draw the busiest hops of links as bars in the colors of the links: a legend, with names of shared hops."""
     kind = dict(zip(hop_labels(topology), (hop.kind for hop in topology.hops)))
     seconds: dict[str, float] = {}
@@ -198,7 +198,7 @@ def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, lon
         seconds.setdefault(load.busiest_hop, load.hop_seconds)
     shown = list(seconds.items())[:HOPS]
     factor, unit = _unit(longest)
-    axes.barh(range(len(shown)), [value * factor for _, value in shown], color=[colours(v / longest) for _, v in shown])
+    axes.barh(range(len(shown)), [value * factor for _, value in shown], color=[colormap(v / longest) for _, v in shown])
     axes.set_yticks(range(len(shown)), [f"{name} ({kind[name]})" for name, _ in shown], fontsize=8, color=INK)
     axes.set(ylim=(HOPS - 0.4, -0.6), xlim=(0, longest * factor * 1.02))
     more = len(seconds) - len(shown)
@@ -226,16 +226,16 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
     figure = new_figure(11, sum(heights) + 1.1)
     figure.suptitle(f"One exchange over {topology.name}, rows of {row_bytes:,} bytes: when hops are busy", fontsize=13, color=INK)
     kinds = list(dict.fromkeys(hop.kind for hop in topology.hops))
-    colour = {kind: KINDS[number % len(KINDS)] for number, kind in enumerate(kinds)}
+    colors = {kind: KINDS[number % len(KINDS)] for number, kind in enumerate(kinds)}
     rows = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, cost, hops, until) in zip(rows, panels):
         if isinstance(cost, PlanCost):
-            _draw_panel(axes, name, cost, hops, row_bytes, until, colour)
+            _draw_panel(axes, name, cost, hops, row_bytes, until, colors)
         else:
             axes.axis("off")
             axes.set_title(name, loc="left", fontsize=11, color=INK)
             axes.text(0, 0.8, textwrap.fill(f"does not apply: {cost}", 110), va="top", fontsize=9, color=INK)
-    handles: list[Any] = [Patch(color=colour[kind], label=kind) for kind in kinds]
+    handles: list[Any] = [Patch(color=colors[kind], label=kind) for kind in kinds]
     note = "the busiest hops of each kind" if len(shown) < len(topology.hops) else None
     style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "title_fontsize": 9, "fontsize": 9}
     figure.legend(handles=handles, ncols=len(kinds), title=note, **style)
@@ -246,10 +246,10 @@ def _draw_panel(
     axes: Axes,
     name: str,
     cost: PlanCost,
-    shown: Sequence[int],
+    hops: Sequence[int],
     row_bytes: float,
     until: float,
-    colour: Mapping[str, str],
+    colors: Mapping[str, str],
 ) -> None:
     factor, unit = _unit(until)
     lengths = cost.stage_seconds(row_bytes) * factor
@@ -261,11 +261,11 @@ def _draw_panel(
         if length > 0.06 * until * factor:
             style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": GREY}
             axes.text(start + length / 2, 1.01, f"stage {stage}", transform=axes.get_xaxis_transform(), **style)
-        busy = cost.hop_seconds[stage, list(shown)] * row_bytes * factor
-        colours = [colour[cost.topology.hops[hop].kind] for hop in shown]
-        axes.barh(range(len(shown)), busy, left=start, height=0.72, color=colours, zorder=2)
-    axes.set_yticks(range(len(shown)), [labels[hop] for hop in shown], fontsize=8, color=INK)
-    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, until * factor * 1.005 or 1))
+        busy = cost.hop_seconds[stage, list(hops)] * row_bytes * factor
+        bar_colors = [colors[cost.topology.hops[hop].kind] for hop in hops]
+        axes.barh(range(len(hops)), busy, left=start, height=0.72, color=bar_colors, zorder=2)
+    axes.set_yticks(range(len(hops)), [labels[hop] for hop in hops], fontsize=8, color=INK)
+    axes.set(ylim=(len(hops) - 0.4, -0.6), xlim=(0, until * factor * 1.005 or 1))
     stages = f"{len(lengths)} stage{'' if len(lengths) == 1 else 's'}"
     axes.set_title(f"{name}: {lengths.sum():,.3g} {unit} in {stages}", loc="left", fontsize=11, color=INK, pad=14)
     axes.set_xlabel(unit, fontsize=9)

@@ -126,7 +126,7 @@ class PlannedExchange(Exchange):
         self._forward, _ = _stages(plan.forward, position, owned, device, adds=False)
         self._backward, self._num_added = _stages(plan.backward, np.arange(plan.num_rows), owned, device, adds=True)
 
-    def _others(self, halo: Tensor) -> Tensor:
+    def _take_buffer(self, halo: Tensor) -> Tensor:
         """Returns a buffer from the pool for rows that are not local, ``[H + R, ...]``, shaped and typed like `halo`."""
         return self.buffers.take((self.num_halo + self.num_relayed, *halo.shape[1:]), halo.dtype)
 
@@ -187,40 +187,40 @@ class PlannedExchange(Exchange):
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         """Starts the first stage; returns a function that runs the other stages and waits for `halo`."""
-        others = self._others(halo)
-        go_on = self._go(self._forward, (others, x), others, call, lambda stage: None)
+        remote = self._take_buffer(halo)
+        go_on = self._go(self._forward, (remote, x), remote, call, lambda stage: None)
 
         def finish() -> None:
             go_on()
-            take_rows(others, self._halo_rows, halo)
-            self.buffers.give_back(others)
+            take_rows(remote, self._halo_rows, halo)
+            self.buffers.give_back(remote)
 
         return finish
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """Starts the first stage; returns a function that runs the other stages. Relays add received rows or take the maximum."""
-        others = self._others(halo)
-        others[: self.num_halo] = halo
-        others[self.num_halo :] = 0 if call.operation == "sum" else -torch.inf
+        remote = self._take_buffer(halo)
+        remote[: self.num_halo] = halo
+        remote[self.num_halo :] = 0 if call.operation == "sum" else -torch.inf
         arrived = self.buffers.take((self._num_added, *halo.shape[1:]), halo.dtype)
         owned: list[Tensor] = []
 
         def add(stage: _Stage) -> None:
             values = arrived[stage.arrives]
             for run in stage.adds:
-                into, arriving = (others, *owned)[run.owned], values[run.place]
+                into, arriving = (remote, *owned)[run.owned], values[run.place]
                 if call.operation == "sum":
                     add_rows(into, run.rows, arriving)
                 else:
                     into[run.rows] = torch.maximum(into[run.rows], arriving)
 
-        go_on = self._go(self._backward, (others,), arrived, call, add)
+        go_on = self._go(self._backward, (remote,), arrived, call, add)
 
-        def finish(own: Tensor) -> None:
-            owned.append(own)
+        def finish(local: Tensor) -> None:
+            owned.append(local)
             go_on()
-            self.buffers.give_back(others)
+            self.buffers.give_back(remote)
             self.buffers.give_back(arrived)
 
         return finish

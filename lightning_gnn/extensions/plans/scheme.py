@@ -110,9 +110,9 @@ class PlannedScheme(EdgeCutScheme):
         if world.size == 1:
             return None
         if self.topology == "measured":
-            from lightning_gnn.extensions.plans.measure import measured
+            from lightning_gnn.extensions.plans.measure import measure_quickly
 
-            return measured(world)
+            return measure_quickly(world)
         from lightning_gnn.extensions.plans.detect import detect, hosts_of
 
         if world.size <= MAX_DEVICES:
@@ -205,8 +205,8 @@ def log_plan(
     """
     features = next(iter(shard.batch.x_dict.values())) if shard.types.is_hetero else shard.batch.x
     row_bytes = features[:1].nbytes
-    followed = _followed(exchange, between, row_bytes) | ({"name": name} if name else {})
-    log_config(trainer, {"plan": followed})
+    description = _describe_plan(exchange, between, row_bytes) | ({"name": name} if name else {})
+    log_config(trainer, {"plan": description})
     if not (trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer)):
         return
     if name is None and isinstance(between, Topology) and between.num_devices > 1:
@@ -221,10 +221,10 @@ def log_plan(
             route = p2p(Relation.from_halos(shard.halos, np.cumsum([0, *shard.rows])), between)
         title = f"{route.name} over {between.name}, rows of {row_bytes:,} bytes"
         picture = draw_links(link_loads(route, between, row_bytes), between, title)
-        log_files(trainer, "plan", {"plan.json": json.dumps(followed, indent=1) + "\n", "plan.png": picture})
+        log_files(trainer, "plan", {"plan.json": json.dumps(description, indent=1) + "\n", "plan.png": picture})
 
 
-def _followed(exchange: Exchange, between: Topology | Hosts | None, row_bytes: int) -> dict[str, Any]:
+def _describe_plan(exchange: Exchange, between: Topology | Hosts | None, row_bytes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"name": "p2p"} if between is None else {"name": "p2p", "topology": between.name}
     if isinstance(exchange, HaloExchange):
         return found

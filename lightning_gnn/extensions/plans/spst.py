@@ -218,35 +218,35 @@ def _least_seconds(owner, destinations, counts, links, load):  # type: ignore[no
 
 
 @numba.njit(cache=True, nogil=True)
-def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
-    """Add the cheapest path from a reached device to a device of `left` to the tree.
+def _reach_nearest(remaining, parent, arrival, rows, may_wait, links, load, search):  # type: ignore[no-untyped-def]
+    """Add the cheapest path from a reached device to a device of `remaining` to the tree.
 
-    The path ends at its first destination, so the devices between are relays, which do not need the rows. `left` is a bit mask.
-    With `may_wait`, rows may be sent later than in the stage after their arrival. Modifies the tree and the load.
+    The path ends at its first destination, so the devices between are relays, which do not need the rows. `remaining` is a bit
+    mask. With `may_wait`, rows may be sent later than in the stage after their arrival. Modifies the tree and the load.
 
     Returns:
-        The remaining bits of `left`, and whether a path exists.
+        The remaining bits of `remaining`, and whether a path exists.
     """
-    cost, via, near = search
+    cost, via, nearest = search
     num_stages, num_devices = len(load.stage), len(parent)
     one = np.uint64(1)
     bound, goal, goal_via, goal_stage = np.inf, -1, -1, -1
     latest = 0  # latest arrival of a source
     for a in range(num_devices):
-        near[a] = np.inf
+        nearest[a] = np.inf
         if arrival[a] < 0:
-            if not left >> np.uint64(a) & one:
+            if not remaining >> np.uint64(a) & one:
                 for d in range(num_devices):
-                    if left >> np.uint64(d) & one:
+                    if remaining >> np.uint64(d) & one:
                         least = TIE * rows * links.shortest[a, d]
-                        if least < near[a]:
-                            near[a] = least
+                        if least < nearest[a]:
+                            nearest[a] = least
             continue
         latest = max(latest, arrival[a])
         for stage in range(arrival[a], num_stages if may_wait else min(arrival[a] + 1, num_stages)):
             for d in range(num_devices):
-                if left >> np.uint64(d) & one and links.num_hops[a, d]:
-                    added = _added(a, d, stage, rows, bound, links, load)
+                if remaining >> np.uint64(d) & one and links.num_hops[a, d]:
+                    added = _extra_seconds(a, d, stage, rows, bound, links, load)
                     if added < bound:
                         bound, goal, goal_via, goal_stage = added, d, a, stage
     cost[:] = np.inf
@@ -259,42 +259,42 @@ def _reach_nearest(left, parent, arrival, rows, may_wait, links, load, search): 
                 so_far = 0.0
             else:
                 so_far = cost[stage, a]
-                if so_far + near[a] >= bound:
+                if so_far + nearest[a] >= bound:
                     continue
                 alive = True
                 if may_wait and so_far < cost[stage + 1, a]:
                     cost[stage + 1, a], via[stage + 1, a] = so_far, a
                 for d in range(num_devices):
-                    if left >> np.uint64(d) & one and links.num_hops[a, d]:
-                        added = so_far + _added(a, d, stage, rows, bound - so_far, links, load)
+                    if remaining >> np.uint64(d) & one and links.num_hops[a, d]:
+                        added = so_far + _extra_seconds(a, d, stage, rows, bound - so_far, links, load)
                         if added < bound:
                             bound, goal, goal_via, goal_stage = added, d, a, stage
             for b in range(num_devices):
-                best = min(bound - near[b], cost[stage + 1, b])
-                # `near` is infinite, and so `best` is negative, unless b is a relay.
+                best = min(bound - nearest[b], cost[stage + 1, b])
+                # `nearest` is infinite, and so `best` is negative, unless b is a relay.
                 if so_far >= best or not links.num_hops[a, b]:
                     continue
-                added = so_far + _added(a, b, stage, rows, best - so_far, links, load)
-                if added < best and not _passed(a, stage, b, arrival, via):
+                added = so_far + _extra_seconds(a, b, stage, rows, best - so_far, links, load)
+                if added < best and not _is_on_path(a, stage, b, arrival, via):
                     cost[stage + 1, b], via[stage + 1, b] = added, a
         if not alive:
             break
     if goal < 0:
-        return left, False
-    left &= ~(one << np.uint64(goal))
+        return remaining, False
+    remaining &= ~(one << np.uint64(goal))
     d, a, stage = goal, goal_via, goal_stage
     while True:
         parent[d], arrival[d] = a, stage + 1
         _cross(a, d, stage, rows, links, load)
         if arrival[a] >= 0:
-            return left, True
+            return remaining, True
         while via[stage, a] == a:  # the rows waited
             stage -= 1
         d, a, stage = a, via[stage, a], stage - 1
 
 
 @numba.njit(cache=True, inline="always")
-def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-def]
+def _extra_seconds(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-def]
     """Returns the increase of the plan's time if `rows` cross a -> b in `stage`, or a value of at least `limit`."""
     tie = TIE * rows * links.own[a, b]
     longest = load.stage[stage]
@@ -309,7 +309,7 @@ def _added(a, b, stage, rows, limit, links, load):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True, inline="always")
-def _passed(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
+def _is_on_path(a, stage, b, arrival, via):  # type: ignore[no-untyped-def]
     """Returns whether the path that reaches relay `a` by `stage` contains `b`."""
     while arrival[a] < 0:
         if a == b:

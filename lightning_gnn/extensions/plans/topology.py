@@ -160,7 +160,7 @@ class Topology:
                 "at least one device per rank."
             )
 
-        def kept(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        def keep_devices(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
             smaller = (tuple(device for device in group if device < num_ranks) for group in groups)
             return tuple(filter(None, smaller))
 
@@ -174,8 +174,8 @@ class Topology:
             num_devices=num_ranks,
             hops=tuple(self.hops[old] for old in new_hop),
             links={pair: tuple(new_hop[hop] for hop in via) for pair, via in links.items()},
-            hosts=kept(self.hosts),
-            sockets=kept(self.sockets),
+            hosts=keep_devices(self.hosts),
+            sockets=keep_devices(self.sockets),
             memory=tuple(tuple(new_hop[hop] for hop in via) for via in memory),
         )
 

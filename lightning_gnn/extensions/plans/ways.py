@@ -56,23 +56,23 @@ def fastest_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
     Raises:
         ValueError: if the relation and the topology have different numbers of devices.
     """
-    with progress_bar(f"Planning over {topology.name}", 1 + len(STAGES), "plans") as told:
+    with progress_bar(f"Planning over {topology.name}", 1 + len(STAGES), "plans") as advance:
         plans = [spst(relation, topology)]
-        for most in STAGES:
-            told(1)
-            if most < plans[0].num_stages:
+        for max_stages in STAGES:
+            advance(1)
+            if max_stages < plans[0].num_stages:
                 try:
-                    plans.append(spst(relation, topology, max_stages=most))
+                    plans.append(spst(relation, topology, max_stages=max_stages))
                 except ValueError:  # some devices are not reachable within this number of stages
                     break
-    made = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
-    chosen = {id(fastest(made, 2.0**power)) for power in range(WIDEST + 1)}
-    return [each for each in made if id(each) in chosen]
+    priced = [PricedPlan(plan, plan_cost(plan, topology)) for plan in reversed(plans)]
+    chosen = {id(fastest(priced, 2.0**power)) for power in range(WIDEST + 1)}
+    return [each for each in priced if id(each) in chosen]
 
 
 def fastest(plans: list[PricedPlan], row_bytes: float) -> PricedPlan:
     """Returns the plan with the least time for rows of `row_bytes`; the first plan on ties."""
-    return min(plans, key=lambda each: each.cost.seconds(row_bytes))
+    return min(plans, key=lambda plan: plan.cost.seconds(row_bytes))
 
 
 class ExchangeByWidth(Exchange):
@@ -124,13 +124,13 @@ def _row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
-def follow_links(plan: str, topology: Topology | Hosts, given: tuple[HaloPlan, Sequence[Ids], Ids, World, Meter]) -> Exchange:
+def follow_links(plan: str, topology: Topology | Hosts, args: tuple[HaloPlan, Sequence[Ids], Ids, World, Meter]) -> Exchange:
     """Returns this rank's exchange under a plan that depends on links.
 
-    The arguments are described in :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`; `given` is the tuple of the last
+    The arguments are described in :func:`~lightning_gnn.extensions.plans.scheme.make_exchange`; `args` is the tuple of the last
     five.
     """
-    rows, halos, offsets, world, meter = given
+    rows, halos, offsets, world, meter = args
     if isinstance(topology, Hosts):
         ways = [Way()] if plan == "p2p" else _ways_through_hosts(topology, rows, halos, offsets, world)
         return follow(ways, rows, world, meter)
@@ -140,7 +140,7 @@ def follow_links(plan: str, topology: Topology | Hosts, given: tuple[HaloPlan, S
         return HaloExchange(rows, world, meter)
     # Rank 0 plans and broadcasts its trees, a few bytes per group of nodes. If each rank planned, machines with different
     # topology files or roundings would wait for each other forever.
-    found = planned(relation, topology) if world.rank == 0 else []
+    found = make_plans(relation, topology) if world.rank == 0 else []
     trees = [(each.cost.price, each.plan.bounds, each.plan.parent, each.plan.stage) for each in found]
     ways = []
     for price, bounds, parent, stage in world.broadcast_object(trees):
@@ -183,12 +183,12 @@ def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offs
     return ways[1:] if staged[0] <= direct[0] and staged[1] <= direct[1] else ways
 
 
-def planned(relation: Relation, topology: Topology) -> list[PricedPlan]:
+def make_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
     """Returns the plans that are the fastest for some row width; rank 0 logs them."""
     began = time.perf_counter()
-    found = fastest_plans(relation, topology)
-    rank_zero_info(_told(found, topology, time.perf_counter() - began))
-    return found
+    priced = fastest_plans(relation, topology)
+    rank_zero_info(_log_line(priced, topology, time.perf_counter() - began))
+    return priced
 
 
 def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> Exchange:
@@ -202,12 +202,12 @@ def follow(ways: Sequence[Way], rows: HaloPlan, world: World, meter: Meter) -> E
     return choices[0][0] if len(choices) == 1 else ExchangeByWidth(choices, world, meter)
 
 
-def _told(found: list[PricedPlan], topology: Topology, seconds: float) -> str:
+def _log_line(priced: list[PricedPlan], topology: Topology, seconds: float) -> str:
     """Returns the log line about the plans."""
-    relayed = [each.plan for each in found if each.plan.num_stages > 1]
+    relayed = [each.plan for each in priced if each.plan.num_stages > 1]
     if not relayed:
         return f"Using direct exchange: over {topology.name}, no relay is faster"
     rows = relayed[0].relation.pair_rows.sum()
     plans = " or ".join(f"{plan.traffic.sum():,} rows in {plan.num_stages} stages" for plan in relayed)
-    narrow = "; narrow rows are sent directly" if len(relayed) < len(found) else ""
+    narrow = "; narrow rows are sent directly" if len(relayed) < len(priced) else ""
     return f"SPST over {topology.name}: an exchange moves {plans} ({rows:,} directly){narrow}; planned in {seconds:.1f} s"

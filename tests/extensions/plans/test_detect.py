@@ -33,7 +33,7 @@ from lightning_gnn.extensions.plans.hardware import (
     Machine,
     Port,
     UnknownGPUsError,
-    detected,
+    detect_topology,
     device_uuid,
     local_gpus,
 )
@@ -158,7 +158,7 @@ def test_dgx1(monkeypatch, tmp_path, told):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, devices, assumed = local_gpus(uuids(*range(8)), dgx1_tree(tmp_path).root if told else NOWHERE)
     assert np.array_equal(gpus.nvlinks, cube_mesh())
-    assert same(detected([Machine(tuple(range(8)), gpus)]), dgx1())
+    assert same(detect_topology([Machine(tuple(range(8)), gpus)]), dgx1())
     if told:
         assert [device.numa_node for device in devices if device] == [0] * 4 + [1] * 4 and not assumed
     else:
@@ -166,13 +166,13 @@ def test_dgx1(monkeypatch, tmp_path, told):
         assert [text.partition(",")[0] for text in assumed] == ["NVLinks of 24.22 GB/s", "slots of 11.13 GB/s"]
     port = Port("mlx5_0:1", 6.37, tuple(ancestors_of_8()[0]))  # under the first switch
     both = [Machine(tuple(range(first, first + 8)), gpus, (port,)) for first in (0, 8)]
-    assert same(detected(both), dgx1(2))
+    assert same(detect_topology(both), dgx1(2))
 
 
 def test_only_the_visible_devices_in_their_order(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(cube_mesh(), ancestors_of_8()))
     visible = (6, 1, 2, 5)  # CUDA_VISIBLE_DEVICES=6,1,2,5
-    found = detected([Machine((0, 1, 2, 3), gpus_of(*visible))])
+    found = detect_topology([Machine((0, 1, 2, 3), gpus_of(*visible))])
     assert found.num_devices == 4 and found.sockets == ((0, 3), (1, 2))
     whole = dgx1()
     for (a, b), via in found.links.items():
@@ -184,14 +184,14 @@ def test_without_nvlinks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(np.zeros((8, 8), int), ancestors_of_8()))
     gpus = gpus_of(*range(8))
     assert not np.any(gpus.nvlinks)
-    assert same(detected([Machine(tuple(range(8)), gpus)]), pcie8())
+    assert same(detect_topology([Machine(tuple(range(8)), gpus)]), pcie8())
 
 
 def test_nvswitches(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(np.zeros((8, 8), int), ancestors_of_8(), [6] * 8))
     gpus = gpus_of(*range(8))
     assert gpus.switch_nvlinks == (6,) * 8
-    found = detected([Machine(tuple(range(8)), gpus)])
+    found = detect_topology([Machine(tuple(range(8)), gpus)])
     used = [found.hops[hop] for via in found.links.values() for hop in via]
     assert all(hop.kind == "nvlink" and hop.gb_per_s == pytest.approx(6 * 24.2) for hop in used)
     assert found.links[0, 1][0] == found.links[0, 7][0] and found.links[0, 1][-1] == found.links[5, 1][-1]
@@ -200,19 +200,19 @@ def test_nvswitches(monkeypatch):
 def test_host_bridges_of_one_numa_node():
     ancestors = ((0, NUMA_NODE), (NUMA_NODE, 0))
     gpus = LocalGPUs(((0, 0), (0, 0)), (0, 0), ancestors, (V100_NVLINK,) * 2, (PCIE3_X16,) * 2)
-    found = detected([Machine((0, 1), gpus)])
+    found = detect_topology([Machine((0, 1), gpus)])
     assert [found.hops[hop].kind for hop in found.links[0, 1]] == ["pcie", "qpi", "pcie"]
     assert found.sockets == ((0, 1),)
 
 
 def test_several_machines(monkeypatch):
-    assert same(detected([Machine((0, 1)), Machine((2, 3, 4))]), machines([2, 3]))
+    assert same(detect_topology([Machine((0, 1)), Machine((2, 3, 4))]), machines([2, 3]))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(cube_mesh(), ancestors_of_8()))
     gpus = gpus_of(*range(8))
-    found = detected([Machine(tuple(range(8)), gpus), Machine(tuple(range(8, 16)), gpus)])
+    found = detect_topology([Machine(tuple(range(8)), gpus), Machine(tuple(range(8, 16)), gpus)])
     assert found.hosts == dgx1(2).hosts and found.sockets == dgx1(2).sockets
     assert [found.hops[hop].kind for hop in found.links[2, 9]] == ["network", "network"]
-    scattered = detected([Machine((0, 2)), Machine((1, 3))])
+    scattered = detect_topology([Machine((0, 2)), Machine((1, 3))])
     assert scattered.hosts == ((0, 2), (1, 3)) and len(scattered.links[0, 2]) == 1 and len(scattered.links[0, 1]) == 2
 
 
@@ -266,11 +266,11 @@ def test_rates_are_in_proportion(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([[0, 3], [3, 0]], ancestors, nvlink_mbps=53125))
     gpus = gpus_of(0, 1, sysfs=tree.root)
     assert gpus.nvlink_rates == (53.125, 53.125) and gpus.pcie_rates == pytest.approx((63.02, 31.51), rel=1e-3)
-    found = detected([Machine((0, 1), gpus)])
+    found = detect_topology([Machine((0, 1), gpus)])
     assert found.hops[found.links[0, 1][0]].gb_per_s == pytest.approx(3 * 24.2 * 53.125 / 25.781, abs=0.01)
-    slower = detected([Machine((0, 1), replace(gpus, nvlink_rates=(53.125, 26.562)))])
+    slower = detect_topology([Machine((0, 1), replace(gpus, nvlink_rates=(53.125, 26.562)))])
     assert slower.hops[slower.links[0, 1][0]].gb_per_s == pytest.approx(3 * 24.2 * 26.562 / 25.781, abs=0.01)
-    bare = detected([Machine((0, 1), replace(gpus, nvlinks=((0, 0), (0, 0))))])
+    bare = detect_topology([Machine((0, 1), replace(gpus, nvlinks=((0, 0), (0, 0))))])
     assert [bare.hops[hop].gb_per_s for hop in bare.links[0, 1]] == pytest.approx([44.52, 22.26], abs=0.02)
 
 
@@ -288,7 +288,7 @@ def test_ports_are_those_nearest_to_each_gpu():
     far = Machine((4,))
 
     def ways(*ports: Port) -> list[list[str]]:
-        found = detected([Machine((0, 1, 2, 3), gpus, ports), far])
+        found = detect_topology([Machine((0, 1, 2, 3), gpus, ports), far])
         return [way[: next(i for i, name in enumerate(way) if name == "-port1")] for way in ways_out(found)]
 
     under = [Port(f"nic{k}", 5.0, tuple(ONE_SWITCH if i == k else ancestors[k][i] for i in range(4))) for k in range(4)]
@@ -309,7 +309,7 @@ def test_ports_are_those_nearest_to_each_gpu():
     ]
     assert ways(Port("lone", 5.0, (SYSTEM,) * 4))[3] == ["pcie0.3", "qpi0.1-2", "port0.lone"]
     assert ways(Port("unknown", 5.0)) == [["port0.unknown"]] * 4
-    unseen = detected([Machine((0, 1), ports=(Port("a", 2.0), Port("b", 3.0))), Machine((2,))])
+    unseen = detect_topology([Machine((0, 1), ports=(Port("a", 2.0), Port("b", 3.0))), Machine((2,))])
     assert [unseen.hops[unseen.links[rank, 2][0]].gb_per_s for rank in (0, 1)] == [2.0, 3.0]
 
 
@@ -479,7 +479,7 @@ def test_plans_over_h100s_cost_what_they_do_by_hand(ranks, tmp_path, where):
         seconds = best.cost.seconds(row_bytes)
         assert made.cost.seconds(row_bytes) == pytest.approx(seconds, rel=0.05)
         assert plan_cost(made.plan, truth).seconds(row_bytes) <= 1.05 * seconds
-    without = detected([Machine((0, 1, 2, 3)), Machine((4, 5, 6, 7))])
+    without = detect_topology([Machine((0, 1, 2, 3)), Machine((4, 5, 6, 7))])
     assert fastest(fastest_plans(twitter(), without), 1024).cost.seconds(1024) > 5 * fastest(right, 1024).cost.seconds(
         1024
     )
