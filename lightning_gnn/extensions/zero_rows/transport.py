@@ -59,9 +59,9 @@ def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
         rows: contiguous ``[R, ...]``.
         counts: number of rows of each part, ``[P]``.
     """
-    kept = np.empty(len(counts), np.int64)
-    loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), kept)
-    return kept.tolist()
+    num_nonzero = np.empty(len(counts), np.int64)
+    loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), num_nonzero)
+    return num_nonzero.tolist()
 
 
 def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], places: Sequence[int], out: Tensor) -> list[int]:
@@ -75,10 +75,10 @@ def pack_rows(rows: Tensor, counts: Sequence[int], packed: Sequence[bool], place
         places: start of each part, in bytes.
         out: uint8, contiguous.
     """
-    kept = np.empty(len(counts), np.int64)
+    num_nonzero = np.empty(len(counts), np.int64)
     arrays = (np.array(each) for each in (counts, packed, places))
-    loops.pack_nonzero(_as_bytes(rows).numpy(), *arrays, out.numpy(), kept)
-    return kept.tolist()
+    loops.pack_nonzero(_as_bytes(rows).numpy(), *arrays, out.numpy(), num_nonzero)
+    return num_nonzero.tolist()
 
 
 def unpack_rows(data: Tensor, out: Tensor) -> int:
@@ -96,7 +96,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 @dataclass
-class _Seen:
+class _State:
     """State of the messages of one call from one rank to another, equal at both ends.
 
     Attributes:
@@ -122,7 +122,7 @@ class ZeroRows:
         self._step: Step | None = None
         self._looks = True
         # Key: call, and whether this rank sends. Value: one state per peer.
-        self._seen = defaultdict[tuple[Call, bool], list[_Seen]](lambda: [_Seen() for _ in range(world.size)])
+        self._states = defaultdict[tuple[Call, bool], list[_State]](lambda: [_State() for _ in range(world.size)])
         self._under_way: set[Callable[[], None]] = set()
 
     def messages(self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
@@ -132,37 +132,37 @@ class ZeroRows:
                 receive()
             self._step = self._world.step
             self._looks = self._step.number < _LOOKS or self._step.number % _LOOKS == 0
-        sent, coming = self._known(call, True, out_counts), self._known(call, False, into_counts)
-        sends, num_rows = self._pack(out, out_counts, sent)
+        sending, receiving = self._current_states(call, True, out_counts), self._current_states(call, False, into_counts)
+        sends, num_rows = self._pack(out, out_counts, sending)
         receives: list[tuple[int, Receive]] = []
         for peer, rows in by_peer(into, into_counts):
-            receives.append((peer, self._unpacked(rows, coming[peer]) if coming[peer].short else rows))
+            receives.append((peer, self._packed_receive(rows, receiving[peer]) if receiving[peer].short else rows))
 
         def around(wait: Callable[[], None]) -> Callable[[], None]:
             def receive() -> None:
                 if receive in self._under_way:
                     self._under_way.remove(receive)
                     wait()
-                    self._look(into, into_counts, coming)
+                    self._look(into, into_counts, receiving)
 
             self._under_way.add(receive)
             return receive
 
         return sends, receives, self._world.transport.traffic(sends, num_rows), around
 
-    def _known(self, call: Call, sent: bool, counts: Sequence[int]) -> list[_Seen]:
+    def _current_states(self, call: Call, is_sender: bool, counts: Sequence[int]) -> list[_State]:
         """Returns the states of messages to or from each rank, after moving states of ranks with rows to this step."""
-        known = self._seen[call, sent]
-        for seen, count in zip(known, counts):
-            if count and seen.step != self._step:
-                seen.step, seen.short, seen.worth = self._step, bool(seen.worth), None
-        return known
+        states = self._states[call, is_sender]
+        for state, count in zip(states, counts):
+            if count and state.step != self._step:
+                state.step, state.short, state.worth = self._step, bool(state.worth), None
+        return states
 
-    def _pack(self, out: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> tuple[Sequence[tuple[int, Tensor]], int]:
+    def _pack(self, out: Tensor, counts: Sequence[int], states: Sequence[_State]) -> tuple[Sequence[tuple[int, Tensor]], int]:
         """Returns the messages that replace `counts` rows to each rank, ``[P]``, and the number of rows in them."""
-        short = [count > 0 and seen.short for seen, count in zip(known, counts)]
+        short = [count > 0 and state.short for state, count in zip(states, counts)]
         if not any(short):
-            self._look(out, counts, known)
+            self._look(out, counts, states)
             return by_peer(out, counts), len(out)
         row_bytes = out[0].nbytes
         room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
@@ -173,42 +173,42 @@ class ZeroRows:
             memory = transport.scratch((sum(room),), torch.uint8)
         places = [*accumulate(room, initial=0)]
         found = pack_rows(out, counts, short, places, memory)
-        self._note(known, counts, found, row_bytes, short=True)
+        self._note(states, counts, found, row_bytes, short=True)
         sends: list[tuple[int, Tensor]] = []
         num_rows = 0
-        for peer, (count, kept, packed, part) in enumerate(zip(counts, found, short, memory.split(room))):
+        for peer, (count, nonzero, packed, part) in enumerate(zip(counts, found, short, memory.split(room))):
             if not count:
                 continue
             if packed:
-                data = part[: bits_bytes(count) + kept * row_bytes]
+                data = part[: bits_bytes(count) + nonzero * row_bytes]
             else:
                 data = part[: count * row_bytes].view(out.dtype).view(count, *out.shape[1:])
-            num_rows += kept if packed else count
+            num_rows += nonzero if packed else count
             sends.append((peer, data))
         return sends, num_rows
 
-    def _unpacked(self, rows: Tensor, seen: _Seen) -> UpTo:
+    def _packed_receive(self, rows: Tensor, state: _State) -> UpTo:
         """Returns the receive that replaces receiving the rows of a rank."""
 
         def accept(data: Tensor) -> None:
-            self._note([seen], [len(rows)], [unpack_rows(data, rows)], rows[0].nbytes, short=True)
+            self._note([state], [len(rows)], [unpack_rows(data, rows)], rows[0].nbytes, short=True)
 
         return UpTo(bits_bytes(len(rows)) + rows.nbytes, accept)
 
-    def _look(self, rows: Tensor, counts: Sequence[int], known: Sequence[_Seen]) -> None:
+    def _look(self, rows: Tensor, counts: Sequence[int], states: Sequence[_State]) -> None:
         """Record zero rows of complete messages; other messages are recorded when they are packed or unpacked."""
         is_whole = False
-        for seen, count in zip(known, counts):
-            is_whole |= count > 0 and not seen.short
+        for state, count in zip(states, counts):
+            is_whole |= count > 0 and not state.short
         if is_whole and self._looks and rows.numel():
-            self._note(known, counts, nonzero_rows(rows, counts), rows[0].nbytes, short=False)
+            self._note(states, counts, nonzero_rows(rows, counts), rows[0].nbytes, short=False)
 
-    def _note(self, known: Sequence[_Seen], counts: Sequence[int], kept: Sequence[int], row_bytes: int, short: bool) -> None:
+    def _note(self, states: Sequence[_State], counts: Sequence[int], nonzero: Sequence[int], row_bytes: int, short: bool) -> None:
         """Record the numbers of nonzero rows; `short`: also for messages that omit zero rows."""
-        for seen, count, nonzero in zip(known, counts, kept):
-            if count and (short if seen.short else self._looks):
-                saved = (count - nonzero) * row_bytes - bits_bytes(count)
-                seen.worth = seen.worth is not False and saved >= _WORTH * count * row_bytes
+        for state, count, num_nonzero in zip(states, counts, nonzero):
+            if count and (short if state.short else self._looks):
+                saved = (count - num_nonzero) * row_bytes - bits_bytes(count)
+                state.worth = state.worth is not False and saved >= _WORTH * count * row_bytes
 
 
 class ZeroRowsTransport(TransportWrapper):
