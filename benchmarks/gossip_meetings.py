@@ -78,7 +78,7 @@ def meet(one: Simulated, other: Simulated, meeting: int) -> None:
     """Averages `one`, which has ended a batch, with `other`, which waits, or has gone on from what it has brought."""
     vectors = one.averages.vector(), other.brought[0] if other.brought else other.averages.vector()
     brings = one.bring(other.me, meeting), other.brought[1] if other.brought else other.bring(one.me, meeting)
-    agreed = brings[0].known == brings[1].known
+    agreed = brings[0].state_id == brings[1].state_id
     messages = [each.message(agreed) for each in brings]
     for worker, own, vector, theirs, sent in zip((one, other), brings, vectors, messages[::-1], messages, strict=True):
         total = own.total(theirs)
@@ -141,7 +141,7 @@ def simulated(
         if taken == items:
             left.add(who)
         else:
-            me.gradient(clusters.batch(clusters.of_item(taken)))
+            me.gradient(clusters.batch(clusters.draw_clusters(taken)))
             taken += 1
         me.move()
         done = [me]

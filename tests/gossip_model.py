@@ -106,14 +106,14 @@ def worker(pairing: Pairing, case: Case) -> Generator[Any, Any, None]:
         if case.interval:
             yield from pairing.meet(due=batches % case.interval == 0)
         if case.epochs:
-            yield from pool.done(me, item)
+            yield from pool.mark_done(me, item)
     if case.interval:
         yield from pairing.leave()
     while case.epochs:
         mine, others = yield from pool.take_over(me)
         for item in mine:
             yield Train(item)
-            yield from pool.done(me, item)
+            yield from pool.mark_done(me, item)
         if not others:
             return
         if not mine:

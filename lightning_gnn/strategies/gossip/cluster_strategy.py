@@ -35,7 +35,7 @@ from lightning_gnn.private_lightning import batches_of
 from lightning_gnn.steps.loop import hooks_move_batches
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategies.gossip.averaging import Comparison, Final, Mode
-from lightning_gnn.strategies.gossip.clusters import Begun, Clusters, LeftOver
+from lightning_gnn.strategies.gossip.clusters import Clusters, LeftOver, PendingBatch
 from lightning_gnn.strategies.gossip.fit import WorkerFit
 from lightning_gnn.strategies.gossip.history import History, HistoryBinding, HistoryExchange
 from lightning_gnn.strategies.gossip.launcher import REJOIN_VARIABLE, end_for_lost_agents, surviving
@@ -283,7 +283,7 @@ class ClusterStrategy(GNNStrategy):
         if self._history is not None:
             assert self._fit is not None
             halo = batch.halo
-            self._history.turn_to(torch.from_numpy(halo.own), torch.from_numpy(halo.ids), self._fit.worker.reached)
+            self._history.turn_to(torch.from_numpy(halo.local_ids), torch.from_numpy(halo.ids), self._fit.worker.reached)
             self.steps.binding.turn_to(batch.x, halo.x, batch.edge_index, batch.get("edge_weight"))
 
     @override
@@ -336,7 +336,7 @@ class ClusterStrategy(GNNStrategy):
                 worker.keys.put("graph", json.dumps(data.known()).encode())
                 self._fit.leave_snapshot(trainer)
         torch.manual_seed(seed)
-        history = History.shared(sum(shard.counts), self.world, worker.keys) if self.historical_embeddings else None
+        history = History.create_shared(sum(shard.counts), self.world, worker.keys) if self.historical_embeddings else None
         self.world.barrier()
         if worker.peers is not None and self.survives_lost_ranks:
             launcher: Any = self._launcher
@@ -372,9 +372,9 @@ class ClusterStrategy(GNNStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, Begun):
+        if isinstance(batch, PendingBatch):
             assert self._fit is not None
-            batch = self._fit.arrived()
+            batch = self._fit.pop_batch()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager

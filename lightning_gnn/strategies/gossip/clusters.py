@@ -29,12 +29,12 @@ class Halo(NamedTuple):
 
     Attributes:
         x: features of the halo nodes, ``[H, F]``.
-        own, ids: relabeled ids of the batch's nodes, ``[N]``, and of the halo nodes, ascending, ``[H]``: numpy, which stays on
-            the host.
+        local_ids, ids: relabeled ids of the batch's nodes, ``[N]``, and of the halo nodes, ascending, ``[H]``: numpy, which
+            stays on the host.
     """
 
     x: Tensor
-    own: Ids
+    local_ids: Ids
     ids: Ids
 
 
@@ -58,26 +58,26 @@ class Clusters:
     def __init__(self, cut: Cut, per_batch: int, seed: int, with_halo: bool = False) -> None:
         self._cut, self._per_batch, self._seed, self.with_halo = cut, per_batch, seed, with_halo
         self.count = len(cut.halos)
-        self.trained = np.array(self.labelled("train_mask"))
+        self.trained = np.array(self.find_clusters("train_mask"))
         self.batches = math.ceil(len(self.trained) / per_batch)
-        self._others = np.setdiff1d(np.arange(self.count), self.trained) if with_halo else self.trained[:0]
+        self._unlabeled_clusters = np.setdiff1d(np.arange(self.count), self.trained) if with_halo else self.trained[:0]
 
-    def of_item(self, item: int) -> list[int]:
+    def draw_clusters(self, item: int) -> list[int]:
         """Returns the clusters of an item of the pool; each epoch has a separate order, the same on all workers."""
         epoch, batch = divmod(item, self.batches)
         random = np.random.default_rng((self._seed, epoch))
-        order, others = random.permutation(self.trained), random.permutation(self._others)
+        order, others = random.permutation(self.trained), random.permutation(self._unlabeled_clusters)
         chosen = order[batch * self._per_batch : (batch + 1) * self._per_batch]
         return [*chosen.tolist(), *others[batch :: self.batches].tolist()]
 
-    def validated(self) -> list[int]:
+    def draw_validation_clusters(self) -> list[int]:
         """Returns the clusters with validation nodes in a random order, the same on all workers.
 
         The first clusters, as used with ``limit_val_batches``, are then a sample of all, so that workers can be compared.
         """
-        return np.random.default_rng(self._seed).permutation(self.labelled("val_mask")).tolist()
+        return np.random.default_rng(self._seed).permutation(self.find_clusters("val_mask")).tolist()
 
-    def labelled(self, mask: str) -> list[int]:
+    def find_clusters(self, mask: str) -> list[int]:
         return np.flatnonzero(self._cut.mask_counts[mask]).tolist()
 
     def batch(self, clusters: Sequence[int]) -> Data:
@@ -125,18 +125,18 @@ class Clusters:
 class ClusterBatches:
     """Loader of batches of one cluster each."""
 
-    def __init__(self, clusters: Clusters, chosen: Sequence[int]) -> None:
-        self._clusters, self._chosen = clusters, chosen
+    def __init__(self, clusters: Clusters, cluster_ids: Sequence[int]) -> None:
+        self._clusters, self._cluster_ids = clusters, cluster_ids
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._cluster_ids)
 
     def __iter__(self) -> Iterator[Data]:
-        for cluster in self._chosen:
+        for cluster in self._cluster_ids:
             yield self._clusters.batch([cluster])
 
 
-class Begun(Data):
+class PendingBatch(Data):
     """Placeholder for a batch that a thread makes."""
 
 
@@ -163,65 +163,65 @@ class PooledBatches:
         self._worker, self._clusters, self._epoch = worker, clusters, epoch
         self._copies = Copies(torch.device("cpu") if device is None else device)
         self._thread = None if device is None else Background("lightning_gnn clusters")
-        self._begun: deque[Future[Sent]] = deque()
-        self._held: list[int] = []
-        self._given: deque[list[int]] = deque()
+        self._pending: deque[Future[Sent]] = deque()
+        self._open_items: list[int] = []
+        self._batch_items: deque[list[int]] = deque()
 
     def __iter__(self) -> Iterator[Data]:
         epoch, last = self._epoch()
-        self._given.clear()
-        self._begun.clear()
+        self._batch_items.clear()
+        self._pending.clear()
         # Items taken but not trained on: they belong to a later epoch, or the last epoch was ended early.
-        waiting = deque(self._held)
+        waiting = deque(self._open_items)
         while (item := waiting.popleft() if waiting else self._worker.take()) is not None:
-            if item not in self._held:
-                self._held.append(item)
+            if item not in self._open_items:
+                self._open_items.append(item)
             if item // self._clusters.batches > epoch:
                 return
-            self._given.append([item])
+            self._batch_items.append([item])
             if self._thread is None:
-                yield self._of_item(item)
+                yield self._make_batch(item)
             else:
-                self._begun.append(self._thread.begin(partial(self._sent, item)))
-                yield Begun()
+                self._pending.append(self._thread.begin(partial(self._send_batch, item)))
+                yield PendingBatch()
         if last and self._worker.size > 1:
             yield LeftOver()
 
-    def _of_item(self, item: int) -> Data:
-        return self._clusters.batch(self._clusters.of_item(item))
+    def _make_batch(self, item: int) -> Data:
+        return self._clusters.batch(self._clusters.draw_clusters(item))
 
-    def _sent(self, item: int) -> Sent:
-        return self._copies.send(self._of_item(item))
+    def _send_batch(self, item: int) -> Sent:
+        return self._copies.send(self._make_batch(item))
 
-    def arrived(self) -> Data:
+    def pop_batch(self) -> Data:
         """Returns the batch that was started first, on the device."""
-        return self._copies.arrived(self._begun.popleft().result())
+        return self._copies.arrived(self._pending.popleft().result())
 
     def first_epoch(self) -> int:
         """Returns the epoch of this worker's next batch, which it takes; the last epoch if none is left."""
-        if not self._held and (item := self._worker.take()) is not None:
-            self._held.append(item)
+        if not self._open_items and (item := self._worker.take()) is not None:
+            self._open_items.append(item)
         end = self._worker.pool.end or 0  # without an end, there is always a batch
-        return (self._held[0] if self._held else end - 1) // self._clusters.batches
+        return (self._open_items[0] if self._open_items else end - 1) // self._clusters.batches
 
     def left_over(self) -> Data | None:
         """Returns a batch of all clusters that no other worker will train on; None once all are done."""
-        self._held += (items := self._worker.left_over())
+        self._open_items += (items := self._worker.left_over())
         if not items:
             return None
-        self._given.append(items)
-        return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.of_item(item)}))
+        self._batch_items.append(items)
+        return self._clusters.batch(sorted({cluster for item in items for cluster in self._clusters.draw_clusters(item)}))
 
-    def trained(self) -> None:
+    def finish_batch(self) -> None:
         """Mark the items of the first batch in use as done."""
-        for item in self._given.popleft():
-            self._worker.done(item)
-            self._held.remove(item)
+        for item in self._batch_items.popleft():
+            self._worker.mark_done(item)
+            self._open_items.remove(item)
 
     def give_back(self) -> None:
-        for item in self._held:
+        for item in self._open_items:
             self._worker.give_back(item)
-        self._held.clear()
+        self._open_items.clear()
 
     def close(self) -> None:
         """Stop making batches in advance."""

@@ -25,17 +25,17 @@ _WIDTH = 256
 class Whole:
     """Plain vector."""
 
-    known = 0
+    state_id = 0
 
-    def __init__(self, own: Tensor) -> None:
-        self._own = own
+    def __init__(self, vector: Tensor) -> None:
+        self._vector = vector
 
     def message(self, agreed: bool) -> Tensor:
-        return self._own
+        return self._vector
 
     def total(self, theirs: Tensor) -> Tensor:
         """Returns the sum of both workers' vectors, given the partner's message."""
-        return self._own + theirs
+        return self._vector + theirs
 
 
 class Differences:
@@ -79,17 +79,17 @@ class Differences:
 class Difference:
     """Vector as its difference to the state that this worker and its partner share."""
 
-    def __init__(self, own: Tensor, differences: Differences, partner: int, meeting: int) -> None:
-        self._own, self._all, self._partner, self._meeting = own, differences, partner, meeting
-        self.known = differences.met[partner][0] if partner in differences.met else 0
-        self._base, self._sent = own, torch.empty(0, dtype=torch.uint8)
+    def __init__(self, vector: Tensor, differences: Differences, partner: int, meeting: int) -> None:
+        self._vector, self._all, self._partner, self._meeting = vector, differences, partner, meeting
+        self.state_id = differences.met[partner][0] if partner in differences.met else 0
+        self._base, self._message = vector, torch.empty(0, dtype=torch.uint8)
 
     def message(self, agreed: bool) -> Tensor:
         """Returns the bytes for the partner; `agreed`: whether both have the state of the same last meeting."""
-        common = agreed and self.known > 0
-        self._base = self._all.met[self._partner][1] if common else torch.zeros_like(self._own)
-        self._sent = self._all.encode(self._own - self._base)
-        return self._sent
+        common = agreed and self.state_id > 0
+        self._base = self._all.met[self._partner][1] if common else torch.zeros_like(self._vector)
+        self._message = self._all.encode(self._vector - self._base)
+        return self._message
 
     def total(self, theirs: Tensor) -> Tensor:
         """Returns a sum whose half is this worker's new vector, given the partner's message.
@@ -97,6 +97,6 @@ class Difference:
         Both workers move by half the difference of their current copies, in opposite directions, so the sum of their vectors is
         preserved.
         """
-        mine, other = (self._base + self._all.decode(each, self._own) for each in (self._sent, theirs))
+        mine, other = (self._base + self._all.decode(each, self._vector) for each in (self._message, theirs))
         self._all.met[self._partner] = self._meeting, (mine + other) / 2
-        return 2 * self._own + (other - mine)
+        return 2 * self._vector + (other - mine)

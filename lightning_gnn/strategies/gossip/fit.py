@@ -68,7 +68,7 @@ class WorkerFit(pl.Callback):
             saved: :meth:`position` in the checkpoint that the run resumes from; empty without one.
         """
         if mask == "val_mask":
-            return ClusterBatches(self._clusters, self._clusters.validated())
+            return ClusterBatches(self._clusters, self._clusters.draw_validation_clusters())
         if mask != "train_mask":
             return None
         if not self._is_placed:  # the epoch of a checkpoint is only known now
@@ -85,9 +85,9 @@ class WorkerFit(pl.Callback):
         begin, done = self.worker.position()
         return {"size": self.worker.pool.size, "begin": begin, "done": done}
 
-    def arrived(self) -> Data:
+    def pop_batch(self) -> Data:
         """Returns the batch that was started first, on the device."""
-        return self._pooled.arrived()
+        return self._pooled.pop_batch()
 
     def left_over(self) -> Data | None:
         """Returns a batch of all items that others left undone at the end of the pool; None once all are done."""
@@ -158,7 +158,7 @@ class WorkerFit(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._pooled.trained()
+        self._pooled.finish_batch()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

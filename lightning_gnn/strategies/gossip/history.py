@@ -70,7 +70,7 @@ class History:
         self._tables: dict[Hashable, Table] = {}
 
     @classmethod
-    def shared(cls, num_nodes: int, world: World, keys: SharedKeys) -> History:
+    def create_shared(cls, num_nodes: int, world: World, keys: SharedKeys) -> History:
         """Returns the history that this rank shares with the ranks of its machine; runs on every rank."""
         here = world.ranks_here()
         path = ""
@@ -93,8 +93,8 @@ class History:
             row_bytes = dtype.itemsize * int(np.prod(shape))
             begin = self._place(repr(key), self.num_nodes * (8 + row_bytes))
             end_of_times = begin + 8 * self.num_nodes
-            rows = self._mapped(end_of_times, self.num_nodes * row_bytes).view(dtype).view(self.num_nodes, *shape)
-            self._tables[key] = Table(rows, self._mapped(begin, 8 * self.num_nodes).view(torch.int64))
+            rows = self._map_bytes(end_of_times, self.num_nodes * row_bytes).view(dtype).view(self.num_nodes, *shape)
+            self._tables[key] = Table(rows, self._map_bytes(begin, 8 * self.num_nodes).view(torch.int64))
         return self._tables[key]
 
     def _place(self, name: str, num_bytes: int) -> int:
@@ -112,7 +112,7 @@ class History:
             ) from error
         return begin
 
-    def _mapped(self, begin: int, num_bytes: int) -> Tensor:
+    def _map_bytes(self, begin: int, num_bytes: int) -> Tensor:
         with open(self._file, "r+b", closefd=False) as file:
             return torch.from_numpy(np.memmap(file, np.uint8, "r+", begin, (num_bytes,)))
 
@@ -141,19 +141,19 @@ class HistoryExchange(Exchange):
     def __init__(self, history: History, world: World, meter: Meter) -> None:
         super().__init__(0, 0, world, meter)
         self.history = history
-        self._ages = self._known = self._unknown = 0
-        self._own = self._halo = torch.empty(0, dtype=torch.int64)
+        self._ages = self._num_known = self._num_unknown = 0
+        self._local_ids = self._halo_ids = torch.empty(0, dtype=torch.int64)
         self._now = 0
 
-    def turn_to(self, own: Tensor, halo: Tensor, now: int) -> None:
+    def turn_to(self, local_ids: Tensor, halo_ids: Tensor, now: int) -> None:
         """Switch to another batch.
 
         Args:
-            own, halo: positions of its nodes in the tables, int64 ``[N]`` and ``[H]``, on the CPU.
+            local_ids, halo_ids: positions of its nodes in the tables, int64 ``[N]`` and ``[H]``, on the CPU.
             now: time, as a number of batches of all workers.
         """
-        self._own, self._halo, self._now = own, halo, now
-        self.num_owned, self.num_halo = len(own), len(halo)
+        self._local_ids, self._halo_ids, self._now = local_ids, halo_ids, now
+        self.num_owned, self.num_halo = len(local_ids), len(halo_ids)
 
     def take_ages(self) -> tuple[float, float]:
         """Returns statistics of the halo rows that training has read since the last call.
@@ -161,28 +161,28 @@ class HistoryExchange(Exchange):
         The first is the mean age of rows that had been computed, in batches of all workers. The second is the share of rows that
         had not been computed, which are 0.
         """
-        age = self._ages / max(self._known, 1)
-        share = self._unknown / max(self._known + self._unknown, 1)
-        self._ages = self._known = self._unknown = 0
+        age = self._ages / max(self._num_known, 1)
+        share = self._num_unknown / max(self._num_known + self._num_unknown, 1)
+        self._ages = self._num_known = self._num_unknown = 0
         return age, share
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
         table = self.history.table((call.layer, call.index), x.shape[1:], x.dtype)
         if self.world.step.phase == "train":
-            table.rows.index_copy_(0, self._own, x.detach().cpu())
-            table.written[self._own] = self._now
-            written = table.written[self._halo]
+            table.rows.index_copy_(0, self._local_ids, x.detach().cpu())
+            table.written[self._local_ids] = self._now
+            written = table.written[self._halo_ids]
             written = written[written > 0]
-            self._known += len(written)
-            self._unknown += len(self._halo) - len(written)
+            self._num_known += len(written)
+            self._num_unknown += len(self._halo_ids) - len(written)
             self._ages += len(written) * self._now - int(written.sum())
-        halo.copy_(table.rows.index_select(0, self._halo))
+        halo.copy_(table.rows.index_select(0, self._halo_ids))
         return lambda: None
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        return lambda own: None
+        return lambda _: None
 
     @override
     def reduce(self, x: Tensor, layer: str) -> Tensor:
@@ -195,7 +195,7 @@ class HistoryExchange(Exchange):
 # Binding ######################################################################
 
 
-class _Beside(GraphContext):
+class _HaloGraph(GraphContext):
     """N + H rows as one graph in which edges end at the first N rows only; nothing is exchanged."""
 
     history: HistoryExchange
@@ -220,8 +220,8 @@ class HistoryBinding(Binding):
                 )
         nothing = HaloPlan(0, (0,), (np.empty(0, np.int64),))
         none, no_edges = torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64)
-        self._beside = _Beside(HaloExchange(nothing, exchange.world, exchange.meter), none, no_edges, None, 0)
-        self._beside.history = self.exchange = exchange
+        self._halo_graph = _HaloGraph(HaloExchange(nothing, exchange.world, exchange.meter), none, no_edges, None, 0)
+        self._halo_graph.history = self.exchange = exchange
         self._inside = False
         self._x = self._halo_x = none
         super().__init__(module, GraphContext(exchange, none, no_edges, None, 0))
@@ -235,8 +235,8 @@ class HistoryBinding(Binding):
             edge_weight: ``[E]``.
         """
         self._x, self._halo_x = x, halo_x
-        self._beside.exchange.num_owned = len(x) + len(halo_x)
-        for context in (self.context, self._beside):
+        self._halo_graph.exchange.num_owned = len(x) + len(halo_x)
+        for context in (self.context, self._halo_graph):
             context.turn_to(x, edge_index, edge_weight)
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
@@ -244,22 +244,22 @@ class HistoryBinding(Binding):
         if several_hops:  # halo rows come from the history in each hop
             super()._bind(conv, layer, context)
             return
-        super()._bind(conv, layer, self._beside)
+        super()._bind(conv, layer, self._halo_graph)
         forward, signature = conv.forward.__func__, inspect.signature(type(conv).forward)
 
         def run(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
             if self._inside:  # part of another conv, which already has the halo rows
                 return forward(conv, *args, **kwargs)
-            given, known = signature.bind(conv, *args, **kwargs), dict[int, Tensor]()
-            for name, value in given.arguments.items():
+            bound, cache = signature.bind(conv, *args, **kwargs), dict[int, Tensor]()
+            for name, value in bound.arguments.items():
                 if not name.startswith("edge"):
-                    given.arguments[name] = self._with_halo(value, conv, layer, known)
-            before, self._inside = self._beside.propagations[layer], True
+                    bound.arguments[name] = self._with_halo(value, conv, layer, cache)
+            before, self._inside = self._halo_graph.propagations[layer], True
             try:
-                out = forward(*given.args, **given.kwargs)
+                out = forward(*bound.args, **bound.kwargs)
             finally:
                 self._inside = False
-            if several_hops is None and self._beside.propagations[layer] > before + 1:
+            if several_hops is None and self._halo_graph.propagations[layer] > before + 1:
                 raise UnsupportedModelError(
                     f"'{layer}' ({type(conv).__name__}) propagates several times in a call, which historical_embeddings=True "
                     "does not support: later propagations have no halo nodes. Split it, or set historical_embeddings=False."
@@ -269,14 +269,14 @@ class HistoryBinding(Binding):
 
         self._patch(conv, {"forward": types.MethodType(run, conv)})
 
-    def _with_halo(self, value: Any, conv: MessagePassing, layer: str, known: dict[int, Tensor]) -> Any:
+    def _with_halo(self, value: Any, conv: MessagePassing, layer: str, cache: dict[int, Tensor]) -> Any:
         """Returns an argument with the rows of halo nodes appended, if it has one row for each node of the batch."""
         if isinstance(value, (tuple, list)):
-            return type(value)(self._with_halo(each, conv, layer, known) for each in value)
+            return type(value)(self._with_halo(each, conv, layer, cache) for each in value)
         dim = conv.node_dim if isinstance(value, Tensor) and value.dim() > 1 else 0
         if not isinstance(value, Tensor) or not value.dim() or value.size(dim) != self.context.num_owned:
             return value
-        if id(value) not in known:  # an argument that is given twice remains one tensor
+        if id(value) not in cache:  # an argument that is given twice remains one tensor
             own = value is self._x
-            known[id(value)] = torch.cat([value, self._halo_x]) if own else self.exchange.expand(value, layer, dim)
-        return known[id(value)]
+            cache[id(value)] = torch.cat([value, self._halo_x]) if own else self.exchange.expand(value, layer, dim)
+        return cache[id(value)]

@@ -43,18 +43,18 @@ class Losses:
     def __init__(self, supervisor: Supervisor, start_again: Callable[[Child, str], Child], restarts: int) -> None:
         self._supervisor, self._start_again, self._restarts = supervisor, start_again, restarts
         self._place = ""
-        self._shown: set[int] = set()
+        self._reported_ranks: set[int] = set()
         self._started_again: Counter[int] = Counter()
 
-    def of_concern(self, failures: list[Failure]) -> list[Failure]:
+    def select_fatal(self, failures: list[Failure]) -> list[Failure]:
         """Returns the failures that end all ranks; prints the others."""
         for child in self._supervisor.children:
             self._place = child.received.get("independent", self._place)
         if not self._place:  # the ranks would wait for each other
             return failures
         for failure in failures:
-            if failure.rank not in self._shown:
-                self._shown.add(failure.rank)
+            if failure.rank not in self._reported_ranks:
+                self._reported_ranks.add(failure.rank)
                 again = self._takes_its_place(failure)
                 then = "it is started again, and the others go on" if again else "the others go on"
                 print(f"{failure.traceback}{failure}; {then}.", file=sys.stderr, flush=True)
@@ -70,7 +70,7 @@ class Losses:
         if self._started_again[lost.rank] >= self._restarts:
             return False
         self._started_again[lost.rank] += 1
-        self._shown.discard(lost.rank)
+        self._reported_ranks.discard(lost.rank)
         supervisor.children[supervisor.children.index(lost)] = self._start_again(lost, self._place)
         return True
 
@@ -94,7 +94,7 @@ class SurvivingScriptLauncher(ScriptLauncher):
             child.received.pop("independent", None)
         # A restarted rank runs the script's first call.
         restarts = self._strategy.most_restarts if first else 0
-        supervisor.begin(Losses(supervisor, self._start_again, restarts).of_concern)
+        supervisor.begin(Losses(supervisor, self._start_again, restarts).select_fatal)
 
     def _start_again(self, lost: Child, place: str) -> Child:
         return self._start_rank(lost.rank % self._strategy.num_processes, {REJOIN_VARIABLE: place})
@@ -127,7 +127,7 @@ class SurvivingProcessLauncher(ProcessLauncher):
     @override
     def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
         again = partial(self._start_again, given=given)
-        supervisor.begin(Losses(supervisor, again, self._strategy.most_restarts).of_concern)
+        supervisor.begin(Losses(supervisor, again, self._strategy.most_restarts).select_fatal)
 
     def _start_again(self, lost: Child, place: str, given: Sequence[Any]) -> Child:
         os.environ[REJOIN_VARIABLE] = place

@@ -45,11 +45,11 @@ class Lockstep(Worker):
         super().__init__(pool, Pairing(me, size), interval, peers, 0.0, 0)
         self.pairs, self._limit = False, timedelta(seconds=timeout)
         self._share = math.ceil(pool.size / size)
-        self._taken = 0
-        self._on_devices: Any = None
+        self._num_taken = 0
+        self._device_group: Any = None
         if peers is not None:
             with self._naming(), gloo_beside(peers.place.rpartition(":")[0]):
-                self._on_hosts: Any = dist.ProcessGroupGloo(connect_to_store(peers.place), me, size, self._limit)
+                self._host_group: Any = dist.ProcessGroupGloo(connect_to_store(peers.place), me, size, self._limit)
 
     @property
     def _first_epoch(self) -> int:
@@ -57,16 +57,16 @@ class Lockstep(Worker):
 
     @override
     def take(self) -> int | None:
-        epoch, turn = divmod(self._taken, self._share)
+        epoch, turn = divmod(self._num_taken, self._share)
         item = (self._first_epoch + epoch) * self.pool.size + (self.me + turn * self.size) % self.pool.size
         if self.pool.end is not None and item >= self.pool.end:
             return None
-        self._taken += 1
-        self.reached = self._first_epoch * self.pool.size + self._taken * self.pool.size // self._share
+        self._num_taken += 1
+        self.reached = self._first_epoch * self.pool.size + self._num_taken * self.pool.size // self._share
         return item
 
     @override
-    def done(self, item: int) -> None:
+    def mark_done(self, item: int) -> None:
         pass  # no other worker takes it
 
     @override
@@ -87,11 +87,11 @@ class Lockstep(Worker):
         return (self._first_epoch + self.counts.batches // self._share) * self.pool.size, []
 
     @override
-    def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
+    def meet(self, make_vector: Callable[[], Tensor]) -> Tensor | None:
         self.counts.batches += 1
         if self.peers is None or self.counts.batches % self.interval:
             return None
-        total, began = own(), time.perf_counter()
+        total, began = make_vector(), time.perf_counter()
         self._sum(self.peers, total)
         self.counts.waits += 1
         self.counts.averages += 1
@@ -110,19 +110,19 @@ class Lockstep(Worker):
     def _sum(self, peers: Peers, tensor: Tensor) -> None:
         """Sum `tensor` over all workers in place, between CPUs or between devices; the latter does not block the host."""
         with self._naming():
-            group = self._on_hosts if tensor.device.type == "cpu" else self._of_devices(peers, tensor.device)
+            group = self._host_group if tensor.device.type == "cpu" else self._get_device_group(peers, tensor.device)
             group.allreduce([tensor]).wait()
 
-    def _of_devices(self, peers: Peers, device: torch.device) -> Any:
+    def _get_device_group(self, peers: Peers, device: torch.device) -> Any:
         """Returns the process group of the devices, created at the first use."""
-        if self._on_devices is None:
+        if self._device_group is None:
             # dist.new_group needs a default group of all workers, through which Lightning would make them wait for each other.
             # The default group of this worker alone cannot split communicators.
             make: Any = make_group(dist)
             store, name, backend = connect_to_store(peers.place), f"workers of {peers.place}", backend_of(device)
             with no_process_group():
-                self._on_devices, _ = make(self.size, self.me, [], dist.Backend(backend), store, name, timeout=self._limit)
-        return self._on_devices
+                self._device_group, _ = make(self.size, self.me, [], dist.Backend(backend), store, name, timeout=self._limit)
+        return self._device_group
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -116,10 +116,10 @@ class Pairing:
         yield from self.come_back()
         return found
 
-    def _serve(self, chosen: str, then: str | None = None) -> Steps[Meeting | None]:
+    def _serve(self, state: str, then: str | None = None) -> Steps[Meeting | None]:
         """Meet the worker that chose this worker, then become free, or `then`; returns None if the other has just withdrawn."""
-        _, _, who = chosen.partition(" by ")
-        if not (yield Swap(_key(self.me), chosen, f"{_MET} by {who}")):
+        _, _, who = state.partition(" by ")
+        if not (yield Swap(_key(self.me), state, f"{_MET} by {who}")):
             return None
         partner, meeting = map(int, who.split(" in "))
         exchanged = yield Visit(partner, meeting)
@@ -147,14 +147,14 @@ class Pairing:
 
     def any_other(self) -> Steps[int | None]:
         """Returns a random worker that participates, without an agreement with it; None if there is no other."""
-        found = yield from self._one_of([worker for worker in range(self.size) if worker != self.me])
+        found = yield from self._pick_free([worker for worker in range(self.size) if worker != self.me])
         return None if found is None else found[0]
 
-    def _one_of(self, others: list[int]) -> Steps[tuple[int, str] | None]:
-        """Returns a free worker and the value of its key; removes it, and the workers that are not free, from `others`."""
-        while others:
-            worker = yield Pick(tuple(others))
-            others.remove(worker)
+    def _pick_free(self, candidates: list[int]) -> Steps[tuple[int, str] | None]:
+        """Returns a free worker and the value of its key; removes it, and the workers that are not free, from `candidates`."""
+        while candidates:
+            worker = yield Pick(tuple(candidates))
+            candidates.remove(worker)
             state = yield Get(_key(worker))
             if state.startswith(_FREE) and (yield IsAlive(worker)):
                 return worker, state
@@ -163,21 +163,21 @@ class Pairing:
     def _choose(self) -> Steps[tuple[int, int, str] | None]:
         """Choose a random free worker; returns it, the number of the meeting, and the value of its key."""
         all_ = self.rule != "active_passive"
-        others = [worker for worker in range(self.size) if worker != self.me and (all_ or worker % 2 == 1)]
-        while (found := (yield from self._one_of(others))) is not None:
+        candidates = [worker for worker in range(self.size) if worker != self.me and (all_ or worker % 2 == 1)]
+        while (found := (yield from self._pick_free(candidates))) is not None:
             worker, state = found
             meeting = yield Add("meetings")
-            chosen = f"{_CHOSEN} by {self.me} in {meeting}"
-            if (yield Swap(_key(worker), state, chosen)):
+            claim = f"{_CHOSEN} by {self.me} in {meeting}"
+            if (yield Swap(_key(worker), state, claim)):
                 if self.rule != "any":
                     yield Notify(worker)
-                return worker, meeting, chosen
+                return worker, meeting, claim
         return None
 
-    def _wait(self, partner: int, meeting: int, chosen: str) -> Steps[Meeting]:
+    def _wait(self, partner: int, meeting: int, claim: str) -> Steps[Meeting]:
         """Wait for the partner; after a timeout, withdraw, unless the partner has already accepted."""
         exchanged = yield Await(partner, meeting, accepted=False)
-        if not exchanged and not (yield Swap(_key(partner), chosen, f"{_FREE} again {self.me} {meeting}")):
+        if not exchanged and not (yield Swap(_key(partner), claim, f"{_FREE} again {self.me} {meeting}")):
             exchanged = yield Await(partner, meeting, accepted=True)
         return Meeting(partner, exchanged, waited=True)
 

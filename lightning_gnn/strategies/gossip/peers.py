@@ -34,19 +34,19 @@ EXCHANGE_S = 30.0
 _NOTHING = "-"
 _CHUNK = 4 << 20  # a TCPStore takes at most 8 MB at once
 _HEADER = struct.Struct("!qqq")  # visitor, number of the meeting, and its state id of the partner
-_KNOWN = struct.Struct("!q")  # answer: the state id of the visitor
+_STATE_ID = struct.Struct("!q")  # answer: the state id of the visitor
 _NOTIFY_S = 1.0
 _LOOK_S = 0.2  # seconds between two checks whether a mailbox is closed
 
 
-class Bring(Protocol):
+class MessageSource(Protocol):
     """Source of the messages of a meeting.
 
     Attributes:
-        known: id of what it stores of the partner; both sides compare it. 0 if nothing is stored.
+        state_id: id of what it stores of the partner; both sides compare it. 0 if nothing is stored.
     """
 
-    known: int
+    state_id: int
 
     def message(self, agreed: bool) -> Tensor:
         """Returns the message to the partner, on the CPU, of equal shape and dtype on both sides.
@@ -137,7 +137,7 @@ class Heartbeat:
     def __init__(self, place: str, me: int, patience: float) -> None:
         self._keys, self._beats = SharedKeys(place), SharedKeys(place)
         self._me, self._patience = me, patience
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._last_beats: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
         self._beats.add(f"heartbeat/{me}", 1)
         self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
@@ -151,10 +151,10 @@ class Heartbeat:
     def is_alive(self, worker: int) -> bool:
         """Returns whether a worker has sent a heartbeat recently."""
         count, now = self._keys.add(f"heartbeat/{worker}", 0), time.monotonic()
-        before, since = self._seen.get(worker, (None, now))
+        before, since = self._last_beats.get(worker, (None, now))
         if count != before:
             since = now
-        self._seen[worker] = count, since
+        self._last_beats[worker] = count, since
         return now - since < self._patience
 
     def stop(self) -> None:
@@ -181,13 +181,13 @@ class PeerServer:
         self._timeout = timeout
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 
-    def wait(self, partner: int, meeting: int, own: Bring, seconds: float) -> Tensor | None:
+    def wait(self, partner: int, meeting: int, source: MessageSource, seconds: float) -> Tensor | None:
         """Returns the partner's message of a meeting and sends this worker's; None if the partner does not come in time.
 
         Args:
             partner: worker to wait for.
             meeting: number of the meeting; connections for other meetings are closed.
-            own: source of this worker's message.
+            source: source of this worker's message.
             seconds: maximum waiting time.
         """
         deadline = time.monotonic() + seconds
@@ -201,23 +201,23 @@ class PeerServer:
                 visitor.settimeout(self._timeout)
                 header = bytearray(_HEADER.size)
                 receive(visitor, memoryview(header))
-                *who, known = _HEADER.unpack(header)
+                *who, state_id = _HEADER.unpack(header)
                 if who == [partner, meeting]:
-                    visitor.sendall(_KNOWN.pack(own.known))
-                    message = own.message(known == own.known)
+                    visitor.sendall(_STATE_ID.pack(source.state_id))
+                    message = source.message(state_id == source.state_id)
                     theirs = torch.empty_like(message)
                     receive(visitor, _bytes(theirs))
                     self._send_all(visitor, message)
                     return theirs
 
-    def visit(self, address: str, me: int, meeting: int, own: Bring) -> Tensor | None:
-        """Returns the message of the worker at `address` and sends this worker's, from `own`; None without an answer."""
+    def visit(self, address: str, me: int, meeting: int, source: MessageSource) -> Tensor | None:
+        """Returns the message of the worker at `address` and sends this worker's, from `source`; None without an answer."""
         try:
             with connect(address, self._timeout) as partner:
-                partner.sendall(_HEADER.pack(me, meeting, own.known))
-                known = bytearray(_KNOWN.size)
-                receive(partner, memoryview(known))
-                message = own.message(_KNOWN.unpack(known)[0] == own.known)
+                partner.sendall(_HEADER.pack(me, meeting, source.state_id))
+                answer = bytearray(_STATE_ID.size)
+                receive(partner, memoryview(answer))
+                message = source.message(_STATE_ID.unpack(answer)[0] == source.state_id)
                 theirs = torch.empty_like(message)
                 self._send_all(partner, message)
                 receive(partner, _bytes(theirs))
@@ -235,7 +235,7 @@ class PeerServer:
         with contextlib.suppress(OSError):
             connect(address, _NOTIFY_S).close()
 
-    def notified(self) -> bool:
+    def read_notifications(self) -> bool:
         """Returns whether any worker has connected since the last call, and closes these connections.
 
         Must not be called while this worker waits.

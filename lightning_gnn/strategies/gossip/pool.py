@@ -43,7 +43,7 @@ class Pool:
             if item not in self.done_before and (yield Swap(_key(item), "", str(me))):
                 return item
 
-    def done(self, me: int, item: int) -> Steps[None]:
+    def mark_done(self, me: int, item: int) -> Steps[None]:
         """Mark an item as done; if another worker took it over in the meantime, that worker does so."""
         if (yield Swap(_key(item), str(me), f"{_DONE}{me}")):
             yield Add(f"pool/done/{item // self.size}")

@@ -35,14 +35,14 @@ class Mass:
         """Whether the weight suffices to send half: without received mass, it must not reach 0 or the limits of float32."""
         return self.weight > _LEAST
 
-    def half(self, own: Tensor) -> Tensor:
-        """Halve the weight and return the other half: ``(w x, w)``; `own` is ``(x, 1)``."""
+    def half(self, vector: Tensor) -> Tensor:
+        """Halve the weight and return the other half: ``(w x, w)``; `vector` is ``(x, 1)``."""
         self.weight /= 2
-        return own * self.weight
+        return vector * self.weight
 
-    def add(self, own: Tensor, come: Tensor) -> Tensor:
-        """Returns the sum of `own`, ``(x, 1)``, and received mass, as ``(w x, w)``, which becomes this worker's mass."""
-        total = own * self.weight + come
+    def add(self, vector: Tensor, received: Tensor) -> Tensor:
+        """Returns the sum of `vector`, ``(x, 1)``, and received mass, as ``(w x, w)``, which becomes this worker's mass."""
+        total = vector * self.weight + received
         self.weight = float(total[-1])
         return total
 
@@ -59,25 +59,25 @@ class PushSum(Worker):
         self._mailbox: Mailbox | None = None
 
     @override
-    def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
+    def meet(self, make_vector: Callable[[], Tensor]) -> Tensor | None:
         """Send half of the mass, if due, after a batch; returns the sum of own and received mass, None if nothing was received.
 
-        The last entry of the result of `own` is 1.
+        The last entry of the result of `make_vector` is 1.
         """
         self.counts.batches += 1
-        if self.left or self.peers is None:
+        if self.has_left or self.peers is None:
             return None
         if self._mailbox is None:
-            self._mailbox = Mailbox(self.peers.server, own())
-        come, total = self._mailbox.take(), None
-        if come is not None:
-            total = self.mass.add(own(), come)
+            self._mailbox = Mailbox(self.peers.server, make_vector())
+        received, total = self._mailbox.take(), None
+        if received is not None:
+            total = self.mass.add(make_vector(), received)
             self.counts.averages += 1
         # If the last vector is still in transit, its receiver is slow: no mass is sent.
         if self.counts.batches % self.interval == 0 and self.mass.is_enough and not self._mailbox.sending:
             other = self._carry_out(self.pairing.any_other())
             if other is not None:
-                mean = own() if total is None else total / self.mass.weight
+                mean = make_vector() if total is None else total / self.mass.weight
                 self._mailbox.send(self.peers.address_of(other), self.mass.half(mean))
                 self.counts.add_partner(other)
         return total

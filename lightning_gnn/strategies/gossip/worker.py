@@ -26,7 +26,7 @@ from lightning_gnn.strategies.gossip.operations import (
     carry_out,
 )
 from lightning_gnn.strategies.gossip.pairing import Meeting, Pairing
-from lightning_gnn.strategies.gossip.peers import Bring, Heartbeat, PeerServer, SharedKeys
+from lightning_gnn.strategies.gossip.peers import Heartbeat, MessageSource, PeerServer, SharedKeys
 from lightning_gnn.strategies.gossip.pool import Pool
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class Worker:
         self.me, self.size = pairing.me, pairing.size
         self.pairs = self.size > 1  # may meet another worker
         self.counts = Counts()
-        self.left = False
+        self.has_left = False
         self.reached = 0  # items taken by all workers when this worker took its last one
         self.keys = SharedKeys() if peers is None else peers.keys
         self.life = self.pairing.life = 0 if peers is None else peers.life
@@ -139,8 +139,8 @@ class Worker:
         self.reached = item + 1 if item is not None else self.pool.end or 0
         return item
 
-    def done(self, item: int) -> None:
-        self._carry_out(self.pool.done(self.me, item))
+    def mark_done(self, item: int) -> None:
+        self._carry_out(self.pool.mark_done(self.me, item))
 
     def give_back(self, item: int) -> None:
         self._carry_out(self.pool.give_back(self.me, item))
@@ -171,7 +171,7 @@ class Worker:
         """See :meth:`~lightning_gnn.strategies.gossip.pool.Pool.give_back_all`."""
         self._carry_out(self.pool.give_back_all(self.me))
 
-    def enter(self, own: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def enter(self, make_vector: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Join the other workers; after a restart, restore the counts. Returns as :meth:`meet`."""
         if self.peers is None or not self.pairs:
             return None
@@ -181,38 +181,38 @@ class Worker:
             self._began -= before.seconds
             self._sent_before = before.sent
         self.counts.lives = self.life
-        return self._meet(self.pairing.enter(), own)
+        return self._meet(self.pairing.enter(), make_vector)
 
-    def meet(self, own: Callable[[], Tensor]) -> Tensor | None:
+    def meet(self, make_vector: Callable[[], Tensor]) -> Tensor | None:
         """Meet after a batch; returns the sum of both workers' vectors, None if it is not due or there is no partner.
 
         Args:
-            own: function that returns the vector for the partner, float, on the CPU if it is transferred through host memory.
-                With `differences`, the partner gets it rounded.
+            make_vector: function that returns the vector for the partner, float, on the CPU if it is transferred through host
+                memory. With `differences`, the partner gets it rounded.
         """
         self.counts.batches += 1
-        if self.left:
+        if self.has_left:
             return None
-        return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), own)
+        return self._meet(self.pairing.meet(due=self.counts.batches % self.interval == 0), make_vector)
 
-    def leave(self, own: Callable[[], Tensor], for_good: bool = True) -> None:
+    def leave(self, make_vector: Callable[[], Tensor], for_good: bool = True) -> None:
         """Become unavailable; send this worker's vector to a worker that waits for it."""
-        if self.pairs and not self.left:
-            self._meet(self.pairing.leave(for_good), own)
-        self.left = self.left or for_good
+        if self.pairs and not self.has_left:
+            self._meet(self.pairing.leave(for_good), make_vector)
+        self.has_left = self.has_left or for_good
 
     def come_back(self) -> None:
-        if self.pairs and not self.left:
+        if self.pairs and not self.has_left:
             self._carry_out(self.pairing.come_back())
 
-    def _meet(self, steps: Steps[Any], own: Callable[[], Tensor] | None) -> Tensor | None:
+    def _meet(self, steps: Steps[Any], make_vector: Callable[[], Tensor] | None) -> Tensor | None:
         total: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
-            assert self.peers is not None and own is not None
-            mine: Whole | Difference = Whole(own())
+            assert self.peers is not None and make_vector is not None
+            mine: Whole | Difference = Whole(make_vector())
             if self.differences is not None:
-                mine = Difference(own(), self.differences, operation.partner, operation.meeting)
+                mine = Difference(make_vector(), self.differences, operation.partner, operation.meeting)
             if isinstance(operation, Visit):
                 address = self.peers.address_of(operation.partner)
                 found = self.peers.server.visit(address, self.me, operation.meeting, mine)
@@ -231,12 +231,12 @@ class Worker:
                 self.counts.add_partner(meeting.partner)
         return total[0] if total else None
 
-    def _await(self, operation: Await, own: Bring) -> Tensor | None:
+    def _await(self, operation: Await, source: MessageSource) -> Tensor | None:
         assert self.peers is not None
         began = time.perf_counter()
         try:
             while (left := began + self._patience - time.perf_counter()) > 0:
-                found = self.peers.server.wait(operation.partner, operation.meeting, own, min(left, _LOOK_S))
+                found = self.peers.server.wait(operation.partner, operation.meeting, source, min(left, _LOOK_S))
                 if found is not None or not self.peers.heartbeat.is_alive(operation.partner):
                     return found
             return None
@@ -256,7 +256,7 @@ class Worker:
             if isinstance(operation, IsAlive):
                 return self.peers.heartbeat.is_alive(operation.worker)
             if isinstance(operation, Notified):
-                return self.peers.server.notified()
+                return self.peers.server.read_notifications()
             return self.peers.server.notify(self.peers.address_of(operation.worker))
 
         return carry_out(steps, how)
@@ -297,7 +297,7 @@ class Worker:
         keys = self.keys
         while True:
             left = {worker: keys.get(f"snapshot/{worker}") for worker in range(self.size) if worker != self.me}
-            worker, newest = max(left.items(), key=lambda each: int((each[1] or "0").split()[0]))
+            worker, newest = max(left.items(), key=lambda entry: int((entry[1] or "0").split()[0]))
             found = keys.find(f"snapshot/{worker}/{newest.split()[1]}")
             if found is not None and keys.get(f"snapshot/{worker}") == newest:
                 return worker, found

@@ -91,14 +91,14 @@ def test_an_epoch_has_every_cluster_once_in_an_order_of_its_own():
     cut = cut_graph(graph, assign_nodes(graph.edge_index.numpy(), 60, 7, "random").part, 7)
     clusters = Clusters(cut, 3, 5)
     assert clusters.batches == 3
-    epochs = [[clusters.of_item(epoch * 3 + batch) for batch in range(3)] for epoch in range(2)]
+    epochs = [[clusters.draw_clusters(epoch * 3 + batch) for batch in range(3)] for epoch in range(2)]
     for epoch in epochs:
         assert sorted(cluster for batch in epoch for cluster in batch) == list(range(7)) and list(map(len, epoch)) == [
             3,
             3,
             1,
         ]
-    assert epochs[0] != epochs[1] and epochs[0] != [Clusters(cut, 3, 6).of_item(batch) for batch in range(3)]
+    assert epochs[0] != epochs[1] and epochs[0] != [Clusters(cut, 3, 6).draw_clusters(batch) for batch in range(3)]
 
 
 def test_clusters_without_training_nodes_are_left_out():
@@ -272,7 +272,7 @@ def test_a_prompt_worker_serves_between_its_intervals(tied, pairing, prompt):
                 found = other.meet(lambda: torch.full((2,), 2.0))
         assert found.tolist() == chooses.result().tolist() == [3.0, 3.0]
     assert (other.counts.batches < 99) == prompt
-    assert not other.peers.server.notified()
+    assert not other.peers.server.read_notifications()
 
 
 @pytest.mark.parametrize("pairing", ["any", "prompt"])
@@ -471,7 +471,7 @@ def test_on_one_device_it_is_cluster_gcn(tmp_path, caplog):
     cut = Clusters(_cut(data, LayoutSpec("edge_cut", 5, method="random")), 2, 3)
     optimizer = by_hand.configure_optimizers()
     for item in range(6):
-        nodes = cut.batch(cut.of_item(item)).n_id
+        nodes = cut.batch(cut.draw_clusters(item)).n_id
         edge_index, edge_weight = subgraph(nodes, graph.edge_index, graph.edge_weight, num_nodes=60)
         local = torch.full((60,), -1).index_copy_(0, nodes, torch.arange(len(nodes)))
         del edge_weight
@@ -748,7 +748,7 @@ def test_in_lockstep_a_step_is_that_of_the_mean_gradient(ranks, tmp_path):
     clusters = Clusters(_cut(data, LayoutSpec("edge_cut", 4, method="random")), 1, 1)
     optimizer, losses = module.configure_optimizers(), []
     for item in (0, 1):
-        batch = clusters.batch(clusters.of_item(item))
+        batch = clusters.batch(clusters.draw_clusters(item))
         out = module.model(batch.x, batch.edge_index)[batch.train_mask]
         losses.append(F.cross_entropy(out, batch.y[batch.train_mask], ignore_index=-1))
     torch.stack(losses).mean().backward()

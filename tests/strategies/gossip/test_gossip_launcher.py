@@ -37,7 +37,7 @@ def test_ranks_that_may_be_lost_do_not_concern_the_others(capfd):
     lost, tells = child(1, "import sys; sys.exit(3)")
     lives, _ = child(2, "import time; time.sleep(60)")
     supervisor = Supervisor([lost, lives])
-    supervisor.begin(Losses(supervisor, never, 0).of_concern)
+    supervisor.begin(Losses(supervisor, never, 0).select_fatal)
     assert supervisor.wait_for(lambda: lost.exit_code() is not None, 10)
     assert [failure.rank for failure in supervisor.look()] == [1]  # the others would wait for it to meet them
     tells.send("independent", PLACE)
@@ -66,7 +66,7 @@ def test_ranks_that_were_killed_are_started_again_so_often(capfd, rank, code, ag
         places.append(place)
         return child(lost.rank, code)[0]  # which is killed before it says anything
 
-    supervisor.begin(Losses(supervisor, start_again, 2).of_concern)
+    supervisor.begin(Losses(supervisor, start_again, 2).select_fatal)
     tells.send("independent", PLACE)
     for expected in range(1, 4):
         [current] = supervisor.children
@@ -81,7 +81,7 @@ def test_ranks_that_were_killed_are_started_again_so_often(capfd, rank, code, ag
 def test_none_is_started_again_once_all_are_ended():
     first, tells = child(1, "import time; time.sleep(60)")
     supervisor = Supervisor([first])
-    supervisor.begin(Losses(supervisor, never, 2).of_concern)
+    supervisor.begin(Losses(supervisor, never, 2).select_fatal)
     tells.send("independent", PLACE)
     supervisor.end(grace=0.0)
     assert first.exit_code() == -signal.SIGTERM and supervisor.look() == []

@@ -157,14 +157,14 @@ def test_a_resumed_pool_does_what_is_left():
     taken = [carry_out(pool.take(0), how) for _ in range(7)]
     assert taken == list(range(7))
     for item in (0, 1, 2, 3, 5):
-        carry_out(pool.done(0, item), how)
+        carry_out(pool.mark_done(0, item), how)
     begin, done = carry_out(pool.position(), how)
     assert (begin, done) == (4, [5])
     again, store = Pool(4, 12, begin, frozenset(done)), InProcess()
     items = []
     while (item := carry_out(again.take(1), how)) is not None:
         items.append(item)
-        carry_out(again.done(1, item), how)
+        carry_out(again.mark_done(1, item), how)
     assert items == [4, 6, 7, 8, 9, 10, 11]
     assert carry_out(again.take_over(1), how) == ([], [])
     assert carry_out(again.position(), how) == (12, [])
@@ -181,7 +181,7 @@ def test_what_is_done_meanwhile_hides_nothing():
     position = pool.position()
     taken = how(next(position))
     assert carry_out(pool.take(1), how) == 1
-    carry_out(pool.done(1, 1), how)
+    carry_out(pool.mark_done(1, 1), how)
     operation = position.send(taken)
     with pytest.raises(StopIteration) as end:
         while True:

@@ -56,7 +56,7 @@ class InBatches:
 
     def __call__(self, batch: Any, phase: Any = "train", **inputs: Any) -> torch.Tensor:
         self.step += 1
-        own, ids = (torch.from_numpy(each) for each in (batch.halo.own, batch.halo.ids))
+        own, ids = (torch.from_numpy(each) for each in (batch.halo.local_ids, batch.halo.ids))
         self.exchange.turn_to(own, ids, self.step)
         self.binding.turn_to(batch.x, batch.halo.x, batch.edge_index, batch.get("edge_weight"))
         self.binding.context.begin_step(Step(phase))
@@ -93,7 +93,7 @@ def test_clusters_without_training_nodes_are_computed_too():
             cut_graph(prepare_graph(graph, None, None, 0, 0), part.numpy(), count), 2, 0, with_halo=True
         )
         assert 0 < len(clusters.trained) < count
-        of_items = [clusters.of_item(item) for item in range(clusters.batches)]
+        of_items = [clusters.draw_clusters(item) for item in range(clusters.batches)]
         assert sorted(cluster for each in of_items for cluster in each) == list(range(count))
         assert all({*each} & {*clusters.trained} for each in of_items)
 
