@@ -22,7 +22,7 @@ from common import SHARED, report
 from torch import Tensor
 from vertex_cut_runs import CELLS, GRAPHS, train_in_process
 
-from lightning_gnn.strategies.vertex_cut.cache import _Channel, _used
+from lightning_gnn.strategies.vertex_cut.cache import _Channel, _choose_codec
 
 EVERY = 15
 """Epochs from one that is looked at to the next."""
@@ -41,11 +41,11 @@ def entropy(codes: Any) -> float:
 
 def looked_at(channel: Any, rows: Tensor, cache: Any, codec: Any, call: Any) -> list[tuple[int, Tensor]]:
     """As ``_Channel.messages``, and counts what could be made of them."""
-    before, history = channel.sent.clone(), exact[id(channel)]
+    before, history = channel.sent_rows.clone(), exact[id(channel)]
     sent = messages(channel, rows, cache, codec, call)
     history.append(rows.clone())
     steps[id(channel)] += 1
-    if steps[id(channel)] % EVERY == 0 and channel.num_active and (used := _used(codec, rows, False)) is not None:
+    if steps[id(channel)] % EVERY == 0 and channel.num_active and (used := _choose_codec(codec, rows, False)) is not None:
         of, (older, last, now) = found[call.layer, call.direction], history
         width, ends = used.row_bytes(rows.size(1), rows.dtype), 8 if used.name == "int8" else 1
         for _, data in sent:

@@ -108,7 +108,7 @@ class StaleScheme(VertexCutScheme):
     """A vertex cut with a :class:`StaleCache`, to which epochs are told."""
 
     @override
-    def _make_cache(self, near: Sequence[int]) -> MessageCache:
+    def _make_cache(self, exact_ranks: Sequence[int]) -> MessageCache:
         return StaleCache(0.0)
 
 
@@ -273,7 +273,7 @@ def train_in_process(
                 if cache is not None:
                     mine["epsilon"] = cache.epsilon / 4
                     for key, sent in cache.take().items():
-                        mine[key, "sent"], mine[key, "of"] = sent.rows, sent.of
+                        mine[key, "sent"], mine[key, "of"] = sent.rows, sent.total
                 grads = [parameter.grad for parameter in model.parameters()]
                 flat = world.all_reduce_(torch.cat([grad.view(-1) for grad in grads]), "gradients")
                 for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):

@@ -104,9 +104,9 @@ def registered() -> dict[str, type[GNNStrategy]]:
             broken.add(str(error))
         if isinstance(kind, type) and issubclass(kind, GNNStrategy):
             found[name] = kind
-    for text in broken - _TOLD:
+    for text in broken - _LOGGED_ERRORS:
         rank_zero_warn(f"Skipped a strategy: {text}.")
-        _TOLD.add(text)
+        _LOGGED_ERRORS.add(text)
     return found
 
 
@@ -120,7 +120,7 @@ def _register_plugins() -> None:
             _register(entry.name, entry.attr, _Lazy(entry.module, entry.attr, plugin))
 
 
-_TOLD: set[str] = set()
+_LOGGED_ERRORS: set[str] = set()
 """Import errors of plugins that were already logged."""
 
 for _name, (_module, _class) in STRATEGIES.items():

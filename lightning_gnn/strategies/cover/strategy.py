@@ -67,18 +67,18 @@ class CoverScheme(PlannedScheme):
         make: MakeExchange = partial(make_exchange, self.plan, topology)  # type: ignore[arg-type]
 
         @cache
-        def covered(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
+        def make_cover(copy_cost: int, result_cost: int) -> Callable[[Triples], SparseMatrix]:
             # Each rank has all edges into its own nodes and computes their cover itself.
             holders = cover_edges(plain_ids(shard.batch.edge_index).cpu().numpy(), owner, world.size, copy_cost, result_cost)
             return spread_edges(shard, holders, world, meter, make)
 
         def spread(copy_bytes: int, result_bytes: int) -> Callable[[Triples], SparseMatrix]:
             common = gcd(copy_bytes, result_bytes)
-            return covered(copy_bytes // common, result_bytes // common)
+            return make_cover(copy_bytes // common, result_bytes // common)
 
         exchange = make(shard.plan, shard.halos, shard.offsets, world, meter)
         # For a sum, features and partial aggregates have equal width, forward and backward.
-        return exchange.with_products(Products(covered(1, 1), spread))
+        return exchange.with_products(Products(make_cover(1, 1), spread))
 
 
 @twin_of.register

@@ -35,33 +35,33 @@ def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     found = []
     try:
         plan = p2p(work.relation, topology)
-        found.append(_planned("p2p", PricedPlan(plan, plan_cost(plan, topology)), work, parts))
+        found.append(_price_plan("p2p", PricedPlan(plan, plan_cost(plan, topology)), work, parts))
     except ValueError as error:  # two devices without a link
         found.append(ExchangeCost("p2p", reason=str(error)))
-    found.append(_planned("spst", fastest_for(work.relation, topology, work), work, parts))
+    found.append(_price_plan("spst", fastest_for(work.relation, topology, work), work, parts))
     try:
         cost = swap_cost(work.relation, topology)
         rows = int(work.relation.offsets[-1] + work.relation.pair_rows.sum())
         found.append(replace(parts, scheme="swap", rows=rows, seconds=cost.seconds(work.row_bytes), cost=cost))
     except ValueError as error:  # several machines, or no data about the memory
         found.append(ExchangeCost("swap", reason=str(error)))
-    found.append(_replicated("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
+    found.append(_price_replication("replicate", work, topology, tuple((device,) for device in range(topology.num_devices))))
     if len(topology.hosts) > 1:
-        return [*found, _replicated("dgcl_r", work, topology, topology.hosts)]
+        return [*found, _price_replication("dgcl_r", work, topology, topology.hosts)]
     reason = f"It replicates to avoid messages between machines, but topology {topology.name!r} has one machine."
     return [*found, ExchangeCost("dgcl_r", reason=reason)]
 
 
-def _planned(name: str, found: PricedPlan, work: Workload, parts: ExchangeCost) -> ExchangeCost:
-    plan, cost = found.plan, found.cost
+def _price_plan(name: str, priced: PricedPlan, work: Workload, parts: ExchangeCost) -> ExchangeCost:
+    plan, cost = priced.plan, priced.cost
     seconds, rows = cost.seconds(work.row_bytes), int(plan.traffic.sum())
     return replace(parts, scheme=name, rows=rows, seconds=seconds, plan=plan, cost=cost)
 
 
-def _replicated(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
+def _price_replication(name: str, work: Workload, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> ExchangeCost:
     """Returns the exchange of a group of ranks that stores neighborhoods jointly (DGCL-R, Table 5), as in training."""
     held = hold(work.edge_index, work.relation.offsets, Replicas(work.num_layers, groups))
     relation = Relation.from_halos(held.halos, held.offsets)
     factor = float((held.offsets[-1] + relation.pair_rows.sum()) / max(1, work.relation.offsets[-1]))
     parts = ExchangeCost(name, edges=held.num_edges, replication=factor)
-    return _planned(name, fastest_for(relation, topology, work), work, parts)
+    return _price_plan(name, fastest_for(relation, topology, work), work, parts)

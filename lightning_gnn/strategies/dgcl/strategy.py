@@ -72,7 +72,7 @@ class ReplicatedExchange(Exchange):
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
-        return (lambda own: None) if self.inner.idle else self.inner.start_reduce(halo[:-1], call)
+        return (lambda _: None) if self.inner.idle else self.inner.start_reduce(halo[:-1], call)
 
     @override
     def reduce(self, x: Tensor, layer: str) -> Tensor:

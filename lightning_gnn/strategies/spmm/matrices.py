@@ -95,7 +95,7 @@ class BlockMatrix(Matrix):
             here[owner], uses[owner] = rows, 1 + (owner in self._passes)
             waiting.append(owner)
 
-        def used(owner: int) -> None:
+        def release(owner: int) -> None:
             uses[owner] -= 1
             if not uses[owner]:
                 rows = here.pop(owner)
@@ -107,7 +107,7 @@ class BlockMatrix(Matrix):
             csr, values = blocks[owner]
             if csr.num_edges:
                 spmm(csr, here[owner], values, out=total, accumulate=True)
-            used(owner)
+            release(owner)
 
         # Gather the rows of this process row at the rank that broadcasts them.
         source, others = self.grid.source(self.row), dict[int, Tensor]()
@@ -128,7 +128,7 @@ class BlockMatrix(Matrix):
                 add()
             wait()
             if passed is not None:
-                used(passed)
+                release(passed)
             if coming is not None and into is not None:
                 arrives(coming, into)
         if not self._stages:
@@ -137,12 +137,12 @@ class BlockMatrix(Matrix):
                 arrives(owner, rows)
         while waiting:
             add()
-        out = self._reduced(total, messages)
+        out = self._reduce_sums(total, messages)
         messages.end()
         self.world.watch.stage = ""
         return out
 
-    def _reduced(self, total: Tensor, messages: ProductMessages) -> Tensor:
+    def _reduce_sums(self, total: Tensor, messages: ProductMessages) -> Tensor:
         """Reduce the partial sums of a process row to the owners, in the order of ranks."""
         ranks = self.grid.in_row(self.row)
         if len(ranks) == 1:
@@ -226,7 +226,7 @@ class _Form:
         item = 0 if self.dtype is None else self.dtype.itemsize
         return [4 * self.filled, 4 * self.filled, 4 * self.entries, item * self.entries]
 
-    def expanded(self, packed: Tensor) -> tuple[CSR, Tensor | None]:
+    def unpack(self, packed: Tensor) -> tuple[CSR, Tensor | None]:
         """Returns the entries of a block, and their values in slot order."""
         *parts, values = packed.split(self.sizes)
         rows, counts, indices = (part.view(torch.int32) for part in parts)
@@ -236,7 +236,7 @@ class _Form:
         return csr, None if self.dtype is None else values.clone().view(self.dtype)  # a copy, for alignment
 
 
-def _packed(csr: CSR, values: Tensor | None) -> tuple[_Form, Tensor]:
+def _pack(csr: CSR, values: Tensor | None) -> tuple[_Form, Tensor]:
     counts = csr.indptr.diff()
     rows = counts.nonzero().view(-1)
     parts = [rows.int(), counts[rows].int(), csr.indices, *([] if values is None else [values])]
@@ -284,7 +284,7 @@ class SummaMatrix(Matrix):
         rows = mine.row + shift[block_of].to(mine.row.device)
         here = self.layer * cube.side + self.column
         csr = CSR.from_coo(rows, mine.col - int(starts[here]), total, self._sizes[here])
-        form, own = _packed(csr.to_slot_order(), None if mine.value is None else csr.permute(mine.value))
+        form, own = _pack(csr.to_slot_order(), None if mine.value is None else csr.permute(mine.value))
         counts = torch.tensor([form.filled, form.entries], device=world.device)
         filled, num_entries = world.all_gather(counts, "Distributing a matrix").T.tolist()
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
@@ -305,7 +305,7 @@ class SummaMatrix(Matrix):
         blocks = self._blocks[call.direction == "backward"]
         columns = cube.widths(x.size(1))
         width = columns[self.column]
-        rows = self._turned(x, columns, messages)
+        rows = self._rows_to_columns(x, columns, messages)
         in_row = [cube.rank(self.row, stage, self.layer) for stage in range(cube.side)]
         in_column = [cube.rank(stage, self.column, self.layer) for stage in range(cube.side)]
         total = x.new_zeros((blocks[0][0].shape[0], width), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -333,13 +333,13 @@ class SummaMatrix(Matrix):
             wait()
             if turn + 2 < cube.side:
                 coming.append(fetch(turn + 2))
-            csr, values = form.expanded(block)
+            csr, values = form.unpack(block)
             spmm(csr, into, values, out=total, accumulate=True)
-        out = self._turned_back(self._summed(total, messages), columns, messages)
+        out = self._columns_to_rows(self._sum_layers(total, messages), columns, messages)
         messages.end()
         return out
 
-    def _turned(self, x: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
+    def _rows_to_columns(self, x: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
         """Returns this rank's columns of all rows of its block, from whole rows ``[N, f]``."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
@@ -350,7 +350,7 @@ class SummaMatrix(Matrix):
         messages.swap(ranks, parts, pieces)
         return block
 
-    def _turned_back(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
+    def _columns_to_rows(self, block: Tensor, columns: list[int], messages: ProductMessages) -> Tensor:
         """Returns this rank's whole rows, ``[N, f]``, from its columns of all rows of its block."""
         ranks = self.cube.owners(self.layer * self.cube.side + self.row)
         counts = np.diff(self.offsets[ranks.start : ranks.stop + 1]).tolist()
@@ -360,7 +360,7 @@ class SummaMatrix(Matrix):
         messages.swap(ranks, pieces, parts)
         return torch.cat(parts, 1)
 
-    def _summed(self, total: Tensor, messages: ProductMessages) -> Tensor:
+    def _sum_layers(self, total: Tensor, messages: ProductMessages) -> Tensor:
         """Returns the sum over layers of the rows of this rank's block, in the order of layers."""
         cube = self.cube
         if cube.layers == 1:

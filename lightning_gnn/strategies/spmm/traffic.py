@@ -269,13 +269,13 @@ class MatrixByCall(Matrix):
         # Indexed by product, kind, sender and receiver. Local rows are sent to other ranks; their partial sums come to the owner.
         sent, summed = of_all[:, :, 0].transpose(1, 0, 2), of_all[:, :, 1].transpose(1, 2, 0)
         self._rows = np.stack([sent, summed], 1)
-        self._taken: dict[tuple[int, torch.dtype, bool], Product] = {}
-        self._made: dict[Product, Matrix] = {}
+        self._chosen_products: dict[tuple[int, torch.dtype, bool], Product] = {}
+        self._matrices: dict[Product, Matrix] = {}
 
     def product(self, columns: int, dtype: torch.dtype, backward: bool) -> Product:
         """Returns the product for rows of this width and dtype."""
         key = columns, dtype, backward
-        if key not in self._taken:
+        if key not in self._chosen_products:
             row_bytes = self._world.transport.row_bytes
             of_row = row_bytes(columns, dtype) / max(1, columns)
             of_sum = row_bytes(columns, torch.promote_types(dtype, torch.float32)) / max(1, columns)
@@ -283,22 +283,22 @@ class MatrixByCall(Matrix):
                 busiest(product_words(product, self._offsets, rows, columns, backward), of_row, of_sum)
                 for product, rows in zip(self._products, self._rows)
             ]
-            self._taken[key] = self._products[costs.index(min(costs))]
-        return self._taken[key]
+            self._chosen_products[key] = self._products[costs.index(min(costs))]
+        return self._chosen_products[key]
 
     @property
     @override
     def exchanges(self) -> Sequence[Exchange]:
-        return [each for matrix in self._made.values() for each in matrix.exchanges]
+        return [each for matrix in self._matrices.values() for each in matrix.exchanges]
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
         product = self.product(x.size(1), x.dtype, call.direction == "backward")
-        if product not in self._made:
+        if product not in self._matrices:
             # Evaluation may run first, and inference tensors cannot be used in training later.
             with torch.inference_mode(False), torch.no_grad():
-                self._made[product] = self._make(product)
-        return self._made[product].multiply(x, call)
+                self._matrices[product] = self._make(product)
+        return self._matrices[product].multiply(x, call)
 
     def _make(self, product: Product) -> Matrix:
         if isinstance(product.grid, ProcessCube):

@@ -38,11 +38,11 @@ class NotFiniteError(ValueError):
 
 
 @dataclass
-class Sent:
+class RowCounts:
     """Number of rows of a message that were sent, and of all its rows."""
 
     rows: int = 0
-    of: int = 0
+    total: int = 0
 
 
 class MessageCache:
@@ -52,19 +52,20 @@ class MessageCache:
         epsilon: a row is sent if an entry differs by more than this share of the largest entry of the row as last sent.
         factors: by ``LAYER``, ``DIRECTION`` or ``LAYER/DIRECTION``; the threshold of a message is epsilon times all matching
             factors.
-        near: ranks of this machine, with which all rows are exchanged unchanged: finding rows to omit takes longer than it saves.
+        exact_ranks: ranks of this machine, with which all rows are exchanged unchanged: finding rows to omit takes longer than it
+            saves.
 
     Attributes:
-        sent: rows sent since :meth:`take`, by (layer, direction).
+        row_counts: rows sent since :meth:`take`, by (layer, direction).
         loss: this rank's part of the loss since :meth:`take_loss`, a scalar; None before the first backward pass.
         guesses: whether both ends transform all stored rows by a scale and an offset that are part of the message.
     """
 
     guesses = False
 
-    def __init__(self, epsilon: float, near: Collection[int] = (), factors: Mapping[str, float] | None = None) -> None:
-        self.epsilon, self.near, self.factors = epsilon, frozenset(near), factors or {}
-        self.sent: dict[tuple[str, str], Sent] = {}
+    def __init__(self, epsilon: float, exact_ranks: Collection[int] = (), factors: Mapping[str, float] | None = None) -> None:
+        self.epsilon, self.exact_ranks, self.factors = epsilon, frozenset(exact_ranks), factors or {}
+        self.row_counts: dict[tuple[str, str], RowCounts] = {}
         self.loss: Tensor | None = None
 
     def threshold(self, layer: str, direction: str) -> float:
@@ -82,14 +83,14 @@ class MessageCache:
         """
         return change > self.threshold(call.layer, call.direction) * size
 
-    def record(self, layer: str, direction: str, rows: int, of: int) -> None:
+    def record(self, layer: str, direction: str, rows: int, total: int) -> None:
         """Add to the counts of a layer's messages."""
-        kept = self.sent.setdefault((layer, direction), Sent())
-        kept.rows, kept.of = kept.rows + rows, kept.of + of
+        counts = self.row_counts.setdefault((layer, direction), RowCounts())
+        counts.rows, counts.total = counts.rows + rows, counts.total + total
 
-    def take(self) -> dict[tuple[str, str], Sent]:
+    def take(self) -> dict[tuple[str, str], RowCounts]:
         """Returns the counts since the last call and resets them."""
-        taken, self.sent = self.sent, {}
+        taken, self.row_counts = self.row_counts, {}
         return taken
 
     def add_loss(self, part: Tensor) -> None:
@@ -115,13 +116,13 @@ class LargestChangesCache(MessageCache):
 
     Args:
         share: maximum share of a message's rows; may change from step to step.
-        near: see :class:`MessageCache`.
+        exact_ranks: see :class:`MessageCache`.
     """
 
     guesses = True
 
-    def __init__(self, share: float, near: Collection[int] = ()) -> None:
-        super().__init__(0.0, near)
+    def __init__(self, share: float, exact_ranks: Collection[int] = ()) -> None:
+        super().__init__(0.0, exact_ranks)
         self.share = share
 
     @override
@@ -147,21 +148,21 @@ class CachedExchange(HaloExchange):
     def send(
         self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, began: Moment
     ) -> Callable[[], None]:
-        transport, near = self.world.transport, self._cache.near
+        transport, exact = self.world.transport, self._cache.exact_ranks
         if not transport.approximate or not out.is_floating_point():
             return super().send(out, out_counts, into, into_counts, call, began)
         sends, receives = by_peer(out, out_counts), by_peer(into, into_counts)
-        whole = [(peer, part) for peer, part in sends if peer in near]
-        far_out, far_into = ([0 if peer in near else n for peer, n in enumerate(each)] for each in (out_counts, into_counts))
+        whole = [(peer, part) for peer, part in sends if peer in exact]
+        out_sizes, into_sizes = ([0 if peer in exact else n for peer, n in enumerate(each)] for each in (out_counts, into_counts))
         # Overwritten in each step.
         key = (call, into.shape[1:], into.dtype)
         if key not in self._channels:
             with torch.inference_mode(False):
-                self._channels[key] = _Channel(into, far_out, far_into)
+                self._channels[key] = _Channel(into, out_sizes, into_sizes)
         channel, codec = self._channels[key], transport.codec if isinstance(transport, EncodingTransport) else None
-        rows = torch.cat([into.new_empty(0, *into.shape[1:]), *(part for peer, part in sends if peer not in near)])
+        rows = torch.cat([into.new_empty(0, *into.shape[1:]), *(part for peer, part in sends if peer not in exact)])
         try:
-            messages = channel.messages(rows.view(channel.sent.shape), self._cache, codec, call)
+            messages = channel.messages(rows.view(channel.sent_rows.shape), self._cache, codec, call)
         except NotFiniteError as error:
             raise NotFiniteError(
                 f"Messages of layer '{call.layer}' ({call.direction}) have nan or infinity on rank {self.world.rank}. Check "
@@ -173,16 +174,16 @@ class CachedExchange(HaloExchange):
         traffic += transport.traffic(messages, channel.num_active)
         with self.world.watch.during(call.name, joint=False):
             with transport.approximating(False):
-                wait_near = transport.start_each(whole, [each for each in receives if each[0] in near])
-            wait = transport.start_varied(messages, [peer for peer, count in enumerate(far_into) if count])
+                wait_exact = transport.start_each(whole, [each for each in receives if each[0] in exact])
+            wait = transport.start_varied(messages, [peer for peer, count in enumerate(into_sizes) if count])
 
         def receive() -> None:
-            wait_near()
+            wait_exact()
             for peer, data in wait().items():
                 channel.receive(peer, data, self._cache, codec)
             for peer, part in receives:
-                if peer not in near:
-                    part.copy_(channel.held_of[peer].view(part.shape))
+                if peer not in exact:
+                    part.copy_(channel.received_rows[peer].view(part.shape))
             channel.fresh = False
 
         return count_messages(self.world, self.meter, call, began, traffic, receive)
@@ -192,16 +193,16 @@ class _Channel:
     """Both ends of one message of a rank: rows as last sent to peers, and rows as last received from peers.
 
     Attributes:
-        sent: rows as last sent, ``[rows out, F]``.
-        held_of: rows as last received, ``[rows in, F]``, by peer.
+        sent_rows: rows as last sent, ``[rows out, F]``.
+        received_rows: rows as last received, ``[rows in, F]``, by peer.
         fresh: whether nothing was sent yet.
         num_active: number of rows of the last :meth:`messages`.
     """
 
     def __init__(self, like: Tensor, out_counts: Sequence[int], into_counts: Sequence[int]) -> None:
         width = like.shape[1:].numel()
-        self.sent, held = (like.new_zeros(sum(counts), width) for counts in (out_counts, into_counts))
-        self._out_counts, self.held_of = list(out_counts), held.split(list(into_counts))
+        self.sent_rows, received = (like.new_zeros(sum(counts), width) for counts in (out_counts, into_counts))
+        self._out_counts, self.received_rows = list(out_counts), received.split(list(into_counts))
         self.fresh, self.num_active = True, 0
 
     def messages(self, rows: Tensor, cache: MessageCache, codec: Codec | None, call: Call) -> list[tuple[int, Tensor]]:
@@ -218,10 +219,10 @@ class _Channel:
         """
         guess = rows.new_empty(0)
         if cache.guesses and not self.fresh:
-            guess = _fit(self.sent, rows)
-            _move(self.sent, guess)
-        difference = rows - self.sent
-        change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent))
+            guess = _fit(self.sent_rows, rows)
+            _move(self.sent_rows, guess)
+        difference = rows - self.sent_rows
+        change, size = (torch.linalg.vector_norm(each, torch.inf, 1) for each in (difference, self.sent_rows))
         active = torch.ones_like(change, dtype=torch.bool) if self.fresh else cache.active(change, size, call)
         which = active.split(self._out_counts)
         # One transfer to the host for all sizes.
@@ -230,10 +231,10 @@ class _Channel:
             raise NotFiniteError
         self.num_active = sum(counts)
         ids = active.nonzero_static(size=self.num_active).view(-1)
-        codec = _used(codec, rows, self.fresh)
+        codec = _choose_codec(codec, rows, self.fresh)
         if codec is None:
             chosen = rows[ids]
-            self.sent[ids] = chosen
+            self.sent_rows[ids] = chosen
             data = chosen.view(torch.uint8)
         else:
             difference = difference[ids]
@@ -241,7 +242,7 @@ class _Channel:
             codec.encode(difference, data)
             decoded = torch.empty_like(difference)
             codec.decode(data, decoded)
-            self.sent[ids] += decoded
+            self.sent_rows[ids] += decoded
         parts = data.split(counts)
         return [
             (peer, torch.cat([guess.view(torch.uint8), _bits(flags), part.reshape(-1)]))
@@ -251,25 +252,25 @@ class _Channel:
 
     def receive(self, peer: int, data: Tensor, cache: MessageCache, codec: Codec | None) -> None:
         """Update the stored rows of `peer` by its message."""
-        held = self.held_of[peer]
+        stored = self.received_rows[peer]
         if cache.guesses and not self.fresh:
-            num_bytes = 2 * held.size(1) * held.element_size()
-            _move(held, data[:num_bytes].clone().view(held.dtype))
+            num_bytes = 2 * stored.size(1) * stored.element_size()
+            _move(stored, data[:num_bytes].clone().view(stored.dtype))
             data = data[num_bytes:]
-        num_bytes = -(-len(held) // _FLAGS) * _FLAGS // 8
+        num_bytes = -(-len(stored) // _FLAGS) * _FLAGS // 8
         if data.numel() == num_bytes:
             return
-        codec = _used(codec, held, self.fresh)
-        width = held[0].nbytes if codec is None else codec.row_bytes(held.size(1), held.dtype)
+        codec = _choose_codec(codec, stored, self.fresh)
+        width = stored[0].nbytes if codec is None else codec.row_bytes(stored.size(1), stored.dtype)
         payload = data[num_bytes:].view(-1, width)
-        ids = _flags(data[:num_bytes], len(held)).nonzero_static(size=len(payload)).view(-1)
-        decoded = held.new_empty(len(ids), held.size(1))
+        ids = _flags(data[:num_bytes], len(stored)).nonzero_static(size=len(payload)).view(-1)
+        decoded = stored.new_empty(len(ids), stored.size(1))
         if codec is None:
             decoded.view(torch.uint8).copy_(payload)
-            held[ids] = decoded
+            stored[ids] = decoded
         else:
             codec.decode(payload, decoded)
-            held[ids] += decoded
+            stored[ids] += decoded
 
 
 def _fit(old: Tensor, new: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ def _move(rows: Tensor, guess: Tensor) -> None:
     rows.mul_(factor).add_(shift)
 
 
-def _used(codec: Codec | None, rows: Tensor, fresh: bool) -> Codec | None:
+def _choose_codec(codec: Codec | None, rows: Tensor, fresh: bool) -> Codec | None:
     """Returns the codec for these rows; None if it does not shorten them, and for the first message."""
     if codec is None or fresh or codec.row_bytes(rows.size(1), rows.dtype) >= rows.size(1) * rows.element_size():
         return None

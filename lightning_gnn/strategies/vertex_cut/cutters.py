@@ -295,8 +295,8 @@ def assign_edges(
             method = choose(found, available_bytes()).method
         total = READINGS[method] * edge_index.shape[1] if method in READINGS else None
         expected = next((each.seconds for each in found if each.method == method), None)
-        with progress_bar(f"Partitioning ({method})", total, expected=expected) as told:
-            cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed, part, told)
+        with progress_bar(f"Partitioning ({method})", total, expected=expected) as advance:
+            cut_edges(edge_index, num_nodes, hosts, method, host_weight, seed, part, advance)
     ends = Ends.of(edge_index, part, num_nodes, num_parts)
     host = np.empty(num_parts, np.int64)
     for number, ranks in enumerate(hosts):
@@ -338,20 +338,20 @@ def cut_edges(
     host_weight: float = 0.1,
     seed: int = 0,
     part: Parts | None = None,
-    told: Callable[[int], None] = lambda _: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Parts:
     """Returns a rank for each edge; see :func:`assign_edges`, which checks arguments and chooses masters.
 
     Args:
         hosts: ranks of each host.
         part: output; None allocates it.
-        told: function called with numbers of edges, for a progress bar; see `READINGS`.
+        advance: function called with numbers of edges, for a progress bar; see `READINGS`.
     """
     num_parts = sum(map(len, hosts))
     if part is None:
         part = np.empty(edge_index.shape[1], part_dtype(num_parts))
     if method == "streaming":
-        _two_phases(edge_index, num_nodes, num_parts, seed, part, told)
+        _two_phases(edge_index, num_nodes, num_parts, seed, part, advance)
         return part
     source, target = (np.ascontiguousarray(ends, np.int64) for ends in edge_index)
     if method in ("ebv", "ne"):
@@ -360,7 +360,7 @@ def cut_edges(
             degree, everything = degrees(source, target, num_nodes), np.empty(0, np.bool_)
             _stream(source, target, degree, everything, lanes, lanes.no_load(), lanes.no_holders(num_nodes), part)
         else:
-            _expansion(source, target, num_nodes, lanes, part, told)
+            _expansion(source, target, num_nodes, lanes, part, advance)
     elif method == "random":
         part[:] = np.random.default_rng(seed).integers(0, num_parts, len(source), part.dtype)
     else:
@@ -480,50 +480,50 @@ class Lanes:
 
 
 def _stream(
-    source: Ids, target: Ids, degree: Degrees, chosen: NDArray[np.bool_], lanes: Lanes, load: Ids, held: Sets, part: Parts
+    source: Ids, target: Ids, degree: Degrees, edge_mask: NDArray[np.bool_], lanes: Lanes, load: Ids, holders: Sets, part: Parts
 ) -> None:
     """Write the ranks of the chosen edges, given the current loads and nodes of the partitions."""
-    number = int(chosen.sum()) if len(chosen) else len(source)
+    number = int(edge_mask.sum()) if len(edge_mask) else len(source)
     pairs = np.empty((number, 2), _smallest_integers(len(degree)))
     order = np.empty(number, _smallest_integers(len(source)))
-    loops.by_degree_sum(source, target, degree, chosen, pairs, order)
+    loops.by_degree_sum(source, target, degree, edge_mask, pairs, order)
     steps = lanes.edge_step, lanes.replica_step
     penalties = lanes.penalty, lanes.blocks_per_host, lanes.host_penalty
-    loops.ebv(pairs, order, *penalties, load, *steps, lanes.rank, held, part)
+    loops.ebv(pairs, order, *penalties, load, *steps, lanes.rank, holders, part)
 
 
-def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts, told: Callable[[int], None]) -> None:
+def _expansion(source: Ids, target: Ids, num_nodes: int, lanes: Lanes, part: Parts, advance: Callable[[int], None]) -> None:
     num_edges = len(source)
     degree = degrees(source, target, num_nodes)
-    indptr, neighbour, edge_of = incidence(source, target, degree)
+    indptr, neighbor, edge_of = incidence(source, target, degree)
     num_free, end = np.diff(indptr).astype(np.int32), indptr[1:].copy()
     hub = degree > HUB * degree.mean()
-    free, held = np.ones(num_edges, np.bool_), lanes.no_holders(num_nodes)
+    free, holders = np.ones(num_edges, np.bool_), lanes.no_holders(num_nodes)
     ranks = [(lane, rank) for lane, rank in enumerate(lanes.rank.tolist()) if rank >= 0]
     slice_of_edges = num_edges // (TURNS * len(ranks)) + 1
-    most = -(-int(EDGE_BOUND * num_edges) // len(ranks))
+    max_edges = -(-int(EDGE_BOUND * num_edges) // len(ranks))
     edges, nodes = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
     growing = list(ranks)
     while growing:
-        chosen = min(growing, key=lambda each: edges[each] * num_nodes + nodes[each] * num_edges)  # EBV's balance terms
-        budget = min(slice_of_edges, most - edges[chosen])
-        more = loops.expand(indptr, end, neighbour, edge_of, hub, num_free, budget, *chosen, free, part, held)
+        chosen = min(growing, key=lambda lane: edges[lane] * num_nodes + nodes[lane] * num_edges)  # EBV's balance terms
+        budget = min(slice_of_edges, max_edges - edges[chosen])
+        more = loops.expand(indptr, end, neighbor, edge_of, hub, num_free, budget, *chosen, free, part, holders)
         edges[chosen] += more[0]
         nodes[chosen] += more[1]
-        told(int(more[0]))
+        advance(int(more[0]))
         if more[0] < budget:
             break
-        if edges[chosen] == most:
+        if edges[chosen] == max_edges:
             growing.remove(chosen)
-    del neighbour, edge_of
+    del neighbor, edge_of
     load = lanes.no_load()
     for each in ranks:
         load[each[0]] += edges[each] * lanes.edge_step + nodes[each] * lanes.replica_step
-    _stream(source, target, degree, free, lanes, load, held, part)
+    _stream(source, target, degree, free, lanes, load, holders, part)
 
 
 def _two_phases(
-    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, seed: int, part: Parts, told: Callable[[int], None]
+    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, seed: int, part: Parts, advance: Callable[[int], None]
 ) -> None:
     degree = degrees(edge_index[0], edge_index[1], num_nodes)
     of, volume = np.arange(num_nodes, dtype=np.int32), degree.astype(np.int64)
@@ -531,26 +531,26 @@ def _two_phases(
     for _ in range(CLUSTER_READINGS):
         for _, source, target in edge_pieces(edge_index):
             loops.cluster(source, target, degree, int(CLUSTER_SHARE * 2 * share), of, volume)
-            told(len(source))
+            advance(len(source))
     clusters, home = np.flatnonzero(volume), np.zeros(num_nodes, np.int32)
     loops.schedule(clusters[np.argsort(-volume[clusters], kind="stable")], volume, num_parts, home)
     del clusters
-    held, load = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8), np.zeros(num_parts, np.int64)
-    most = ceil(STREAM_BOUND * share)
+    holders, load = np.zeros((num_nodes, -(-num_parts // 8)), np.uint8), np.zeros(num_parts, np.int64)
+    max_edges = ceil(STREAM_BOUND * share)
     for between in (False, True):
         for first, source, target in edge_pieces(edge_index):
             piece = part[first : first + len(source)]
-            loops.two_phases(source, target, between, degree, of, volume, home, most, seed, load, held, piece)
-            told(len(source))
+            loops.two_phases(source, target, between, degree, of, volume, home, max_edges, seed, load, holders, piece)
+            advance(len(source))
 
 
 def incidence(source: Ids, target: Ids, degree: Degrees) -> tuple[Ids, NDArray[Any], NDArray[Any]]:
     """Returns the first entry of each node, ``[N + 1]``, and each entry's other end and edge; a self-loop has one entry."""
     entries = degree - np.bincount(source[source == target], minlength=len(degree))
     indptr = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
-    neighbour, edge_of = (np.empty(indptr[-1], _smallest_integers(max(len(source), len(degree)))) for _ in range(2))
-    loops.incidence(source, target, indptr, neighbour, edge_of)
-    return indptr, neighbour, edge_of
+    neighbor, edge_of = (np.empty(indptr[-1], _smallest_integers(max(len(source), len(degree)))) for _ in range(2))
+    loops.incidence(source, target, indptr, neighbor, edge_of)
+    return indptr, neighbor, edge_of
 
 
 def _smallest_integers(number: int) -> type[np.signedinteger]:

@@ -80,13 +80,13 @@ class VertexCutScheme(Scheme):
         if self.cache is not None:
             if self.messages is None or self._world is not world:  # one cache for both directions of edges
                 self._rule = None if isinstance(self.cache, float) else replace(self.cache)
-                self.messages, self._world = self._make_cache(self._near(world)), world
+                self.messages, self._world = self._make_cache(self._find_exact_ranks(world)), world
             make_exchange = self.messages.make_exchange
         make = spread_edges(shard, shard.holders.numpy().astype(np.int64), world, meter, make_exchange)
         exchange = make_exchange(shard.plan, shard.halos, shard.offsets, world, meter)
         return exchange.with_products(Products(make, lambda copy_bytes, result_bytes: make))
 
-    def _near(self, world: World) -> Sequence[int]:
+    def _find_exact_ranks(self, world: World) -> Sequence[int]:
         """Returns the ranks with which all rows are exchanged unchanged: by default, the ranks of this machine."""
         if self.cache_within_hosts or world.stand_ins:
             return ()
@@ -98,13 +98,13 @@ class VertexCutScheme(Scheme):
             )
         return next(ranks for ranks in hosts if world.rank in ranks)
 
-    def _make_cache(self, near: Sequence[int]) -> MessageCache:
+    def _make_cache(self, exact_ranks: Sequence[int]) -> MessageCache:
         cache: Any = self.cache
         if isinstance(cache, TopKChanges):
-            return LargestChangesCache(cache.share, near)
+            return LargestChangesCache(cache.share, exact_ranks)
         if isinstance(cache, float):
-            return MessageCache(cache, near)
-        return MessageCache(cache.epsilon, near, cache.factors)
+            return MessageCache(cache, exact_ranks)
+        return MessageCache(cache.epsilon, exact_ranks, cache.factors)
 
     def release(self) -> None:
         """Delete the caches at the end of a run."""
@@ -241,18 +241,18 @@ class VertexCutStrategy(GNNStrategy):
 
     @override
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
-        self._told = False
-        loaded = StrategyCallback(on_train_batch_end=lambda *_: self._tell_of_loaded_edges(shard.edge_counts))
+        self._has_logged_edges = False
+        loaded = StrategyCallback(on_train_batch_end=lambda *_: self._log_loaded_edges(shard.edge_counts))
         return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
 
-    def _tell_of_loaded_edges(self, counts: Sequence[int]) -> None:
+    def _log_loaded_edges(self, counts: Sequence[int]) -> None:
         """Log, once after the first training step, the layers that compute loaded edges.
 
         Args:
             counts: number of loaded edges of each rank.
         """
-        layers = [] if self._told or len(counts) == 1 else sorted(self.steps.binding.context.all_on_loaded_edges)
-        self._told = True
+        layers = [] if self._has_logged_edges or len(counts) == 1 else sorted(self.steps.binding.context.all_on_loaded_edges)
+        self._has_logged_edges = True
         if layers:
             names, most, average = ", ".join(map(repr, layers)), max(counts), max(1, sum(counts) / len(counts))
             rank_zero_info(

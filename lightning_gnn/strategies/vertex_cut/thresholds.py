@@ -14,7 +14,7 @@ from lightning_gnn.arguments import check_choice, check_numbers, shown
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.call import DIRECTIONS
 from lightning_gnn.comm.group import World
-from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache, Sent
+from lightning_gnn.strategies.vertex_cut.cache import LargestChangesCache, MessageCache, RowCounts
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class CacheSchedule(pl.Callback):
         self._cache, self._rule, self._monitor, self._world = cache, rule, monitor, world
         self._trained = False  # a resumed run may start with the end of an epoch
         self._loss = math.nan
-        self._known: list[tuple[str, str]] = []
+        self._logged_keys: list[tuple[str, str]] = []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,17 +199,17 @@ class CacheSchedule(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = {key: Sent() for key in self._known}
+        total = {key: RowCounts() for key in self._logged_keys}
         by_rank = self._world.all_gather_object((self._cache.take(), self._cache.take_loss()))
         self._loss = sum(loss for _, loss in by_rank)
         for sent, _ in by_rank:
             for key, value in sent.items():
-                of_all = total.setdefault(key, Sent())
-                of_all.rows, of_all.of = of_all.rows + value.rows, of_all.of + value.of
-        self._known = [*total]
+                of_all = total.setdefault(key, RowCounts())
+                of_all.rows, of_all.total = of_all.rows + value.rows, of_all.total + value.total
+        self._logged_keys = [*total]
         values = {} if self._cache.guesses else {"cache/epsilon": self._cache.epsilon}
         for (layer, direction), sent_rows in sorted(total.items()):  # none in an exact epoch
-            fraction = sent_rows.rows / sent_rows.of if sent_rows.of else 1.0
+            fraction = sent_rows.rows / sent_rows.total if sent_rows.total else 1.0
             values[f"comm/sent_fraction/{layer}/{direction}"] = fraction
             if self._cache.factors:
                 values[f"cache/epsilon/{layer}/{direction}"] = self._cache.threshold(layer, direction)

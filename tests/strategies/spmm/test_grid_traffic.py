@@ -289,7 +289,7 @@ def test_each_call_takes_the_way_that_sends_least(data, num_ranks, directed, wei
                 out = matrix.multiply(x[rows].to(dtype), Call("layer", direction=DIRECTIONS[backward]))
             assert torch.equal(out.double(), ((dense.T if backward else dense) @ x)[rows])
             meters[rank][number].counted = meter.take()
-        assert matrix._made.keys() == set(matrix._taken.values())  # and no others
+        assert matrix._matrices.keys() == set(matrix._chosen_products.values())  # and no others
         for product, counted in zip(products(num_ranks), matrix._rows):
             if isinstance(product.grid, ProcessGrid):
                 holder = product.holders(offsets, entries[1], entries[0])

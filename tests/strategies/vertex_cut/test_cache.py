@@ -63,10 +63,10 @@ def agree(exchanges: list[Any]) -> None:
     """What each rank holds of a peer's message is what that peer knows to have sent."""
     for rank, exchange in enumerate(exchanges):
         for key, channel in exchange._channels.items():
-            for peer, part in enumerate(channel.sent.split(channel._out_counts)):
+            for peer, part in enumerate(channel.sent_rows.split(channel._out_counts)):
                 if len(part):
                     other = exchanges[peer]._channels[key]
-                    assert torch.equal(part, other.held_of[rank])
+                    assert torch.equal(part, other.received_rows[rank])
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "int2", "bf16"])
@@ -114,7 +114,7 @@ def test_rows_are_off_by_no_more_than_the_threshold(seed, epsilon):
 
     for sent in on_ranks(3, seed, work):
         for each in sent.values():
-            assert 0 <= each.rows <= each.of
+            assert 0 <= each.rows <= each.total
 
 
 @pytest.mark.parametrize("codec", [None, "bfp4", "int8"])
@@ -133,7 +133,7 @@ def test_both_ends_guess_alike(codec, size, seed, share):
             exchange.world.begin_step(Step())
             found, _ = pair(exchange, x[own].contiguous())
             for sent in cache.take().values():
-                assert step == 0 or sent.rows < share * sent.of + 1
+                assert step == 0 or sent.rows < share * sent.total + 1
         if codec is None and share == 1:
             torch.testing.assert_close(found, x[halo], rtol=0, atol=0)
         return exchange
@@ -183,7 +183,7 @@ def test_layers_and_repeated_messages_are_told_apart():
             for layer, x in zip(("a", "b", "b"), tensors):
                 found, _ = pair(exchange, x[own].contiguous(), layer)
                 assert torch.equal(found, x[halo])
-        return [(key, sent.rows, sent.of) for key, sent in cache.take().items()]
+        return [(key, sent.rows, sent.total) for key, sent in cache.take().items()]
 
     for found in on_ranks(2, 5, work):
         for _, rows, of in found:
@@ -218,7 +218,7 @@ def test_what_is_not_finite_stops_the_run(bad):
             return False
         with pytest.raises(NotFiniteError, match=r"convs\.1.*forward.*rank"), exchange.world.transport.approximating():
             exchange.start_expand(x[own].contiguous(), x[halo], Call("convs.1"))
-        return all(bool(torch.isfinite(channel.sent).all()) for channel in exchange._channels.values())
+        return all(bool(torch.isfinite(channel.sent_rows).all()) for channel in exchange._channels.values())
 
     assert sum(on_ranks(3, 3, work)) >= 2
 
@@ -303,7 +303,7 @@ def test_factors_of_messages_multiply():
             home = held_after(there, epsilons[layer, "backward"])  # what comes home is twice what has come
             for direction, held in (("forward", there), ("backward", home)):
                 found = sent[layer, direction]
-                assert found.of and found.rows * len(sizes) == len({*held}) * found.of, (layer, direction)
+                assert found.total and found.rows * len(sizes) == len({*held}) * found.total, (layer, direction)
 
 
 def test_factors_that_name_nothing():

@@ -19,14 +19,14 @@ lambda is the share of a boundary that is expanded in a round. alpha is the maxi
 
 def dne(source: Ids, target: Ids, num_nodes: int, num_parts: int, seed: int, part: Parts) -> None:
     """Grow all partitions at once from random nodes, by neighborhood expansion."""
-    indptr, neighbour, edge_of = incidence(source, target, degrees(source, target, num_nodes))
+    indptr, neighbor, edge_of = incidence(source, target, degrees(source, target, num_nodes))
     starts = np.random.default_rng(seed).permutation(num_nodes)
     share, bound = EXPANDED
-    _expand_at_once(indptr, neighbour, edge_of, starts, share, bound * len(source) / num_parts, num_parts, part)
+    _expand_at_once(indptr, neighbor, edge_of, starts, share, bound * len(source) / num_parts, num_parts, part)
 
 
 @compile_loop
-def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts, part):
+def _expand_at_once(indptr, neighbor, edge_of, starts, share, limit, num_parts, part):
     """Grow all partitions in rounds, like DNE's workers, until all edges are assigned or partitions exceed `limit` edges.
 
     In a round, a partition expands the `share` of its boundary with the fewest free edges. These edges are assigned to it. Their
@@ -36,7 +36,7 @@ def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts,
     """
     num_nodes = len(starts)
     free, rest = np.ones(len(part), np.bool_), indptr[1:] - indptr[:-1]
-    held, count = np.zeros((num_nodes, (num_parts + 7) // 8), np.uint8), np.zeros(num_parts, np.int64)
+    holders, count = np.zeros((num_nodes, (num_parts + 7) // 8), np.uint8), np.zeros(num_parts, np.int64)
     boundaries = [np.empty(0, np.int64) for _ in range(num_parts)]
     joined, start, left = np.empty(num_nodes, np.int64), 0, len(part)
     while left > 0:
@@ -51,7 +51,7 @@ def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts,
                 if start == num_nodes:
                     break
                 boundary = starts[start : start + 1].astype(np.int64)
-                held[boundary[0], block] |= bit
+                holders[boundary[0], block] |= bit
             keys = rest[boundary]
             number = max(1, int(share * len(boundary)))
             most = np.partition(keys, number - 1)[number - 1]
@@ -64,7 +64,7 @@ def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts,
                 stays[k] = False
                 core = boundary[k]
                 for slot in range(indptr[core], indptr[core + 1]):
-                    edge, other = edge_of[slot], neighbour[slot]
+                    edge, other = edge_of[slot], neighbor[slot]
                     if free[edge]:
                         free[edge] = False
                         part[edge] = rank
@@ -72,14 +72,14 @@ def _expand_at_once(indptr, neighbour, edge_of, starts, share, limit, num_parts,
                         rest[other] -= other != core
                         count[rank] += 1
                         left -= 1
-                        if held[other, block] & bit == 0:
-                            held[other, block] |= bit
+                        if holders[other, block] & bit == 0:
+                            holders[other, block] |= bit
                             joined[new] = other
                             new += 1
             for node in joined[:new]:
                 for slot in range(indptr[node], indptr[node + 1]):
-                    edge, other = edge_of[slot], neighbour[slot]
-                    if free[edge] and held[other, block] & bit:
+                    edge, other = edge_of[slot], neighbor[slot]
+                    if free[edge] and holders[other, block] & bit:
                         free[edge] = False
                         part[edge] = rank
                         rest[node] -= 1

@@ -30,14 +30,14 @@ def _hdrf(source, target, degree, num_parts, limit, part):
     The code minimizes the negative score.
     """
     blocks = (num_parts + 7) // 8
-    held = np.zeros((len(degree), blocks), np.uint8)
+    holders = np.zeros((len(degree), blocks), np.uint8)
     count = np.zeros(8 * blocks, np.int64)
     lanes = np.arange(8 * blocks)
     lanes[num_parts:] += NEVER
     holds = np.zeros((256, 8), np.int64)
-    for holders in range(256):
+    for lane_set in range(256):
         for lane in range(8):
-            holds[holders, lane] = holders >> lane & 1
+            holds[lane_set, lane] = lane_set >> lane & 1
     least, most = 0, 0
     num_least = num_parts  # ranks with the fewest edges; the minimum rises when this reaches 0
     per_edge = ONE
@@ -47,15 +47,15 @@ def _hdrf(source, target, degree, num_parts, limit, part):
         worth_u, worth_v = (ONE + share) << LANE_BITS, (2 * ONE - share) << LANE_BITS
         best = 2 * NEVER - 1
         for block in range(blocks):
-            of_u, of_v = holds[held[u, block]], holds[held[v, block]]
+            of_u, of_v = holds[holders[u, block]], holds[holders[v, block]]
             counts, lane_of = count[8 * block : 8 * block + 8], lanes[8 * block : 8 * block + 8]
             for lane in range(8):
                 load = (max(counts[lane] - least, 0) * per_edge) << LANE_BITS
                 best = min(best, load - worth_u * of_u[lane] - worth_v * of_v[lane] + lane_of[lane])
         chosen = best & LANES
         block, bit = chosen >> 3, np.uint8(1 << (chosen & 7))
-        held[u, block] |= bit
-        held[v, block] |= bit
+        holders[u, block] |= bit
+        holders[v, block] |= bit
         counts = count[8 * block : 8 * block + 8]
         for lane in range(8):
             counts[lane] += lane == chosen & 7
