@@ -58,14 +58,14 @@ class HaloProduct(Matrix):
     def __init__(self, edge_index: np.ndarray, exchange: HaloExchange) -> None:
         self.exchange = exchange
         edges = SplitEdges.from_edges(torch.from_numpy(edge_index), exchange.num_owned, exchange.num_halo)
-        self.what = Sum(edges.to_slot_order())
+        self.edge_sum = Sum(edges.to_slot_order())
 
     @override
     def multiply(self, x: Tensor, call: Call) -> Tensor:
         with torch.no_grad():
             if call.direction == "forward":
-                return SumOfRows.apply(x, self.exchange, self.what, call)
-            found = SimpleNamespace(what=self.what, exchange=self.exchange, call=call, dtype=x.dtype)
+                return SumOfRows.apply(x, self.exchange, self.edge_sum, call)
+            found = SimpleNamespace(edge_sum=self.edge_sum, exchange=self.exchange, call=call, dtype=x.dtype)
             return SumOfRows.backward(found, x)[0]
 
 

@@ -42,21 +42,21 @@ def aggregations(
         return None
     found, inverse_degree = dict(zip(wanted, statistics)), edges.inverse_degree
 
-    def over_degree(name: str) -> Tensor:
+    def divide_by_degree(name: str) -> Tensor:
         return found[name] * inverse_degree.to(found[name].dtype).unsqueeze(1)
 
-    def finished(name: str) -> Tensor:  # as in PyG's aggregations
+    def compute(name: str) -> Tensor:  # as in PyG's aggregations
         if name == "mean":
-            return over_degree("sum")
+            return divide_by_degree("sum")
         if name not in ("var", "std"):
             return found[name]
-        variance = over_degree("squares") - over_degree("sum").square()
+        variance = divide_by_degree("squares") - divide_by_degree("sum").square()
         if name == "var":
             return variance
         root = variance.clamp(min=1e-5).sqrt()
         return root.masked_fill(root <= math.sqrt(1e-5), 0.0)
 
-    return [finished(name) for name in reductions]
+    return [compute(name) for name in reductions]
 
 
 # PNA ##########################################################################

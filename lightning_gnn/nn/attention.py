@@ -19,7 +19,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from lightning_gnn.kernels.attention import additive_scores, pair_products, pair_sums, weighted_sums
 from lightning_gnn.kernels.run import has_loops_for
-from lightning_gnn.nn.context import Attended, GraphContext
+from lightning_gnn.nn.context import AttentionEdges, GraphContext
 from lightning_gnn.nn.edges import mean_by
 
 
@@ -55,14 +55,14 @@ def gat(
         edge_index = context.with_self_loops(edge_index)
     in_list = edge_attr is not None or bool(return_attention_weights)
     at_target = _per_head(own_target, self.att_dst)
-    edges = context.attended(edge_index, layer, in_list, [own.view(-1, heads, columns)], at_target)
+    edges = context.attend(edge_index, layer, in_list, [own.view(-1, heads, columns)], at_target)
     csr, [rows] = edges.csr, edges.sources
     scores = pair_sums(csr, _per_head(rows.view(-1, heads * columns), self.att_src), edges.targets)
     if edge_attr is not None and self.lin_edge is not None:
         mapped = self.lin_edge(edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr)
         scores = scores + csr.permute(_per_head(mapped, self.att_edge))
     scores = F.leaky_relu(scores, self.negative_slope)
-    return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
+    return _compute_output(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
 def gatv2(
@@ -82,10 +82,10 @@ def gatv2(
     own_target = own if self.share_weights and target is source else self.lin_r(target).view(shape)
     if self.add_self_loops:
         edge_index = context.with_self_loops(edge_index)
-    edges = context.attended(edge_index, layer, bool(return_attention_weights), [own], own_target)
+    edges = context.attend(edge_index, layer, bool(return_attention_weights), [own], own_target)
     [rows] = edges.sources
     scores = additive_scores(edges.csr, rows, edges.targets, self.att.view(shape[1:]), self.negative_slope)
-    return _finished(self, edges, rows, scores, target, edge_index, return_attention_weights)
+    return _compute_output(self, edges, rows, scores, target, edge_index, return_attention_weights)
 
 
 def transformer(
@@ -103,7 +103,7 @@ def transformer(
         return type(self).forward(self, x, edge_index, edge_attr, return_attention_weights)
     shape = (-1, self.heads, self.out_channels)
     query, *own = (of_rows.view(shape) for of_rows in (self.lin_query(target), self.lin_key(source), self.lin_value(source)))
-    edges = context.attended(edge_index, layer, isinstance(return_attention_weights, bool), own, query)
+    edges = context.attend(edge_index, layer, isinstance(return_attention_weights, bool), own, query)
     csr, [keys, values] = edges.csr, edges.sources
     products = pair_products(csr, keys, edges.targets)
     shares = edges.softmax(products / math.sqrt(self.out_channels))
@@ -135,9 +135,9 @@ def _per_head(rows: Tensor, attention: Tensor) -> Tensor:
     return F.linear(rows, spread.view(heads, heads * columns))
 
 
-def _finished(
+def _compute_output(
     conv: Any,
-    edges: Attended,
+    edges: AttentionEdges,
     rows: Tensor,
     scores: Tensor,
     target: Tensor,

@@ -27,7 +27,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
-from lightning_gnn.nn.convs import ConvRule, exact_convs, fused, known_kind, rule_of
+from lightning_gnn.nn.convs import ConvRule, exact_convs, fused_methods, known_kind, rule_of
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
@@ -131,10 +131,10 @@ class Binding:
         self.check_unbound(conv, layer)
         methods = bound_methods(conv, layer, context)
         if self._recompute:
-            from lightning_gnn.nn.recompute import recomputed
+            from lightning_gnn.nn.recompute import recompute_in_backward
 
             forward = methods.get("forward", conv.forward)
-            methods["forward"] = types.MethodType(recomputed(forward.__func__, context), conv)
+            methods["forward"] = types.MethodType(recompute_in_backward(forward.__func__, context), conv)
         self._patch(conv, methods, methods.pop(STATE))
 
     def _patch(self, module: torch.nn.Module, methods: dict[str, Any], state: Any = None) -> None:
@@ -173,7 +173,7 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
     state = _BoundConv(context, layer, rule, {name: getattr(conv, name).__func__ for name in wrapped})
     adapter = rule_of(type(conv)).adapter
     methods = adapter(conv, context, layer) if adapter is not None else {}
-    methods.update(fused(conv, context, layer, methods.get("forward", conv.forward).__func__))
+    methods.update(fused_methods(conv, context, layer, methods.get("forward", conv.forward).__func__))
     methods.update({name: types.MethodType(method, conv) for name, method in wrapped.items()})
     return {**methods, STATE: state}
 
@@ -190,14 +190,14 @@ def _left_eager(method: Any) -> Any:
 
 def check_module(
     module: torch.nn.Module,
-    of_all_types: bool = False,
+    takes_all_types: bool = False,
     check: Callable[[str, torch.nn.Module], None] = lambda where, child: None,
 ) -> None:
     """Raises :class:`UnsupportedModelError` for the first module that is not exact on a part of a graph.
 
     Args:
         module: module to check, with its submodules.
-        of_all_types: whether to accept convs that are called on all node and edge types at once.
+        takes_all_types: whether to accept convs that are called on all node and edge types at once.
         check: function called with the description of each submodule and the submodule, before other checks; raises the same
             error.
     """
@@ -206,7 +206,7 @@ def check_module(
         where = f"'{name}' ({type(child).__name__})"
         check(where, child)
         rule = rule_of(type(child))
-        if of_all_types and rule.of_all_types:
+        if takes_all_types and rule.takes_all_types:
             continue
         if rule.refused:
             raise UnsupportedModelError(f"{where} is not exact on a partitioned graph: {rule.refused}.")
@@ -297,9 +297,9 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     if reductions is not None and rows is not None:
         weight = kwargs.get(state.rule.weight) if state.rule.weight is not None else None
         if reductions in (["sum"], ["mean"]):
-            what = context.sum_of(edge_index, weight, reductions == ["mean"])
-            if what is not None:
-                return context.total(rows, what, state.layer)
+            edge_sum = context.sum_of(edge_index, weight, reductions == ["mean"])
+            if edge_sum is not None:
+                return context.total(rows, edge_sum, state.layer)
         elif weight is None:
             parts = aggregations(context, rows, edge_index, reductions, state.layer)
             if parts is not None:
@@ -310,7 +310,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
             f"'{state.layer}' computes its own messages, which does not support steps without some halo nodes. Only sums, max, "
             "min and attention do: docs/convs.md lists the convs that compute these by kernels."
         )
-    context.propagated(state.layer)
+    context.count_propagation(state.layer)
     context.on_loaded_edges.add(state.layer)
     sources, targets, _ = pyg.lifted_arguments(self)
     lifted = _with_halo(self, state, kwargs, sources, targets)
@@ -318,11 +318,11 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
     update = self.update
 
-    def of_owned(out: Any, **kwargs: Any) -> Any:
+    def update_local(out: Any, **kwargs: Any) -> Any:
         """`update` with the original arguments of `propagate`, for local nodes only."""
         return update(out, **{**kwargs, **given})
 
-    with overridden(self, "update", of_owned) if given else nullcontext():
+    with overridden(self, "update", update_local) if given else nullcontext():
         # PyG reads the ids many times, and each read would be a call of LazyIds.
         ids = edge_index.read() if isinstance(edge_index, LazyIds) else edge_index
         return state.functions["propagate"](self, ids, size=size, **lifted)
@@ -345,7 +345,7 @@ def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str,
         return None
     for rows in (source, target):
         if rows is not None:
-            state.context.check_rows(rows.size(0), state.layer, of_targets=rows is not source)
+            state.context.check_rows(rows.size(0), state.layer, per_target=rows is not source)
     return source
 
 
@@ -360,7 +360,7 @@ def _with_halo(
         source, target = value if isinstance(value, (tuple, list)) else (value, value)
         for rows in (source, target):
             if isinstance(rows, Tensor):
-                state.context.check_rows(rows.size(conv.node_dim), state.layer, of_targets=rows is not source)
+                state.context.check_rows(rows.size(conv.node_dim), state.layer, per_target=rows is not source)
         if name in sources and isinstance(source, Tensor):
             lifted[name] = (state.context.expand(source, state.layer, conv.node_dim), target)
     return lifted

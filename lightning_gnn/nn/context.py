@@ -27,6 +27,7 @@ from lightning_gnn.data.lazy_ids import kept_as, plain_ids, stored_ids
 from lightning_gnn.kernels import CSR
 from lightning_gnn.kernels.attention import Across, edge_softmax
 from lightning_gnn.kernels.run import has_loops_for
+from lightning_gnn.nn.cache import BatchCache
 from lightning_gnn.nn.commnet import without_self_loops
 from lightning_gnn.nn.edges import (
     LastLoops,
@@ -40,7 +41,6 @@ from lightning_gnn.nn.edges import (
     last_loops,
     sum_by,
 )
-from lightning_gnn.nn.kept import Kept
 
 if TYPE_CHECKING:
     from lightning_gnn.comm.matrix import SparseMatrix
@@ -53,7 +53,7 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionEdges:
     """Edges for attention, with rows at their ends and functions that reduce results.
 
     Attributes:
@@ -91,7 +91,7 @@ class GraphContext:
         x: input features of the batch; values that depend on them alone are cached.
         edge_index: edges of the batch in local ids, int64 ``[2, E]``.
         edge_weight: edge weights of the batch, ``[E]``, or None.
-        kept_widths: maximum size of the cache of constant input, as a multiple of the size of `x`; 0 for no cache.
+        cache_widths: maximum size of the cache of constant input, as a multiple of the size of `x`; 0 for no cache.
         rows: gather of rows of any nodes; None if nothing reads them.
         node_ids: relabeled id of each local and halo row, int64 ``[N + H]``; for matrices over ranks.
         target_ids: relabeled id of each target row, int64 ``[T]``, if targets are of another type; for matrices over ranks.
@@ -115,7 +115,7 @@ class GraphContext:
         x: Tensor,
         edge_index: Tensor,
         edge_weight: Tensor | None,
-        kept_widths: int = 4,
+        cache_widths: int = 4,
         rows: AnyRows | None = None,
         node_ids: Tensor | None = None,
         target_ids: Tensor | None = None,
@@ -127,7 +127,7 @@ class GraphContext:
         self._given_targets = num_targets
         self.propagations = Counter[str]()
         self.on_loaded_edges = set[str]()
-        self._kept_widths, self._node_ids = kept_widths, node_ids
+        self._cache_widths, self._node_ids = cache_widths, node_ids
         self._target_ids = node_ids if target_ids is None else target_ids
         self.turn_to(x, edge_index, edge_weight)
 
@@ -137,11 +137,11 @@ class GraphContext:
         self.num_owned, self.num_halo = self.exchange.num_owned, self.exchange.num_halo
         self.num_targets = self.num_owned if self._given_targets is None else self._given_targets
         own_edges = [tensor for tensor in (edge_index, edge_weight) if tensor is not None]
-        self.kept = Kept(x, own_edges, self._kept_widths)
+        self.cache = BatchCache(x, own_edges, self._cache_widths)
 
-    def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
-        """Raises :class:`UnsupportedModelError` unless `layer` has one row per local node, or per target with `of_targets`."""
-        owned = self.num_targets if of_targets else self.num_owned
+    def check_rows(self, rows: int, layer: str, per_target: bool = False) -> None:
+        """Raises :class:`UnsupportedModelError` unless `layer` has one row per local node, or per target with `per_target`."""
+        owned = self.num_targets if per_target else self.num_owned
         if rows != owned:
             raise UnsupportedModelError(
                 f"'{layer}' was given {rows} node rows, but this rank owns {owned}. Convs must be called with one "
@@ -189,7 +189,7 @@ class GraphContext:
     @property
     def exchanges(self) -> list[Exchange]:
         """All exchanges of layers."""
-        matrices = [made for made in self.kept.made_of_edges() if isinstance(made, Matrix)]
+        matrices = [made for made in self.cache.edge_values() if isinstance(made, Matrix)]
         own = [self.exchange, *(each for matrix in matrices for each in matrix.exchanges)]
         return own if self.reverse is None else [*own, *self.reverse.exchanges]
 
@@ -212,14 +212,14 @@ class GraphContext:
         if self.reverse is not None:
             self.reverse.exchange.load_state_dict(state.get("out", {}))
 
-    def propagated(self, layer: str) -> None:
+    def count_propagation(self, layer: str) -> None:
         """Count a propagation along edges; raises :class:`UnsupportedModelError` if there are too many."""
         self.propagations[layer] += 1
-        count, most = self.propagations.total(), self.exchange.most_propagations
-        if most is not None and count > most:
+        count, limit = self.propagations.total(), self.exchange.most_propagations
+        if limit is not None and count > limit:
             raise UnsupportedModelError(
                 f"'{layer}' is propagation number {count} of a step, but neighborhoods are replicated for "
-                f"num_hops={most}: rows would be missing. Set num_hops of the strategy to the number of propagations "
+                f"num_hops={limit}: rows would be missing. Set num_hops of the strategy to the number of propagations "
                 "of your model, two for a GCN of two layers."
             )
 
@@ -237,26 +237,26 @@ class GraphContext:
 
     # S ########################################################################
 
-    def expand(self, x: Tensor, layer: str, dim: int = 0, alone: bool = False) -> Tensor:
-        """Returns local and halo rows, ``[N + H, ...]``, differentiable; `alone`: without sharing between layers."""
-        if not alone and self.share is not None and not dim % x.dim():
+    def expand(self, x: Tensor, layer: str, dim: int = 0, unshared: bool = False) -> Tensor:
+        """Returns local and halo rows, ``[N + H, ...]``, differentiable; `unshared`: without sharing between layers."""
+        if not unshared and self.share is not None and not dim % x.dim():
             shared = self.share(x, layer)
             if shared is not None:
                 return shared
         kept = None
         if x is self.x and dim % x.dim() == 0:
-            kept = self.kept.of_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
+            kept = self.cache.derive_from_x("expanded", x, 0, lambda: self._to_keep(lambda: (self.exchange.expand(x, layer),)))
         return self.exchange.expand(x, layer, dim) if kept is None else kept[0]
 
     @contextmanager
     def read_once(self) -> Iterator[None]:
         """Context manager that caches S x of the same rows x, for code that reads x repeatedly without changing it."""
-        before, known = self.share, list[tuple[Tensor, Tensor]]()
+        before, cached = self.share, list[tuple[Tensor, Tensor]]()
 
         def share(x: Tensor, layer: str) -> Tensor:
-            if not known or known[0][0] is not x:
-                known[:] = [(x, self.expand(x, layer, alone=True))]
-            return known[0][1]
+            if not cached or cached[0][0] is not x:
+                cached[:] = [(x, self.expand(x, layer, unshared=True))]
+            return cached[0][1]
 
         self.share = share
         try:
@@ -275,10 +275,10 @@ class GraphContext:
             compute: function without arguments. It may communicate, because all ranks use the cache equally.
         """
 
-        made = self.kept.once(name, [edge_index, edge_weight], lambda: self._to_keep(compute))
+        made = self.cache.derive_constants(name, [edge_index, edge_weight], lambda: self._to_keep(compute))
         return compute() if made is None else made
 
-    def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
+    def cache_selection(self, name: str, edge_index: Tensor, choose: Callable[[], T]) -> T:
         """Returns ``choose()``, a cached selection of the batch's edges and edge data.
 
         Values derived from the selection are cached like values derived from all edges.
@@ -288,9 +288,9 @@ class GraphContext:
             edge_index: all edges.
             choose: function that returns tensors, the edges first; all ranks select consistently.
         """
-        found = self.once(("chosen", name), edge_index, None, choose)
-        if self.kept.is_own(edge_index):
-            self.kept.choose(found)
+        found = self.once(("selection", name), edge_index, None, choose)
+        if self.cache.is_own(edge_index):
+            self.cache.choose(found)
         return found
 
     def split_edges(self, edge_index: Tensor, in_list: bool = False) -> SplitEdges | None:
@@ -302,7 +302,7 @@ class GraphContext:
         """
         sizes = self.num_owned, self.num_halo, self.num_targets
         make = partial(SplitEdges.from_edges, edge_index, *sizes, in_list)
-        return self.kept.of_edges(("split", in_list), [edge_index], make)
+        return self.cache.derive(("split", in_list), [edge_index], make)
 
     def matrix(self, edge_index: Tensor) -> CSR:
         """Returns the edges as one matrix over local and halo rows, ``[T, N + H]``; cached for constant edges."""
@@ -311,16 +311,16 @@ class GraphContext:
             source, target = stored_ids(edge_index)
             return CSR.from_coo(target, source, self.num_targets, self.num_owned + self.num_halo)
 
-        return self.kept.of_edges("matrix", [edge_index], make) or make()
+        return self.cache.derive("matrix", [edge_index], make) or make()
 
     def split_weights(self, edge_index: Tensor, weight: Tensor) -> SplitWeights | None:
         """Returns weights that are constant between steps in slot order; None for other weights."""
         edges = self.split_edges(edge_index, in_list=True)
         if edges is None or weight.dim() != 1:
             return None
-        return self.kept.of_edges("weights", [edge_index, weight], lambda: edges.weights(weight))
+        return self.cache.derive("weights", [edge_index, weight], lambda: edges.weights(weight))
 
-    def _over_ranks(self, edge_index: Tensor, step_bytes: Callable[[], tuple[int, int]]) -> SparseMatrix | None:
+    def _distribute_edges(self, edge_index: Tensor, step_bytes: Callable[[], tuple[int, int]]) -> SparseMatrix | None:
         """Returns constant edges distributed over ranks; None if a rank has all edges of its local nodes.
 
         Args:
@@ -338,11 +338,11 @@ class GraphContext:
             source, target = stored_ids(edge_index)
             return cast("SparseMatrix", make(Triples(target_ids[target], node_ids[source], None)))
 
-        return self.kept.of_edges(("spread", make), [edge_index], spread)
+        return self.cache.derive(("spread", make), [edge_index], spread)
 
     # Computations of convs ###################################################
 
-    def attended(self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor) -> Attended:
+    def attend(self, edge_index: Tensor, layer: str, in_list: bool, sources: Sequence[Tensor], targets: Tensor) -> AttentionEdges:
         """Returns the edges for attention, with gathered rows at their ends.
 
         Args:
@@ -352,8 +352,8 @@ class GraphContext:
             sources: values of local rows as sources, ``[N, K, C]`` each for K heads; the last are the summed values.
             targets: values of local rows as targets, ``[N, K]`` or ``[N, K, C]``.
         """
-        self.propagated(layer)
-        matrix = None if in_list else self._over_ranks(edge_index, partial(self._attention_bytes, sources, targets))
+        self.count_propagation(layer)
+        matrix = None if in_list else self._distribute_edges(edge_index, partial(self._attention_bytes, sources, targets))
         if matrix is None:
             self.on_loaded_edges.add(layer)
             csr, present = self.matrix(edge_index), self.exchange.present
@@ -361,7 +361,7 @@ class GraphContext:
             if present is not None:
                 missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
             rows = self.exchange.expand_all(sources, layer) if sources[1:] else [self.expand(sources[0], layer)]
-            return Attended(csr, rows, targets, _as_it_is, missing=missing)
+            return AttentionEdges(csr, rows, targets, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
             # Exact: the ranks of a row must subtract and divide by equal values, and minus infinity stands for no edges.
@@ -369,7 +369,7 @@ class GraphContext:
                 reduce = matrix.rows.reduce_max if operation == "max" else matrix.rows.reduce
                 return matrix.rows.expand(reduce(partial, layer), layer)
 
-        return Attended(
+        return AttentionEdges(
             matrix.csr,
             matrix.columns.expand_all(sources, layer),
             matrix.rows.expand(targets, layer),
@@ -421,12 +421,12 @@ class GraphContext:
 
         name = ("gcn_norm", improved, add_self_loops, dtype, as_scales)
         edges, weight = self.once(name, edge_index, edge_weight, compute)
-        what = self.normalised(layer, edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
-        if what is not None:
-            self.kept.of_edges(("sum", False), [edges, weight], lambda: what)
+        edge_sum = self.gcn_sum(layer, edge_index, edge_weight, improved, add_self_loops, dtype) if as_scales else None
+        if edge_sum is not None:
+            self.cache.derive(("sum", False), [edges, weight], lambda: edge_sum)
         return edges, weight
 
-    def normalised(
+    def gcn_sum(
         self,
         layer: str,
         edge_index: Tensor,
@@ -450,7 +450,7 @@ class GraphContext:
             scale = _inverse_power(edges.in_degree.to(dtype), 0.5)
             return Sum(edges, before=self.scale_of_rows(scale, layer), after=scale)
 
-        return self.kept.of_edges(("normalised", add_self_loops, dtype), [edge_index], make, own=True)
+        return self.cache.derive(("gcn_sum", add_self_loops, dtype), [edge_index], make, strict=True)
 
     def scale_of_rows(self, scale: Tensor, layer: str) -> Tensor:
         """Returns the scales of local rows in a layer's whole graph, ``[N]``, from the scales by the in-edges here."""
@@ -474,7 +474,7 @@ class GraphContext:
         def compute() -> tuple[Tensor]:
             plain = plain_ids(edge_index)
             left = without_self_loops(plain)
-            if self.kept.is_own(edge_index):
+            if self.cache.is_own(edge_index):
                 removed = torch.tensor([left is not plain], dtype=torch.int32, device=left.device)
                 if not self.exchange.max_over_ranks(removed, "Looking for self-loops"):
                     return (edge_index,)
@@ -529,37 +529,37 @@ class GraphContext:
                 return None
             return Sum(edges, weights, after=edges.inverse_degree if mean else None)
 
-        return self.kept.of_edges(("sum", mean), [edge_index, weight], make)
+        return self.cache.derive(("sum", mean), [edge_index, weight], make)
 
-    def total(self, x: Tensor, what: Sum, layer: str) -> Tensor:
+    def total(self, x: Tensor, edge_sum: Sum, layer: str) -> Tensor:
         """Returns a sum over edges of S x, ``[N, F]``, by SpMM and the exchange; cached while x is constant.
 
         Args:
             x: local rows, ``[N, F]``.
-            what: sum over edges.
+            edge_sum: sum over edges.
             layer: name for errors and traffic.
         """
-        self.propagated(layer)
+        self.count_propagation(layer)
         world, exchange = self.exchange.world, self.exchange
         products, node_ids, target_ids = exchange.products, self._node_ids, self._target_ids
         kind: Any = SumOfRows
         over: Exchange | Matrix | None = exchange
         if products is not None and node_ids is not None and target_ids is not None:
-            entries = partial(what.entries, node_ids, target_ids, self.num_owned)
-            over = self.kept.of_edges(("product", id(what)), [], lambda: products.matrix(entries()))
+            entries = partial(edge_sum.entries, node_ids, target_ids, self.num_owned)
+            over = self.cache.derive(("product", id(edge_sum)), [], lambda: products.matrix(entries()))
             kind = Product
 
         def by_columns() -> tuple[Tensor]:
             if x.dtype not in (torch.float32, torch.float64):
-                return (kind.apply(x, over, what, world.call(layer)),)
+                return (kind.apply(x, over, edge_sum, world.call(layer)),)
             out = x.new_empty((self.num_targets, x.size(1)))
             for low in range(0, x.size(1), self.columns_at_once):
                 columns = slice(low, low + self.columns_at_once)
-                out[:, columns] = kind.apply(x[:, columns].contiguous(), over, what, world.call(layer))
+                out[:, columns] = kind.apply(x[:, columns].contiguous(), over, edge_sum, world.call(layer))
             return (out,)
 
-        kept = self.kept.of_x(("sum", id(what)), x, 1, lambda: self._to_keep(by_columns))
-        return kind.apply(x, over, what, world.call(layer)) if kept is None else kept[0]
+        kept = self.cache.derive_from_x(("sum", id(edge_sum)), x, 1, lambda: self._to_keep(by_columns))
+        return kind.apply(x, over, edge_sum, world.call(layer)) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
         """Returns statistics of S x over each local node's edges, ``[N, F]`` each.
@@ -575,8 +575,8 @@ class GraphContext:
         edges = self.split_edges(edge_index)
         if edges is None or not has_loops_for(x, edge_index.size(1)):
             return None
-        self.propagated(layer)
-        matrix = self._over_ranks(edge_index, partial(self._statistics_bytes, x, wanted))
+        self.count_propagation(layer)
+        matrix = self._distribute_edges(edge_index, partial(self._statistics_bytes, x, wanted))
 
         def compute() -> tuple[Tensor, ...]:
             if self.exchange.present is not None:
@@ -586,7 +586,7 @@ class GraphContext:
             return StatisticsOfRows.apply(x, self.exchange, edges, wanted, self.exchange.world.call(layer))
 
         name = ("statistics", id(edge_index), *wanted)
-        kept = self.kept.of_x(name, x, len(wanted), lambda: self._to_keep(compute))
+        kept = self.cache.derive_from_x(name, x, len(wanted), lambda: self._to_keep(compute))
         return compute() if kept is None else kept
 
     def _statistics_bytes(self, x: Tensor, wanted: Sequence[str]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class ConvRule:
             take ``(x_source, x_target)`` and map each source row separately, so that S x may be their input. Other convs may draw
             random numbers or compute statistics over rows, where copies of a row would count.
         several_hops: whether a call propagates along edges several times; None if unknown.
-        of_all_types: whether it is called on all node and edge types at once; `refused` then applies to homogeneous graphs.
+        takes_all_types: whether it is called on all node and edge types at once; `refused` then applies to homogeneous graphs.
         refused: reason why it is not exact on a part of a graph, and an alternative; empty if it is exact.
     """
 
@@ -49,12 +49,12 @@ class ConvRule:
     kernels: tuple[str, ...] = ("sums",)
     halo_columns: Callable[[Any], int | None] | None = None
     several_hops: bool | None = False
-    of_all_types: bool = False
+    takes_all_types: bool = False
     refused: str = ""
 
 
 # The first three rules normalize by degrees through `gcn_norm`, which would need the degrees of halo nodes.
-_NORMALISED = ConvRule(adapters.gcn)
+_NORMALIZED = ConvRule(adapters.gcn)
 _WEIGHTED = ConvRule(adapters.gcn, sends_rows=True, weight="edge_weight")
 _HOPS = replace(_WEIGHTED, several_hops=True)
 _ROWS = ConvRule(sends_rows=True, halo_columns=lambda conv: conv.out_channels)
@@ -86,12 +86,12 @@ CONVS: dict[str | type, ConvRule] = {
     **dict.fromkeys(_AS_THEY_ARE.split(), ConvRule()),
     **{name: ConvRule(refused=reason) for name, reason in _REFUSED.items()},
     "APPNP": _HOPS,
-    "ARMAConv": replace(_NORMALISED, several_hops=True),
+    "ARMAConv": replace(_NORMALIZED, several_hops=True),
     "ChebConv": ConvRule(adapters.cheb, sends_rows=True, weight="norm", several_hops=True),
     CommNetConv: ConvRule(adapters.commnet, sends_rows=True, forward=reorder.commnet, maps=lambda conv: [conv.lin_heard]),
-    "DNAConv": _NORMALISED,
-    "EGConv": _NORMALISED,
-    "FAConv": _NORMALISED,
+    "DNAConv": _NORMALIZED,
+    "EGConv": _NORMALIZED,
+    "FAConv": _NORMALIZED,
     "GATConv": replace(_ATTENTION, forward=attention.gat),
     "GATv2Conv": replace(_ATTENTION, forward=attention.gatv2),
     "GCN2Conv": _WEIGHTED,
@@ -99,12 +99,12 @@ CONVS: dict[str | type, ConvRule] = {
     "GINConv": replace(_ROWS, forward=reorder.gin, maps=reorder.first_of_nn, halo_columns=lambda conv: None),
     "GatedGraphConv": ConvRule(several_hops=True),
     "GraphConv": replace(_ROWS, weight="edge_weight", forward=reorder.graph_conv, maps=lambda conv: [conv.lin_rel]),
-    "HANConv": ConvRule(of_all_types=True, refused=f"{_TYPES} convs for one type"),
-    "HGTConv": ConvRule(of_all_types=True, refused=f"{_TYPES} TransformerConv"),
+    "HANConv": ConvRule(takes_all_types=True, refused=f"{_TYPES} convs for one type"),
+    "HGTConv": ConvRule(takes_all_types=True, refused=f"{_TYPES} TransformerConv"),
     "LGConv": _WEIGHTED,
     "LabelPropagation": replace(_HOPS, adapter=adapters.label_propagation),
     "MixHopConv": _HOPS,
-    "PDNConv": _NORMALISED,
+    "PDNConv": _NORMALIZED,
     "PNAConv": ConvRule(
         forward=aggregations.pna, fits=aggregations.has_sums, maps=aggregations.maps_of, kernels=("sums", "statistics")
     ),
@@ -190,15 +190,15 @@ def kernel_groups(module: torch.nn.Module) -> set[str]:
     return groups
 
 
-def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable[..., Any]) -> dict[str, Any]:
+def fused_methods(conv: MessagePassing, context: GraphContext, layer: str, original: Callable[..., Any]) -> dict[str, Any]:
     """Returns the faster forward as a replacement method, like an adapter; empty if the conv does not fit.
 
     Args:
         conv: conv to be bound.
         context: graph context of its rank.
         layer: name of the conv.
-        own: forward of the conv otherwise, as a function of the conv. It runs in calls with hooks, and if linear maps are more
-            than their weights. Both may change at any time, for example by pruning.
+        original: forward of the conv otherwise, as a function of the conv. It runs in calls with hooks, and if linear maps are
+            more than their weights. Both may change at any time, for example by pruning.
     """
     rule = rule_of(type(conv), "forward", "message", "edge_update")
     if rule.forward is None or not rule.fits(conv):
@@ -208,6 +208,6 @@ def fused(conv: MessagePassing, context: GraphContext, layer: str, own: Callable
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         maps = rule.maps(self)
         may_read = maps is None or (maps != [] and all(map(pyg.is_plain_map, maps)))
-        return (forward if pyg.is_plain(self) and may_read else own)(self, *args, **kwargs)
+        return (forward if pyg.is_plain(self) and may_read else original)(self, *args, **kwargs)
 
     return {"forward": types.MethodType(run, conv)}

@@ -136,32 +136,32 @@ class SumOfRows(torch.autograd.Function):
     """:class:`Sum`, ``[T, F]``: the product with local rows overlaps with the halo exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: Sum, call: Call) -> Tensor:
-        ctx.exchange, ctx.what, ctx.call, ctx.dtype = exchange, what, call, x.dtype
-        edges, weights = what.edges, what.weights
-        x = scaled(x, what.before).contiguous()
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, edge_sum: Sum, call: Call) -> Tensor:
+        ctx.exchange, ctx.edge_sum, ctx.call, ctx.dtype = exchange, edge_sum, call, x.dtype
+        edges, weights = edge_sum.edges, edge_sum.weights
+        x = scale_rows(x, edge_sum.before).contiguous()
         halo = exchange.buffers.take((exchange.num_halo, x.size(1)), x.dtype)
         wait = exchange.start_expand(x, halo, call)
         # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the exchange sends the original dtype.
         dtype = x.dtype if weights is None else torch.promote_types(x.dtype, weights.owned.dtype)
         out = x.new_empty((edges.owned.num_rows, x.size(1)), dtype=torch.promote_types(dtype, torch.float32))
-        last = None if halo.numel() else what.after
+        last = None if halo.numel() else edge_sum.after
         spmm(edges.owned, x, weights.owned if weights else None, out=out, scale=last)
         wait()
         if exchange.present is not None:
             halo.mul_(exchange.scale)
         if halo.numel():
             weight = weights.halo if weights else None
-            spmm(edges.halo, halo, weight, out=out, accumulate=True, scale=what.after)
+            spmm(edges.halo, halo, weight, out=out, accumulate=True, scale=edge_sum.after)
         exchange.buffers.give_back(halo)
         return out.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        what, exchange = ctx.what, ctx.exchange
-        edges, weights = what.edges, what.weights
-        grad = scaled(grad.contiguous(), what.after)
+        edge_sum, exchange = ctx.edge_sum, ctx.exchange
+        edges, weights = edge_sum.edges, edge_sum.weights
+        grad = scale_rows(grad.contiguous(), edge_sum.after)
         # Values that other ranks wait for go first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
         spmm(
@@ -182,29 +182,29 @@ class SumOfRows(torch.autograd.Function):
         )
         finish(own)
         exchange.buffers.give_back(halo)
-        return scale_(own, what.before), None, None, None
+        return scale_(own, edge_sum.before), None, None, None
 
 
 class Product(torch.autograd.Function):
     """:class:`Sum`, ``[N, F]``, as a product over ranks; the backward pass multiplies with the transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Matrix, what: Sum, call: Call) -> Tensor:
-        ctx.matrix, ctx.what, ctx.call, ctx.dtype = matrix, what, call, x.dtype
-        out = matrix.multiply(scaled(x, what.before).contiguous(), call)
-        weight = None if what.weights is None else what.weights.owned
+    def forward(ctx: Any, x: Tensor, matrix: Matrix, edge_sum: Sum, call: Call) -> Tensor:
+        ctx.matrix, ctx.edge_sum, ctx.call, ctx.dtype = matrix, edge_sum, call, x.dtype
+        out = matrix.multiply(scale_rows(x, edge_sum.before).contiguous(), call)
+        weight = None if edge_sum.weights is None else edge_sum.weights.owned
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        return scale_(out, what.after).to(dtype)
+        return scale_(out, edge_sum.after).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = scaled(grad, ctx.what.after).to(ctx.dtype).contiguous()
+        grad = scale_rows(grad, ctx.edge_sum.after).to(ctx.dtype).contiguous()
         own = ctx.matrix.multiply(grad, ctx.call.backward())
-        return scale_(own, ctx.what.before).to(ctx.dtype), None, None, None
+        return scale_(own, ctx.edge_sum.before).to(ctx.dtype), None, None, None
 
 
-def scaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+def scale_rows(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Returns rows times their scales; None for ones."""
     return rows if scale is None else rows * scale.to(rows.dtype).unsqueeze(1)
 
@@ -291,7 +291,7 @@ class StatisticsOfRows(torch.autograd.Function):
         rows = wide(x)
         none = rows.new_empty((0, rows.size(1)))
         found = RowStatistics(none, none, *of_extremes)
-        upstream = upstream_of(shared(dict(zip(ctx.wanted, grads)), found), none)
+        upstream = upstream_of(divide_among_ties(dict(zip(ctx.wanted, grads)), found), none)
         halo = row_statistics_grad(edges.halo, halo_rows, upstream, found).to(x.dtype)
         finish = exchange.start_reduce(halo, ctx.call.backward())
         own = row_statistics_grad(edges.owned, rows, upstream, found).to(x.dtype)
@@ -343,16 +343,16 @@ class StatisticsOverRanks(torch.autograd.Function):
         rows, largest, least, *of_owned = ctx.saved_tensors
         none = rows.new_empty((0, rows.size(1)))
         found, owned = RowStatistics(none, none, largest, least, none, none), RowStatistics(none, none, *of_owned)
-        own = shared(dict(zip(ctx.wanted, grads)), owned)
+        own = divide_among_ties(dict(zip(ctx.wanted, grads)), owned)
         everywhere = dict(zip(own, matrix.rows.expand_all([*own.values()], layer)))
         at_sources = row_statistics_grad(matrix.csr, rows, upstream_of(everywhere, none), found)
         return matrix.columns.reduce(at_sources.to(ctx.dtype), layer), None, None, None, None
 
 
-def shared(grads: Mapping[str, Tensor], found: RowStatistics) -> dict[str, Tensor]:
-    """Returns the gradients of statistics in the dtype of `found`; gradients of max and min are divided among ties."""
-    of_edges = {name: grad.to(found.sum.dtype) for name, grad in grads.items()}
-    extremes = {name: of_edges[name] / found.ties(name) for name in ("max", "min") if name in of_edges}
+def divide_among_ties(grads: Mapping[str, Tensor], statistics: RowStatistics) -> dict[str, Tensor]:
+    """Returns the gradients of statistics in the dtype of `statistics`; gradients of max and min are divided among ties."""
+    of_edges = {name: grad.to(statistics.sum.dtype) for name, grad in grads.items()}
+    extremes = {name: of_edges[name] / statistics.ties(name) for name in ("max", "min") if name in of_edges}
     return {name: grad.contiguous() for name, grad in (of_edges | extremes).items()}
 
 

@@ -19,21 +19,21 @@ from lightning_gnn.rows.mode import active_mode, place, rows_of
 from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet
 
 
-class _Here(threading.local):
+class _ThreadGraphs(threading.local):
     """Graph contexts in use in this thread alone."""
 
     def __init__(self) -> None:
         self.graphs: list[list[GraphContext | None]] = []
 
 
-_here = _Here()
+_thread = _ThreadGraphs()
 _everywhere: list[list[GraphContext | None]] = []  # for threads without their own, such as autograd's
 
 
 @contextmanager
 def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> Iterator[None]:
     """Context manager that sets the graph context of the helpers; None for none."""
-    graphs, own = _here.graphs if this_thread_only else _everywhere, [graph]
+    graphs, own = _thread.graphs if this_thread_only else _everywhere, [graph]
     graphs.append(own)
     try:
         yield
@@ -44,11 +44,11 @@ def graph_in_use(graph: GraphContext | None, this_thread_only: bool = False) -> 
 
 def _graph() -> GraphContext | None:
     """Returns the graph context in use; None on one device."""
-    graphs = _here.graphs or _everywhere
+    graphs = _thread.graphs or _everywhere
     return graphs[-1][0] if graphs else None
 
 
-def placed(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
+def set_placement(x: Tensor, rows: RowSet | None, dim: int = 0) -> Tensor:
     """Set the placement of a helper's result; without rows, the result is equal on all ranks."""
     found: Tensor = place(x, FROM_ROWS if rows is None else rows.at(dim))
     return found
@@ -78,9 +78,9 @@ def gather_halo(x: Tensor) -> Tensor:
         if rows_of(x) is None:
             return x  # gathered already
         with mode.pause():
-            return placed(gather_halo(x), mode.halo_rows)
+            return set_placement(gather_halo(x), mode.halo_rows)
     graph.check_rows(x.size(0), "gather_halo")
-    graph.propagated("gather_halo")
+    graph.count_propagation("gather_halo")
     return graph.expand(x, "gather_halo")
 
 
@@ -108,7 +108,7 @@ def reduce_halo(x: Tensor) -> Tensor:
         if of is None or of.rows is not mode.halo_rows:
             return x  # already a sum over all ranks
         with mode.pause():
-            return placed(reduce_halo(x), mode.nodes)
+            return set_placement(reduce_halo(x), mode.nodes)
     graph.check_expanded_rows(x.size(0), "reduce_halo")
     return graph.exchange.reduce(x, "reduce_halo")
 
@@ -141,7 +141,7 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
             return x[ids]  # gathered already
         with mode.pause():
             found = gather_nodes(mode.drop_replicas(x, of_x), ids)
-            return placed(found, None if of is None else of.rows, 0 if of is None else of.dim)
+            return set_placement(found, None if of is None else of.rows, 0 if of is None else of.dim)
     graph.check_rows(x.size(0), "gather_nodes")
     assert graph.rows is not None
     return graph.rows.fetch(x, ids, "gather_nodes")
@@ -172,10 +172,10 @@ def select_edges(batch: Data, mask: str, names: Sequence[str] = ()) -> tuple[Ten
     if graph is None:
         return choose()
     if mode is None:
-        return graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+        return graph.cache_selection(f"{mask} {names}", batch.edge_index, choose)
     of = rows_of(batch.edge_index)
     with mode.pause():
-        edges, *others = graph.chosen(f"{mask} {names}", batch.edge_index, choose)
+        edges, *others = graph.cache_selection(f"{mask} {names}", batch.edge_index, choose)
         if of is not None:
             rows = of.rows.select(batch[mask])
             place(edges, RowPlacement(rows, 1, local_ids="both"))

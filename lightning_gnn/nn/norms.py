@@ -64,7 +64,7 @@ class Statistics:
         """Number of rows of this rank, including rows that count on another rank."""
         return self._exchange.num_owned
 
-    def own(self, x: Tensor, dim: int = 0) -> Tensor:
+    def drop_replicas(self, x: Tensor, dim: int = 0) -> Tensor:
         """Returns `x` without rows that count on another rank; `dim` is the dimension of nodes or edges."""
         return x.narrow(dim, 0, self._exchange.own_lengths.get(x.size(dim), x.size(dim)))
 
@@ -78,12 +78,12 @@ class Statistics:
 
     def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the mean of `x` over `dims` and all ranks, with kept dims, and the count of each mean, in one all-reduce."""
-        x = self.own(x)
-        own = x.sum(dims, keepdim=True)
-        count = x.new_full((1,), x.numel() // max(own.numel(), 1) if x.numel() else 0)
-        summed = self.total(torch.cat([own.reshape(-1), count]))
+        x = self.drop_replicas(x)
+        part = x.sum(dims, keepdim=True)
+        count = x.new_full((1,), x.numel() // max(part.numel(), 1) if x.numel() else 0)
+        summed = self.total(torch.cat([part.reshape(-1), count]))
         count = summed[-1].detach()
-        return (summed[:-1] / count.clamp(min=1)).view(own.shape), count
+        return (summed[:-1] / count.clamp(min=1)).view(part.shape), count
 
 
 def _statistics(norm: Any, batch: Any) -> Statistics:
@@ -107,15 +107,15 @@ def _batch_norm(norm: Any, x: Tensor) -> Tensor:
     # Ranks with several values need no check, which would wait for a device. A total of one value is at most one on each rank.
     if norm.training and x.numel() <= x.size(1) and count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)} on all ranks")
-    centred = wide - mean
-    variance, _ = take.mean(centred.square(), dims)
+    centered = wide - mean
+    variance, _ = take.mean(centered.square(), dims)
     if norm.training and norm.track_running_stats:
         norm.num_batches_tracked.add_(1)
         factor = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
         unbiased = variance.detach() * (count / (count - 1))
         for running, value in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
             running.lerp_(value.reshape(-1).to(running.dtype), factor)
-    out = centred * (variance + norm.eps).rsqrt()
+    out = centered * (variance + norm.eps).rsqrt()
     if norm.affine:
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         out = out * norm.weight.view(shape) + norm.bias.view(shape)
@@ -127,13 +127,13 @@ def _instance_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size
     if not norm.training and norm.track_running_stats:
         return type(norm).forward(norm, x)
     mean, count = take.mean(x, (0,))
-    centred = x - mean
-    variance, _ = take.mean(centred.square(), (0,))
+    centered = x - mean
+    variance, _ = take.mean(centered.square(), (0,))
     if norm.training and norm.running_mean is not None:
         unbiased = variance.detach() * (count / (count - 1))
         for running, value in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
             running.lerp_(value.reshape(-1), norm.momentum)
-    out = centred * (variance + norm.eps).rsqrt()
+    out = centered * (variance + norm.eps).rsqrt()
     return out if norm.weight is None else out * norm.weight + norm.bias
 
 
@@ -171,7 +171,7 @@ def _layer_norm(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: i
 
 def _graph_size(norm: Any, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
     take = _statistics(norm, batch)
-    return x * take.total(x.new_full((1,), len(take.own(x)))).rsqrt()
+    return x * take.total(x.new_full((1,), len(take.drop_replicas(x)))).rsqrt()
 
 
 NORMS: dict[type[torch.nn.Module], Forward] = {
@@ -239,13 +239,13 @@ def readout(
             f"'{take.layer}' ({type(self).__name__}) reads all nodes at once, which are on several ranks. Use SumAggregation, "
             "MeanAggregation, MaxAggregation or MinAggregation."
         )
-    return compute(take, take.own(x, dim).movedim(dim, -2)).movedim(-2, dim)
+    return compute(take, take.drop_replicas(x, dim).movedim(dim, -2)).movedim(-2, dim)
 
 
 # Linear attention, dense attention, correct and smooth ###########################
 
 
-def _own(self: Any, x: Tensor, dim: int) -> Statistics | None:
+def _local_statistics(self: Any, x: Tensor, dim: int) -> Statistics | None:
     """Returns the sums over ranks if `x` has this rank's nodes along `dim`, of one graph; None for other rows."""
     take: Statistics = self.__dict__[STATE]
     return take if x.size(0) == 1 and x.size(dim) == take.num_rows else None
@@ -258,7 +258,7 @@ def _sums(take: Statistics, *parts: Tensor) -> list[Tensor]:
 
 
 def _sgformer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    take = _own(self, x, 1)
+    take = _local_statistics(self, x, 1)
     if take is None:
         return type(self).forward(self, x, mask)
 
@@ -270,10 +270,10 @@ def _sgformer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return rows / torch.linalg.norm(rows, dim=-1, keepdim=True)
 
     q, k, v = unit(heads(self.q)), unit(heads(self.k)), heads(self.v)
-    own_k = take.own(k, 1)
+    own_k = take.drop_replicas(k, 1)
     kv, k_sum, count = _sums(
         take,
-        torch.einsum("blhm,blhd->bhmd", own_k, take.own(v, 1)),
+        torch.einsum("blhm,blhd->bhmd", own_k, take.drop_replicas(v, 1)),
         own_k.sum(1),
         own_k.new_full((1,), own_k.size(1)),
     )
@@ -283,7 +283,7 @@ def _sgformer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _polynormer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    take = _own(self, x, 1)
+    take = _local_statistics(self, x, 1)
     if take is None:
         return type(self).forward(self, x, mask)
 
@@ -292,7 +292,7 @@ def _polynormer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     k = heads(self.k(x).sigmoid())
     q = k if self.qk_shared else heads(self.q(x).sigmoid())
-    own_k, own_v = take.own(k, 1), take.own(heads(self.v(x)), 1)
+    own_k, own_v = take.drop_replicas(k, 1), take.drop_replicas(heads(self.v(x)), 1)
     kv, k_sum = _sums(take, torch.einsum("bndh,bnmh->bdmh", own_k, own_v), own_k.sum(1))
     above = torch.einsum("bndh,bdmh->bnmh", q, kv)
     below = torch.einsum("bndh,bdh->bnh", q, k_sum).unsqueeze(2)
@@ -301,12 +301,12 @@ def _polynormer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _performer(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    take = _own(self, q, 2)  # [1, H, n, D]
+    take = _local_statistics(self, q, 2)  # [1, H, n, D]
     if take is None:
         return type(self).forward(self, q, k, v)
     q, k = (generalized_kernel(rows, self.projection_matrix, self.kernel) for rows in (q, k))
-    own_k = take.own(k, 2)
-    kv, k_sum = _sums(take, own_k.transpose(-2, -1) @ take.own(v, 2), own_k.sum(-2))
+    own_k = take.drop_replicas(k, 2)
+    kv, k_sum = _sums(take, own_k.transpose(-2, -1) @ take.drop_replicas(v, 2), own_k.sum(-2))
     return (q @ kv) / (q @ k_sum.unsqueeze(-1))
 
 

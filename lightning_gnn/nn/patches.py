@@ -86,7 +86,7 @@ class _Patched:
             return *reduced[:2], _State(reduced[2], self), *reduced[3:]
         return reduced
 
-    def own(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def original_items(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yields the attributes of a state without patches."""
         for name, value in state.items():
             _, before = self._before.get(name, (None, (value,)))
@@ -108,4 +108,4 @@ class _State(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # An OrderedDict, which torch.load also accepts with weights_only=True.
-        return OrderedDict, (), None, None, self._patched.own(self)
+        return OrderedDict, (), None, None, self._patched.original_items(self)

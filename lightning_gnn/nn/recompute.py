@@ -20,7 +20,7 @@ from lightning_gnn.private_torch import tree_flatten, tree_unflatten
 from lightning_gnn.rows.mode import local_rows
 
 
-def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[..., Any]:
+def recompute_in_backward(forward: Callable[..., Any], context: GraphContext) -> Callable[..., Any]:
     """Returns a forward that saves only its arguments for the backward pass; results are bit-identical.
 
     In the backward pass, all ranks reach the layers in the same order, so they can repeat the exchanges. Random numbers are
@@ -44,9 +44,9 @@ def recomputed(forward: Callable[..., Any], context: GraphContext) -> Callable[.
         # Checkpoints save the random state of the devices of their arguments, and rows without gradient are not among them.
         anchor = torch.empty(0, device=context.exchange.world.device)
 
-        def make(_: Tensor, *given: Tensor) -> Any:
-            found = [other if place is None else given[place] for other, place in zip(others, places)]
-            args, kwargs = tree_unflatten(found, spec)
+        def make(_: Tensor, *tensors: Tensor) -> Any:
+            all_leaves = [other if place is None else tensors[place] for other, place in zip(others, places)]
+            args, kwargs = tree_unflatten(all_leaves, spec)
             with local_rows():
                 return forward(self, *args, **kwargs)
 

@@ -23,7 +23,7 @@ Aggregate = Callable[[Tensor], Tensor]
 
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
-    kept = context.kept.widths > 0 and context.kept.is_constant(x)
+    kept = context.cache.widths > 0 and context.cache.is_constant(x)
     return not kept and not context.exchange.one_way and lin.weight.size(0) < x.size(-1)
 
 
@@ -49,10 +49,10 @@ def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Te
     context.check_edges(edge_index, layer, edge_weight)
     if getattr(conv, "normalize", True):
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
-        what = context.normalised(layer, edge_index, edge_weight, improved, loops, x.dtype)
-        if what is not None and pyg.linear_aggregation(conv) == "sum":
+        edge_sum = context.gcn_sum(layer, edge_index, edge_weight, improved, loops, x.dtype)
+        if edge_sum is not None and pyg.linear_aggregation(conv) == "sum":
             context.check_rows(x.size(0), layer)
-            return partial(context.total, what=what, layer=layer)
+            return partial(context.total, edge_sum=edge_sum, layer=layer)
         edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
     return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 

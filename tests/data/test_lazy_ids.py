@@ -147,7 +147,7 @@ class Lists(L.Callback):
     """The edges that were made of the batch's and are kept."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        made = trainer.strategy.steps.binding.context.kept.made_of_edges()
+        made = trainer.strategy.steps.binding.context.cache.edge_values()
         self.kept = [
             type(each) is LazyIds and not each.were_read for pair in made if type(pair) is tuple for each in pair
         ]
@@ -168,7 +168,7 @@ class Matrices(L.Callback):
     """Bytes of an edge that this rank's matrices have had, without rows' begins."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        kept = trainer.strategy.steps.binding.context.kept.made_of_edges()
+        kept = trainer.strategy.steps.binding.context.cache.edge_values()
         made = [each.edges if isinstance(each, Sum) else each for each in kept]
         made = [each for each in made if isinstance(each, SplitEdges)]
         (edges,) = {id(each): each for each in made}.values()

@@ -105,7 +105,7 @@ def test_what_is_kept_is_bounded(context, widths):
     layer = Layer(nn.SGConv(FEATURES, 4, K=9)).double()
     Binding(layer, context)
     layer.conv(context.x, context.edge_index)
-    assert context.kept._columns <= 4 * FEATURES
+    assert context.cache._columns <= 4 * FEATURES
     del widths[:]
     layer.conv(context.x, context.edge_index)
     assert 0 < len(widths) <= 9
@@ -118,7 +118,7 @@ def test_input_that_learns_or_is_dropped_out_is_not_kept(context, widths):
         layer.conv(torch.nn.functional.dropout(context.x), context.edge_index)
         layer.conv(context.x * torch.ones(FEATURES, dtype=torch.float64, requires_grad=True), context.edge_index)
     assert len([width for width in widths if width]) == 4
-    assert context.kept._columns == 0
+    assert context.cache._columns == 0
 
 
 def test_a_hook_on_the_map_sees_what_it_would_see(context):
@@ -133,9 +133,9 @@ def test_a_hook_on_the_map_sees_what_it_would_see(context):
 
 
 def test_keeping_can_be_switched_off(context, widths):
-    context.kept.widths = 0
+    context.cache.widths = 0
     layer = Layer(nn.GCNConv(FEATURES, 4)).double()
     Binding(layer, context)
     for _ in range(3):
         layer.conv(context.x, context.edge_index)
-    assert widths == [4, 4, 4] and context.kept._columns == 0
+    assert widths == [4, 4, 4] and context.cache._columns == 0

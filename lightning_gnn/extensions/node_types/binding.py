@@ -100,7 +100,7 @@ class TypedGraph(GraphContext):
         if expanded is None or relation.share is None:
             return None
         relation.check_rows(x.size(0), layer)
-        kept = relation.kept.widths > 0 and relation.kept.is_constant(x)
+        kept = relation.cache.widths > 0 and relation.cache.is_constant(x)
         if not kept and columns is not None and columns * self._num_readers[kind[0]] < x.size(1):
             return None
         rows = relation.share(x, layer)
@@ -115,15 +115,15 @@ class TypedGraph(GraphContext):
 
         `first` is the graph of the first edge type that reads the node type. The last tensor of each shape is cached.
         """
-        if first.kept.widths and first.kept.is_constant(x):
-            return first.expand(x, layer, alone=True)
+        if first.cache.widths and first.cache.is_constant(x):
+            return first.expand(x, layer, unshared=True)
         is_inference = x.is_inference()  # inference tensors have no version counter
         if is_inference and not self._in_layer:
             return None
         key, seen = (name, x.shape[1:]), (0 if is_inference else version_counter(x), torch.is_grad_enabled())
         cached = self._shared_rows.get(key)
         if cached is None or cached[0] is not x or cached[1] != seen:
-            cached = self._shared_rows[key] = x, seen, first.expand(x, layer, alone=True)
+            cached = self._shared_rows[key] = x, seen, first.expand(x, layer, unshared=True)
         return cached[2]
 
     @contextmanager
@@ -152,7 +152,7 @@ class TypedGraph(GraphContext):
     # Methods used by helpers, which need a graph with rows of one type.
 
     @override
-    def check_rows(self, rows: int, layer: str, of_targets: bool = False) -> None:
+    def check_rows(self, rows: int, layer: str, per_target: bool = False) -> None:
         raise UnsupportedModelError(
             f"{layer} does not support graphs with types: the type of its rows is unknown. Use convs, whose edges define the "
             "type."
@@ -163,7 +163,7 @@ class TypedGraph(GraphContext):
         self.check_rows(rows, layer)
 
     @override
-    def chosen(self, name: str, edge_index: Tensor, choose: Callable[[], Any]) -> Any:
+    def cache_selection(self, name: str, edge_index: Tensor, choose: Callable[[], Any]) -> Any:
         self.check_rows(0, "select_edges")
 
     @property
@@ -182,7 +182,7 @@ def _expanded_graph(relation: GraphContext) -> GraphContext:
         torch.empty(0, 0),
         relation.edge_index,
         relation.edge_weight,
-        relation.kept.widths,
+        relation.cache.widths,
         num_targets=relation.num_targets,
     )
 
