@@ -34,7 +34,8 @@ def split_edges(
 
     Args:
         data: graph; not changed.
-        val, test: fractions of the edges.
+        val: fraction of the edges for validation.
+        test: fraction of the edges for testing.
         undirected: whether ``(u, v)`` and ``(v, u)`` are one edge; by default, whether the graph has both directions of all
             edges.
         seed: random seed; equal seeds give equal splits.

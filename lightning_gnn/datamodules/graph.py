@@ -118,8 +118,9 @@ class GraphDataModule(L.LightningDataModule):
         input_type: node type of a ``HeteroData`` whose nodes are predicted. Default: the type with a ``train_mask``, or the
             target type of the predicted edges.
         partition_dir: partition directory. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
-        num_neighbors, batch_size: options of mini-batches, for a strategy that samples; see
-            :class:`~lightning_gnn.SamplingStrategy`. Default: the values of the strategy.
+        num_neighbors: neighbors per hop of a strategy that samples, see :class:`~lightning_gnn.SamplingStrategy`. Default: the
+            value of the strategy.
+        batch_size: seeds per batch of a strategy that samples. Default: the value of the strategy.
         partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``; memory that grows
             with the number of nodes is not included. Default: a third of the available memory.
         feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.

@@ -98,7 +98,8 @@ class LinkPredictor(GraphModule):
         edge_type: type of the predicted edges of a ``HeteroData``, the type with edge masks. ``"distmult"`` and ``filtered`` are
             only for graphs of one type.
         optimizer: function from the parameters to an optimizer. Default: Adam with `lr` and `weight_decay`.
-        lr, weight_decay: options of the default optimizer.
+        lr: learning rate of the default optimizer.
+        weight_decay: weight decay of the default optimizer.
 
     Raises:
         ValueError: unknown decoder, negatives or loss; counts below 1; a margin of 0 or less; ``num_relations`` without

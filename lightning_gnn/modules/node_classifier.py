@@ -34,7 +34,8 @@ class NodeClassifier(GraphModule):
         num_classes: number of classes C. Default: ``model.out_channels``.
         task: ``"multiclass"`` for labels ``y [N]`` or ``[N, 1]``, ``"multilabel"`` for targets ``y [N, C]``.
         optimizer: function from the parameters to an optimizer. Default: Adam with `lr` and `weight_decay`.
-        lr, weight_decay: options of the default optimizer.
+        lr: learning rate of the default optimizer.
+        weight_decay: weight decay of the default optimizer.
         node_type: node type of a ``HeteroData`` to classify: the datamodule's ``input_type``. Types without ``x`` are not in
             ``x_dict``.
 

@@ -22,7 +22,8 @@ class CommNetConv(MessagePassing):
     without other neighbors.
 
     Args:
-        in_channels, out_channels: number of input and output channels.
+        in_channels: number of input channels.
+        out_channels: number of output channels.
         bias: whether to learn an additive bias.
 
     Shapes: ``x [N, in_channels]``, ``edge_index [2, E]`` -> ``[N, out_channels]``.

@@ -199,7 +199,8 @@ def check_parity(
         module: the module, trained or untrained.
         datamodule: the graph; its ``partition`` is used, if given.
         strategies: names, or strategies with arguments; default: all registered strategies that support this number of ranks.
-        devices, num_nodes: as in the Trainer; their product is the number of ranks.
+        devices: devices per machine, as in the Trainer.
+        num_nodes: number of machines, as in the Trainer; ranks are `devices` times `num_nodes`.
         nodes: number of nodes of a sample, see :func:`~lightning_gnn.tools.parity.ball`. Default: the whole graph, or a sample if
             it is too large.
         seed: seed of the sample and of random numbers, which are equal for a node or an edge on any number of ranks.

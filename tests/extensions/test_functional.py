@@ -279,7 +279,7 @@ def wrong(rank: int, world_size: int, case: str) -> None:
         ("num_nodes", "ValueError: build_comm_info cannot infer the number of nodes"),
         ("ids", "ValueError: edge_index holds ids from 0 to 2, but there are 2 nodes"),
         ("kind", r"ValueError: graph must be a PyG Data with an edge_index, or an edge_index, got list"),
-        ("partition", "ValueError: partition must give a rank for each of the 3 nodes"),
+        ("partition", "ValueError: partition must have one rank for each of the 3 nodes"),
         ("rows", r"ValueError: x of graph_allgather must have one row per local node, \d rows on rank \d"),
         ("scalar", "ValueError: x of collect_rows must have one row per local node"),
         (

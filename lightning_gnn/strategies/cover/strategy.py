@@ -97,7 +97,8 @@ class CoverStrategy(GNNStrategy):
     other choice sends fewer bytes in a training step. docs/cover-internals.md lists the weights.
 
     Args:
-        topology, partition: see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        topology: hardware topology, see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
+        partition: partitioner, see :class:`~lightning_gnn.strategies.dgcl.strategy.DGCLStrategy`.
         plan: route of the rows. ``"p2p"``: directly. ``"spst"``: features down the trees of a plan over `topology`, partial
             aggregates up such trees, added on the way. Either is relayed only if the cost model predicts a gain
             (docs/cover-internals.md).

@@ -53,7 +53,6 @@ class GossipStrategy(ClusterStrategy):
             started by this package. A restarted worker continues with the weights and optimizer of another worker.
         codec: codec for parameters, approximate. Workers send encoded differences to what both partners have of each other; the
             mean of the two stays exact (docs/gossip.md). Set it for slow networks.
-        stochastic_rounding: whether the codec rounds up or down at random.
         **options: see :class:`~lightning_gnn.strategies.gossip.cluster_strategy.ClusterStrategy`.
 
     Attributes:

@@ -281,7 +281,9 @@ class SpMM1DStrategy(SpMM15DStrategy):
     """:class:`SpMM15DStrategy` with replication_factor 1, CAGNET's Algorithm 1; ``Trainer(strategy="spmm_1d")``.
 
     Args:
-        sparsity_aware, node_order, **options: see :class:`SpMM15DStrategy`.
+        sparsity_aware: whether to send only the rows that are read, see :class:`SpMM15DStrategy`.
+        node_order: order of the nodes, see :class:`SpMM15DStrategy`.
+        **options: see :class:`SpMM15DStrategy`.
     """
 
     strategy_name = "spmm_1d"

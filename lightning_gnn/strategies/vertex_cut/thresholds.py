@@ -71,10 +71,13 @@ class AdaptiveThreshold:
         epsilon: initial threshold. The paper does not give it; in Figure 7 it is small at first. From 0.1 on, fewer rows are
             sent, but two of six graphs lost one and four points (docs/vertex-cut-benchmarks.md).
         rule: ``"text"`` or ``"printed"``.
-        mu1, mu2: decrease below, or increase above, the moving average of the accuracy that changes epsilon.
-        nu1, nu2: largest and smallest epsilon.
+        mu1: decrease below the moving average of the accuracy that changes epsilon.
+        mu2: increase above that average that changes epsilon.
+        nu1: largest epsilon.
+        nu2: smallest epsilon.
         xi: largest change of epsilon per epoch.
-        lambda1, lambda2: factors of epsilon for an increase and for a decrease.
+        lambda1: factor of epsilon for an increase.
+        lambda2: factor of epsilon for a decrease.
         factors: factors of epsilon per message (not in the paper). Keys are the name of a layer in the module,
             ``"model.convs.1"``; a direction, ``"backward"``; or both, ``"model.convs.1/backward"``. If several match a message,
             they are multiplied. 0 sends all rows that changed. If nu1 and nu2 equal epsilon, all thresholds stay constant.

@@ -179,8 +179,11 @@ def advise(
     Args:
         module: the module, trained or untrained; copies of it run.
         datamodule: the graph; its partition is stored for a later ``fit``.
-        devices, num_nodes: as in the Trainer.
-        topology, cores, speed: description of another machine, see :meth:`~lightning_gnn.tools.advising.machine.Machine.of`.
+        devices: devices per machine, as in the Trainer.
+        num_nodes: number of machines, as in the Trainer.
+        topology: hardware topology of another machine, see :meth:`~lightning_gnn.tools.advising.machine.Machine.of`.
+        cores: number of cores shared by the ranks of a machine. Default: this machine's, or one per rank with a topology.
+        speed: speed of a core relative to a core of this machine.
 
     Raises:
         ValueError: for an invalid argument.
