@@ -311,7 +311,7 @@ def memory(options: argparse.Namespace) -> list[Row]:
         steps = memory_advice(scheme).steps(
             NodeClassifier(model_of(name, hidden=64)), cut.shard(0).batch, device=device
         )
-        [sizes] = Sizes.of_ranks(cut, module, scheme.layout(1).replicas)
+        [sizes] = Sizes.from_cut(cut, module, scheme.layout(1).replicas)
         expected = steps.footprint(sizes).peak()
         ratio = max(expected.forward, expected.backward) / peak.bytes
         rows.append(

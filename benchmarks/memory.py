@@ -80,7 +80,7 @@ def predicted_mb(kind: str, strategy: GNNStrategy, ranks: int, nodes: int) -> fl
     steps = memory_advice(strategy.scheme).steps(module, cut.shard(0).batch)
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
     working = memory_advice(strategy.scheme).working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-    sizes = Sizes.of_ranks(cut, module, layout.replicas)
+    sizes = Sizes.from_cut(cut, module, layout.replicas)
     peaks = [steps.footprint(each, working).peak(strategy.checkpoint_convs) for each in sizes]
     return max(max(peak.forward, peak.backward) for peak in peaks) / 2**20
 

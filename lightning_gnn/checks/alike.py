@@ -43,32 +43,32 @@ _SHORT = 100
 """Maximal number of entries of a list that are compared."""
 
 
-def check_alike(world: World, own: Description) -> None:
+def check_alike(world: World, description: Description) -> None:
     """Raises ValueError on all ranks if their descriptions differ; names the differences, with the values of two ranks."""
     if world.size == 1:
         return
-    digest = hashlib.blake2b(repr(sorted(own.items())).encode()).digest()
+    digest = hashlib.blake2b(repr(sorted(description.items())).encode()).digest()
     digests = world.all_gather_object(digest)
     if len(set(digests)) == 1:
         return
-    first, *others = world.all_gather_object(dict(own))
-    for rank, other in enumerate(others, 1):
-        differing = [what for what in {**first, **other} if _differs(first.get(what), other.get(what), what)]
+    first, *others = world.all_gather_object(dict(description))
+    for rank, second in enumerate(others, 1):
+        differing = [name for name in {**first, **second} if _differs(first.get(name), second.get(name), name)]
         if differing:
-            raise ValueError(_text(first, other, rank, differing))
+            raise ValueError(_text(first, second, rank, differing))
 
 
-def _differs(first: str | None, other: str | None, what: str) -> bool:
+def _differs(first: str | None, second: str | None, name: str) -> bool:
     """Returns whether two ranks have different values; an attribute that one rank lacks does not count."""
-    return first != other and not (None in (first, other) and what.startswith(_ATTRIBUTE))
+    return first != second and not (None in (first, second) and name.startswith(_ATTRIBUTE))
 
 
-def _text(first: Description, other: Description, rank: int, differing: list[str]) -> str:
-    what, more = differing[0], differing[1:]
+def _text(first: Description, second: Description, rank: int, differing: list[str]) -> str:
+    name, more = differing[0], differing[1:]
     others = f"; {len(more)} more differ, {', '.join(more[:_SHOWN])}{', ...' if len(more) > _SHOWN else ''}" if more else ""
-    found = _cut(first.get(what, "missing")), _cut(other.get(what, "missing"))
+    texts = _cut(first.get(name, "missing")), _cut(second.get(name, "missing"))
     return (
-        f"The run must be the same on all ranks: {what} is {found[0]} on rank 0 and {found[1]} on rank {rank}{others}. Each rank "
+        f"The run must be the same on all ranks: {name} is {texts[0]} on rank 0 and {texts[1]} on rank {rank}{others}. Each rank "
         "runs the whole script, so random numbers and values of its environment can differ. Use a generator with a seed, such as "
         "random.Random(0), or TPESampler(seed=0) in Optuna; or run the script once, with a strategy whose name ends in _spawn. "
         "The name of an attribute that may differ must begin with an underscore."
@@ -99,7 +99,7 @@ def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begu
                 found[f"{_ATTRIBUTE} {f'{name}.{attribute}' if name else attribute!r}"] = repr(value)
     for kind_of, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
-            found[f"the {kind_of} {name!r}"] = _described(tensor)
+            found[f"the {kind_of} {name!r}"] = _describe(tensor)
     found["automatic_optimization"] = repr(module.automatic_optimization)
     for name in _OF_TRAINER:
         found[f"{name} of the Trainer"] = repr(getattr(trainer, name))
@@ -162,12 +162,12 @@ def _is_of_a_rank(name: str, value: Any) -> bool:
     return bool(_OF_A_RANK.fullmatch(name)) or (isinstance(value, str) and bool(_OF_A_RUN.search(value)))
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "not initialized"
     frozen = "" if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter) else ", frozen"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
-def _cut(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _cut(text: str, max_length: int = 120) -> str:
+    return text if len(text) <= max_length else f"{text[:max_length]}..."

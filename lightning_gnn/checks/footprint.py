@@ -25,7 +25,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet, run_step, without_optimizers
+from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, isolate, join_results, quiet, run_step, without_optimizers
 from lightning_gnn.checks.trial import Bind
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -79,7 +79,7 @@ class Peak:
     evaluation: int
 
     @property
-    def most(self) -> int:
+    def max_bytes(self) -> int:
         return max(astuple(self))
 
 
@@ -114,7 +114,7 @@ class Sizes(NamedTuple):
         return cls(plan.num_owned, sum(plan.recv_counts), sent, edges, targets, held)
 
     @classmethod
-    def of_ranks(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
+    def from_cut(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
         """Returns the sizes of every rank of a partitioned graph; with replicas, sent rows are assumed to equal halo rows."""
         targets = cut.mask_counts[counted_mask("train_mask", module)]
         sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
@@ -201,13 +201,13 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, module: torch.nn.Module) -> None:
         # Keeps the storages, so that no address is used twice.
-        self._found: dict[int, tuple[torch.UntypedStorage, Piece]] = {}
+        self._pieces_by_address: dict[int, tuple[torch.UntypedStorage, Piece]] = {}
         self._inside, self._open = "", False
         self._convs: list[tuple[MessagePassing, Any]] = []
         for name, conv in module.named_modules():
             if isinstance(conv, MessagePassing):
                 self._convs.append((conv, conv.__dict__.get("forward")))
-                object.__setattr__(conv, "forward", self._watched(name, conv.forward))
+                object.__setattr__(conv, "forward", self._wrap_forward(name, conv.forward))
         super().__init__(self._pack, lambda tensor: tensor)
 
     @override
@@ -220,7 +220,7 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         self._open = False
         super().__exit__(*error)
 
-    def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside or not self._open:
                 return forward(*args, **kwargs)
@@ -250,14 +250,14 @@ class Counted(torch.autograd.graph.saved_tensors_hooks):
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return  # no address
-        _, known = self._found.get(storage.data_ptr(), (None, Piece(storage.nbytes(), self._inside, False, False)))
+        _, known = self._pieces_by_address.get(storage.data_ptr(), (None, Piece(storage.nbytes(), self._inside, False, False)))
         piece = Piece(known.bytes, known.conv, known.saved or saved, known.argument or argument)
-        self._found[storage.data_ptr()] = storage, piece
+        self._pieces_by_address[storage.data_ptr()] = storage, piece
 
-    def take(self, held: Mapping[int, int]) -> tuple[Piece, ...]:
-        """Returns and clears the recorded pieces in order of time, without memory in `held`."""
-        found, self._found = self._found, {}
-        return tuple(piece for place, (_, piece) in found.items() if place not in held)
+    def take(self, held_memory: Mapping[int, int]) -> tuple[Piece, ...]:
+        """Returns and clears the recorded pieces in order of time, without memory in `held_memory`."""
+        pieces, self._pieces_by_address = self._pieces_by_address, {}
+        return tuple(piece for place, (_, piece) in pieces.items() if place not in held_memory)
 
 
 def memory_of(*objects: Any) -> dict[int, int]:
@@ -363,12 +363,12 @@ class Predicted:
         device: torch.device | None = None,
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
-        models = [quiet(copied(module).cpu(), quiet_trainer) for _ in range(2)]
+        models = [quiet(copy_module(module).cpu(), quiet_trainer) for _ in range(2)]
         for each in models if trainer is not None else ():
             trainer.precision_plugin.convert_module(each)  # type: ignore[union-attr]
         mask = counted_mask("train_mask", module)
         sizes, found = [], []
-        with aside(), in_place_of(device or torch.device("cpu")):
+        with isolate(), in_place_of(device or torch.device("cpu")):
             for seed, form in enumerate(_FORMS):
                 small = small_graph(batch, [mask], form, seed)
                 steps = _steps(models, small, bind, layout)
@@ -409,4 +409,4 @@ def _steps(
         step.release()
         return found
 
-    return list(zip(shards, of_ranks(meeting.run(on_rank))))
+    return list(zip(shards, join_results(meeting.run(on_rank))))

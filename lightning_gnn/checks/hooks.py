@@ -67,14 +67,14 @@ class Hooks:
     def _matters(self, model: pl.LightningModule, hook: str) -> bool:
         return logs(model, hook) or (hook != self._epoch_end and self._ends_with(model, hook))
 
-    def before(self, model: pl.LightningModule, batch: Any, alone: bool, again: bool = False) -> None:
-        """Call the hooks before a step; `alone` for one device, `again` if training continues."""
+    def before(self, model: pl.LightningModule, batch: Any, on_one_device: bool, again: bool = False) -> None:
+        """Call the hooks before a step; `on_one_device` for one device, `again` if training continues."""
         for hook in self._before[len(self._begins) :] if again and self._batch == "on_train_batch" else self._before:
-            self._call(model, hook, (), alone)
-        self._call(model, f"{self._batch}_start", (batch, 0), alone)
+            self._call(model, hook, (), on_one_device)
+        self._call(model, f"{self._batch}_start", (batch, 0), on_one_device)
 
     @contextmanager
-    def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, alone: bool) -> Iterator[None]:
+    def around_backward(self, model: pl.LightningModule, loss: Any, optimizer: Any, on_one_device: bool) -> Iterator[None]:
         """Context manager that calls relevant hooks before and after a backward pass.
 
         Relevant are hooks that log, or share attributes with such hooks. In manual optimization, optimizer hooks are not called.
@@ -85,7 +85,7 @@ class Hooks:
 
         def call(hook: str, *args: Any) -> None:
             if hook in matter or (hook in _OF_BACKWARD and shared & _names(model, hook) - _COMMON):
-                self._call(model, hook, args, alone)
+                self._call(model, hook, args, on_one_device)
 
         for hook in of_optimizer[:1]:
             call(hook, optimizer)
@@ -95,13 +95,13 @@ class Hooks:
         for hook in of_optimizer[1:]:
             call(hook, optimizer)
 
-    def after(self, model: pl.LightningModule, batch: Any, output: Any, alone: bool) -> None:
-        given = _given(output) if self._batch == "on_train_batch" else output
+    def after(self, model: pl.LightningModule, batch: Any, output: Any, on_one_device: bool) -> None:
+        given = _training_outputs(output) if self._batch == "on_train_batch" else output
         for hook, args in ((f"{self._batch}_end", (given, batch, 0)), (self._epoch_end, ())):
             if self._matters(model, hook):
-                self._call(model, hook, args, alone)
+                self._call(model, hook, args, on_one_device)
 
-    def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], alone: bool) -> None:
+    def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], on_one_device: bool) -> None:
         if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
             return
         before = getattr(model, HOOK)
@@ -111,7 +111,7 @@ class Hooks:
         except BaseException as error:
             *_, (raised_in, _) = walk_tb(error.__traceback__)
             by_itself = isinstance(error, Exception) or raised_in.f_code is _code(getattr(model, hook))
-            if not alone or not by_itself:  # otherwise the user interrupted the run
+            if not on_one_device or not by_itself:  # otherwise the user interrupted the run
                 raise
             self._skipped.add(hook)
             if logs(model, hook):
@@ -120,7 +120,7 @@ class Hooks:
             setattr(model, HOOK, before)
 
 
-def _given(output: Any) -> dict[str, Any]:
+def _training_outputs(output: Any) -> dict[str, Any]:
     """Returns the outputs that Lightning makes of a training step's return value."""
     given = dict(output) if isinstance(output, Mapping) else {"loss": output}
     return given | {"loss": loss.detach()} if isinstance(loss := given.get("loss"), Tensor) else given

@@ -142,7 +142,7 @@ def _in_backward() -> bool:
     return graph_task() != -1
 
 
-def compared(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:
+def compare_events(whole: Sequence[Event], ranks: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, float]]:
     """Yields the events of the whole run that ranks recorded too, in order, with the maximal difference on any rank."""
     found = [{event.key: event.value for event in events} for events in ranks]
     floor = _floor([event.value for event in whole])
@@ -173,34 +173,34 @@ def largest(values: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def relative_difference(found: Tensor, expected: Tensor, size: float) -> float:
+def relative_difference(actual: Tensor, expected: Tensor, size: float) -> float:
     """Returns the maximal absolute difference over `size`; infinite if only one tensor is finite at some position."""
-    found, expected = found.double(), expected.double()
-    difference = float((found - expected).abs().max()) if found.numel() else 0.0
+    actual, expected = actual.double(), expected.double()
+    difference = float((actual - expected).abs().max()) if actual.numel() else 0.0
     if not math.isfinite(difference):
         finite = expected.isfinite()
-        if not torch.equal(finite, found.isfinite()):
+        if not torch.equal(finite, actual.isfinite()):
             return float("inf")
-        difference = largest(found[finite] - expected[finite])
+        difference = largest(actual[finite] - expected[finite])
     return difference / (size or 1.0)
 
 
 def differing(
-    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float, usual: float = 0.0
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float, usual: float = 0.0
 ) -> Iterator[tuple[str, float]]:
     """Yields names and differences of floating-point tensors that differ; None counts as zeros.
 
     `usual` is a typical magnitude of values.
     """
     floor = max(_floor([value for value in expected.values() if value is not None]), _FLOOR * usual)
-    for name, wanted in expected.items():
-        value = found.get(name)
-        if wanted is None and value is None:
+    for name, reference in expected.items():
+        value = actual.get(name)
+        if reference is None and value is None:
             continue
-        value = torch.zeros_like(wanted) if value is None else value  # type: ignore[arg-type]
-        wanted = torch.zeros_like(value) if wanted is None else wanted
-        if value.shape == wanted.shape and value.is_floating_point():
-            difference = relative_difference(value, wanted, max(largest(wanted), floor))
+        value = torch.zeros_like(reference) if value is None else value  # type: ignore[arg-type]
+        reference = torch.zeros_like(value) if reference is None else reference
+        if value.shape == reference.shape and value.is_floating_point():
+            difference = relative_difference(value, reference, max(largest(reference), floor))
             if difference > tolerance:
                 yield name, difference
 
@@ -239,45 +239,45 @@ class Finding:
     why: str
 
     @classmethod
-    def of_error(cls, error: Parted, step: str) -> Finding:
+    def from_error(cls, error: Parted, step: str) -> Finding:
         """Returns the finding for a run on parts that failed."""
         return cls(step, f"on a part of the graph, {error}", None, str(error.__cause__ or error))
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Description of the difference and its size."""
         if self.difference is None:
             return self.where
         return f"{self.where} differs by {self.difference:.1e} of the largest value"
 
     def __str__(self) -> str:
-        return f"{self.step}: {self.what}. {self.why}"
+        return f"{self.step}: {self.description}. {self.why}"
 
 
-def first_difference(whole: Outcome, found: Outcome, tolerance: float) -> Difference | None:
-    """Returns the first difference between `found` and `whole` above `tolerance`, in order of time; None if there is none."""
-    return next(differences(whole, found, tolerance), None)
+def first_difference(whole: Outcome, parts: Outcome, tolerance: float) -> Difference | None:
+    """Returns the first difference between `parts` and `whole` above `tolerance`, in order of time; None if there is none."""
+    return next(differences(whole, parts, tolerance), None)
 
 
-def differences(whole: Outcome, found: Outcome, tolerance: float) -> Iterator[Difference]:
-    """Yields all differences between `found` and `whole` above `tolerance`."""
-    for event, size in compared(whole.ranks[0].events, [each.events for each in found.ranks]):
+def differences(whole: Outcome, parts: Outcome, tolerance: float) -> Iterator[Difference]:
+    """Yields all differences between `parts` and `whole` above `tolerance`."""
+    for event, size in compare_events(whole.ranks[0].events, [each.events for each in parts.ranks]):
         if size > tolerance:
             yield Difference("outputs", event.where, size)
-    for expected, value in zip(whole.ranks[0].predicted, found.ranks[0].predicted):
+    for expected, value in zip(whole.ranks[0].predicted, parts.ranks[0].predicted):
         alike = value.shape == expected.shape
         size = relative_difference(value, expected, largest(expected)) if alike else float("inf")
         if size > tolerance:
             yield Difference("predictions", "the output of predict_step", size)
-    for _, size in differing({"": found.loss}, {"": whole.loss}, tolerance):
+    for _, size in differing({"": parts.loss}, {"": whole.loss}, tolerance):
         yield Difference("loss", "the loss", size)
-    for name, size in list(differing(found.gradients, whole.gradients, tolerance))[::-1]:
+    for name, size in list(differing(parts.gradients, whole.gradients, tolerance))[::-1]:
         yield Difference("gradients", f"the gradient of '{name}'", size, name)
     usual = max((largest(event.value) for event in whole.ranks[0].events), default=0.0)
-    for name, size in differing(found.buffers, whole.buffers, tolerance, usual):
+    for name, size in differing(parts.buffers, whole.buffers, tolerance, usual):
         yield Difference("buffers", f"the buffer '{name}'", size, name)
     least = tolerance if tolerance < 0 else max(tolerance, LOGGED_TOLERANCE)
-    values = found.ranks[0].logged
+    values = parts.ranks[0].logged
     for name, value in whole.ranks[0].logged.items():
         if name in values and not (value.isnan().all() and values[name].isnan().all()):
             for _, size in differing({name: values[name]}, {name: value}, least):  # relative to the value itself

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_gnn.checks.record import STATE, TOLERANCES, UNKNOWN, Difference, Finding, Outcome, Parted, differences
 from lightning_gnn.checks.small_graph import FORM, Form, SmallGraph, small_graph
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, uncompiled
+from lightning_gnn.checks.stand_ins import QuietTrainer, disable_compile, isolate
 from lightning_gnn.checks.trial import STAGES, Bind, Trial, in_one_line
 from lightning_gnn.data.shards import Graph
 from lightning_gnn.data.sources import LeftOutError, counted_mask
@@ -46,7 +46,7 @@ class SelfCheck:
 
     @property
     def problem(self) -> str | None:
-        return None if self.finding is None else f"{self.finding.what}. {self.finding.why}"
+        return None if self.finding is None else f"{self.finding.description}. {self.finding.why}"
 
 
 def self_check(
@@ -77,7 +77,7 @@ def self_check(
     quiet_trainer = None if trainer is None else QuietTrainer(trainer, stage)
     finding = refused = not_run = None
     hooks: Mapping[str, str] = {}
-    with aside(), uncompiled():
+    with isolate(), disable_compile():
         mask = STAGES[stage][1]
         masks = [counted_mask(mask, module)] if mask else []
         for dtype, tolerance in TOLERANCES.items():
@@ -97,25 +97,25 @@ def self_check(
                 finding = _compare(trial, whole, trial.on_parts(shards, bind), tolerance)
                 if finding is not None and finding.where.startswith("the logged"):
                     # If scores are equal up to rounding, another summation order changes values that depend on their order.
-                    alone = small.undivided().shards(trial.graph, replace(layout, parts=1))
+                    single_part = small.merge_parts().shards(trial.graph, replace(layout, parts=1))
                     with suppress(Parted):  # some schemes need several ranks
-                        if _compare(trial, whole, trial.on_parts(alone, bind), tolerance) is not None:
+                        if _compare(trial, whole, trial.on_parts(single_part, bind), tolerance) is not None:
                             finding = None
             except Parted as error:
-                finding = Finding.of_error(error, trial.step)
+                finding = Finding.from_error(error, trial.step)
                 if isinstance(error.__cause__, (NotExactError, UnsupportedModelError)):
                     refused, finding = str(error.__cause__), None
             break
     return SelfCheck(time.perf_counter() - began, finding, not_run, refused, hooks)
 
 
-def _compare(trial: Trial, whole: Outcome, found: Outcome, tolerance: float) -> Finding | None:
+def _compare(trial: Trial, whole: Outcome, parts: Outcome, tolerance: float) -> Finding | None:
     """Returns the first difference between a run on parts and one device; None if there is none.
 
     Values that vary between two runs of one device, such as seconds, do not count.
     """
     again: list[Difference] | None = None
-    for difference in differences(whole, found, tolerance):
+    for difference in differences(whole, parts, tolerance):
         again = list(differences(whole, trial.on_whole(), tolerance)) if again is None else again
         if difference.group != "metrics" and any(each.group != "metrics" for each in again):
             return Finding(trial.step, difference.where, difference.size, f"{STATE}.")

@@ -24,12 +24,12 @@ class Form:
 
     Attributes:
         nodes, edges: numbers per part; an edge belongs to the part of its target.
-        labelled: rows per part in the mask of the stage, if there are enough other rows.
+        num_labeled: rows per part in the mask of the stage, if there are enough other rows.
     """
 
     nodes: tuple[int, int]
     edges: tuple[int, int]
-    labelled: tuple[int, int]
+    num_labeled: tuple[int, int]
 
 
 FORM = Form((138, 43), (390, 97), (69, 37))
@@ -66,7 +66,7 @@ class SmallGraph:
         holders = self.holders if layout.kind == "vertex_cut" else None
         return split_graph(graph, self.part, layout, holders, **self.options)
 
-    def undivided(self) -> Self:
+    def merge_parts(self) -> Self:
         """Returns the graph with all nodes and edges on the first rank."""
         return replace(self, part=np.zeros_like(self.part), holders=np.zeros_like(self.holders))
 
@@ -103,7 +103,7 @@ def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, 
         counted = torch.zeros(given, dtype=torch.bool)
         for mask in set(masks) & set(EDGE_MASKS):
             counted |= batch[mask]
-        quotas = [count * labels // size for count, labels, size in zip(form.edges, form.labelled, form.nodes)]
+        quotas = [count * labels // size for count, labels, size in zip(form.edges, form.num_labeled, form.nodes)]
         rows = chosen_rows(edges, counted, form.edges, quotas, g)[shuffled]
     for name, value in edges.items():
         small[name] = values_of_rows(value, rows) if given else value.new_zeros((sum(form.edges), *value.shape[1:]))
@@ -132,11 +132,11 @@ def predicted_nodes(
     for mask in set(masks) & set(MASKS):
         y = nodes.get("y")
         counted |= nodes[mask] if y is None else nodes[mask] & is_labelled(y)
-    found, order = some_nodes(nodes, counted, form.nodes, form.labelled, g)
+    found, order = some_nodes(nodes, counted, form.nodes, form.num_labeled, g)
     classes = class_labels(found["y"]) if "y" in found else None
     if classes is not None and len(classes) == len(order):
         # Classes that this rank's labeled nodes lack, on the last nodes of each part: the last class, and some others.
-        ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.labelled)]
+        ranges = [(begin, begin + count) for begin, count in zip((0, form.nodes[0]), form.num_labeled)]
         there = torch.cat([classes[order[begin:end]] for begin, end in ranges])
         absent = sorted({*range(num_classes)} - {*there.tolist()}, reverse=True)
         absent = absent[:1] + absent[1 + seed :] + absent[1 : 1 + seed]
@@ -147,17 +147,13 @@ def predicted_nodes(
 
 
 def some_nodes(
-    nodes: dict[str, Tensor],
-    counted: Tensor,
-    sizes: Sequence[int],
-    labelled: Sequence[int],
-    g: torch.Generator,
+    nodes: dict[str, Tensor], counted: Tensor, sizes: Sequence[int], num_labeled: Sequence[int], g: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Returns attributes of both parts' nodes by id, and the ids, beginning with the first part."""
     if not len(counted):
         zeros = {name: value.new_zeros((sum(sizes), *value.shape[1:])) for name, value in nodes.items()}
         return zeros, torch.randperm(sum(sizes), generator=g)
-    rows = chosen_rows(nodes, counted, sizes, labelled, g)
+    rows = chosen_rows(nodes, counted, sizes, num_labeled, g)
     order = torch.randperm(sum(sizes), generator=g)  # ids of an owner are not consecutive
     place = order.argsort()
     return {name: values_of_rows(value, rows)[place] for name, value in nodes.items()}, order
@@ -174,16 +170,18 @@ def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
 
 
-def random_edges(sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], same: bool, g: torch.Generator) -> Tensor:
-    """Returns the edges of both parts, ``[2, E]``, between nodes of the `same` type or of two types.
+def random_edges(
+    sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], is_same_type: bool, g: torch.Generator
+) -> Tensor:
+    """Returns the edges of both parts, ``[2, E]``, between nodes of one type if `is_same_type`, otherwise of two types.
 
     `sources` and `targets` are numbers of nodes per part; nodes of the first part have the first ids.
     """
-    busy, own = torch.cat(_busy(sources)), _busy(targets)
+    busy, ends = torch.cat(_busy(sources)), _busy(targets)
     pieces = []
-    for into, count in zip(own, edges):
+    for into, count in zip(ends, edges):
         target = into[torch.randint(len(into), (count,), generator=g)]
-        there = torch.searchsorted(busy, target) if same else 0
+        there = torch.searchsorted(busy, target) if is_same_type else 0
         source = busy[(there + torch.randint(1, len(busy), (count,), generator=g)) % len(busy)]
         twice = min(_TWICE, count // 4)
         source[count - twice :], target[count - twice :] = source[:twice].clone(), target[:twice].clone()
@@ -198,32 +196,28 @@ def _busy(sizes: Sequence[int]) -> list[Tensor]:
 
 
 def chosen_rows(
-    attributes: dict[str, Tensor],
-    counted: Tensor,
-    sizes: Sequence[int],
-    labelled: Sequence[int],
-    g: torch.Generator,
+    attributes: dict[str, Tensor], counted: Tensor, sizes: Sequence[int], num_labeled: Sequence[int], g: torch.Generator
 ) -> Tensor:
     """Returns the sampled rows of both parts, beginning with the first part."""
     attributes = {name: value for name, value in attributes.items() if value.dim() == 1 or name == "y"}
     if "y" in attributes and (classes := class_labels(attributes["y"])) is not None:
         attributes["y"] = classes
-    others = [size - count for size, count in zip(sizes, labelled)]
-    return torch.cat(_of_both(attributes, counted, labelled, others, g))
+    num_unlabeled = [size - count for size, count in zip(sizes, num_labeled)]
+    return torch.cat(_sample_parts(attributes, counted, num_labeled, num_unlabeled, g))
 
 
-def _of_both(
-    attributes: dict[str, Tensor], counted: Tensor, labelled: Sequence[int], others: Sequence[int], g: torch.Generator
+def _sample_parts(
+    attributes: dict[str, Tensor], counted: Tensor, num_labeled: Sequence[int], num_unlabeled: Sequence[int], g: torch.Generator
 ) -> list[Tensor]:
     """Returns the rows of each part; if all rows count, or none, all are sampled from them."""
     yes, no = counted.nonzero().view(-1), (~counted).nonzero().view(-1)
     if not len(yes) or not len(no):
         yes = no = torch.arange(len(counted))
-    drawn = [_drawn(attributes, yes, labelled, g), _drawn(attributes, no, others, g)]
-    return [torch.cat(rows) for rows in zip(*drawn)]
+    samples = [_sample_rows(attributes, yes, num_labeled, g), _sample_rows(attributes, no, num_unlabeled, g)]
+    return [torch.cat(rows) for rows in zip(*samples)]
 
 
-def _drawn(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
+def _sample_rows(attributes: dict[str, Tensor], rows: Tensor, quotas: Sequence[int], g: torch.Generator) -> list[Tensor]:
     """Returns sampled `rows` of each part: each value of an attribute with few values, then others in order of labels."""
     if len(rows) > 8 * _POOL:  # equivalent to a shuffle of all rows, and fast for hundreds of millions of edges
         rows = rows[torch.randint(len(rows), (2 * _POOL,), generator=g).unique()]

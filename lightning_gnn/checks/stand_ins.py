@@ -87,17 +87,17 @@ def draws_random_numbers(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Context manager that isolates steps: no communication, no warnings, restored random streams and learned embeddings."""
-    alone = no_process_group(), kept_random_state(), untrained_rows(), torch.inference_mode(False)
+    contexts = no_process_group(), kept_random_state(), untrained_rows(), torch.inference_mode(False)
     with ExitStack() as stack:
-        for each in (*alone, warnings.catch_warnings()):
+        for each in (*contexts, warnings.catch_warnings()):
             stack.enter_context(each)
         warnings.simplefilter("ignore")
         yield
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def disable_compile() -> AbstractContextManager[Any]:
     """Returns a context manager in which compiled models run eagerly: compiling would take longer than a few steps."""
     since_2_6 = hasattr(torch.compiler, "set_stance")
     return torch.compiler.set_stance("force_eager") if since_2_6 else nullcontext()
@@ -114,13 +114,13 @@ def first_failure(ran: Sequence[Any]) -> tuple[int, BaseException] | None:
     return next((each for each in failures if not isinstance(each[1], CommunicationError)), first)
 
 
-def of_ranks(ran: Sequence[T | BaseException]) -> list[T]:
+def join_results(ran: Sequence[T | BaseException]) -> list[T]:
     """Returns the results of all ranks; raises RuntimeError if a rank failed."""
     failure = first_failure(ran)
     if failure is not None:
         raise RuntimeError(f"{type(failure[1]).__name__}: {failure[1]}") from failure[1]
-    done: Any = ran
-    return done
+    results: Any = ran
+    return results
 
 
 class QuietTrainer:
@@ -248,8 +248,8 @@ class _KeptLogger(DummyLogger):
 class _Idle:
     """Optimizer or scheduler whose steps do nothing."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, original: Any) -> None:
+        self._original = original
         self.zero_grad = ignore
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, **_: Any) -> None:
@@ -258,7 +258,7 @@ class _Idle:
             closure()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._given, name)
+        return getattr(self._original, name)
 
 
 def backward(loss: Tensor, sums: GradientSum | None, *args: Any, **kwargs: Any) -> None:
@@ -295,7 +295,7 @@ def _idle(model: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
     )
 
 
-def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
+def copy_module(module: M, shared: Iterable[Tensor] = ()) -> M:
     """Returns a copy of a module that shares the `shared` tensors.
 
     Pruning, weight norm and convs that store their scores leave non-leaf tensors, which ``copy.deepcopy`` rejects. The copy has
@@ -303,18 +303,18 @@ def copied(module: M, shared: Iterable[Tensor] = ()) -> M:
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for part in module.modules():
-        for held in part.__dict__.values():
-            if isinstance(held, dict) and not held:
-                memo[id(held)] = type(held)()  # mostly hooks: copying them took most of the time
+        for value in part.__dict__.values():
+            if isinstance(value, dict) and not value:
+                memo[id(value)] = type(value)()  # mostly hooks: copying them took most of the time
                 continue
-            for left in tree_leaves(held):
-                if isinstance(left, Tensor) and not left.is_leaf:
-                    memo[id(left)] = left.detach().clone()
-    found = copy.deepcopy(module, memo)
-    for part in found.modules():
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                    memo[id(tensor)] = tensor.detach().clone()
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
         if isinstance(part, MessagePassing):
             clear_caches(part)
-    return found
+    return copied
 
 
 def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.LightningModule:
@@ -322,8 +322,8 @@ def quiet(model: pl.LightningModule, trainer: QuietTrainer | None) -> pl.Lightni
     setattr(model, TRAINER, trainer)
     idle = cache(partial(_idle, model))  # only on first use
 
-    def one_or_all(found: list[_Idle]) -> Any:
-        return found[0] if len(found) == 1 else found
+    def one_or_all(objects: list[_Idle]) -> Any:
+        return objects[0] if len(objects) == 1 else objects
 
     _replace(model, optimizers=lambda *_, **__: one_or_all(idle()[0]), lr_schedulers=lambda: one_or_all(idle()[1]) or None)
     _replace(model, **dict.fromkeys(("log", "log_dict", "print"), ignore))

@@ -18,7 +18,7 @@ from lightning_gnn.checks.stand_ins import (
     NoDropout,
     QuietTrainer,
     backward,
-    copied,
+    copy_module,
     first_failure,
     quiet,
     run_step,
@@ -108,7 +108,7 @@ class Trial:
         sees_gradients = any(each(module) for each in hooks)
         self._own_weights = self._by_hand or sees_gradients or observer is not None
         self.graph, self._trainer, self._dtype = in_dtype(graph, dtype), trainer, dtype
-        self._module: pl.LightningModule = copied(module).cpu()
+        self._module: pl.LightningModule = copy_module(module).cpu()
         if dtype is not None:
             self._module.to(dtype)
         for metric in metrics_in([self._module]):
@@ -229,7 +229,7 @@ class Trial:
         optimizer: torch.optim.Optimizer | None,
         step: int,
     ) -> OnRank:
-        ran, alone = OnRank(recorder.events), world is None
+        ran, on_one_device = OnRank(recorder.events), world is None
         batch: Any = copy.copy(shard.batch)
         # For the user's embedding tables with a row per node, which may be smaller.
         with local_rows():
@@ -243,13 +243,13 @@ class Trial:
                 rows.place(batch)
 
         with torch.set_grad_enabled(self.training):
-            self._hooks.before(model, batch, alone, again=step > 0)
+            self._hooks.before(model, batch, on_one_device, again=step > 0)
             setattr(model, HOOK, self.step)
             logged.enter()
             sums = GradientSum(world, model.parameters) if world is not None and self._own_weights else None
 
             def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-                with self._hooks.around_backward(model, loss, optimizer, alone), ExitStack() as stack:
+                with self._hooks.around_backward(model, loss, optimizer, on_one_device), ExitStack() as stack:
                     if rows is not None:
                         stack.enter_context(rows.mode.activate(in_backward=True))
                     if world is not None and self._observer is not None:
@@ -275,7 +275,7 @@ class Trial:
                     with local_rows():
                         joined = output if rows is None else PredictedRows(rows.ranks.world, rows.mode, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
-            self._hooks.after(model, batch, output, alone)
+            self._hooks.after(model, batch, output, on_one_device)
             logged.finish(self._skipped)
         ran.logged = logged.values
         return ran
@@ -307,7 +307,7 @@ class Trial:
         for parameter in self._module.parameters():
             parameter.grad = None
         shared = [] if self._own_weights else list(self._module.parameters())
-        return [quiet(copied(self._module, shared), self._trainer) for _ in range(count)]
+        return [quiet(copy_module(self._module, shared), self._trainer) for _ in range(count)]
 
     def _outcome(self, ranks: Sequence[OnRank], model: pl.LightningModule) -> Outcome:
         learning = model if self._own_weights else self._module
@@ -328,7 +328,7 @@ def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
 
 def in_dtype(graph: _Graph, dtype: torch.dtype | None) -> _Graph:
     """Returns a graph with floating-point tensors of `dtype`; None leaves them unchanged."""
-    return copy.copy(graph).apply(lambda each: each.to(dtype) if dtype and each.is_floating_point() else each)
+    return copy.copy(graph).apply(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -14,7 +14,9 @@ _DEEPEST = 4
 """Maximal depth of nested containers in the search for the name of a parameter."""
 
 
-def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()) -> ValueError | None:
+def find_unregistered(
+    module: torch.nn.Module, optimizers: Iterable[Optimizer], before: Iterable[Tensor] = ()
+) -> ValueError | None:
     """Returns an error that names the first trainable parameter of an optimizer that the module lacks; None if there is none.
 
     Args:
@@ -25,23 +27,23 @@ def unregistered(module: torch.nn.Module, optimizers: Iterable[Optimizer], befor
     registered = {id(parameter) for parameter in (*module.parameters(), *before)}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            found = [each for each in group["params"] if each.requires_grad and id(each) not in registered]
-            if found:
-                return ValueError(_text(module, type(optimizer).__name__, number, found))
+            parameters = [each for each in group["params"] if each.requires_grad and id(each) not in registered]
+            if parameters:
+                return ValueError(_text(module, type(optimizer).__name__, number, parameters))
     return None
 
 
-def unregistered_in_loss(module: torch.nn.Module, loss: Tensor) -> ValueError | None:
-    """Returns an error as :func:`unregistered` for optimizers outside of the Trainer with a parameter of this loss."""
+def find_unregistered_in_loss(module: torch.nn.Module, loss: Tensor) -> ValueError | None:
+    """Returns an error as :func:`find_unregistered` for optimizers outside of the Trainer with a parameter of this loss."""
     registered = {id(parameter) for parameter in module.parameters()}
-    apart = {id(leaf) for leaf in _leaves(loss) if isinstance(leaf, torch.nn.Parameter)} - registered
-    if not apart:
+    missing_ids = {id(leaf) for leaf in _leaves(loss) if isinstance(leaf, torch.nn.Parameter)} - registered
+    if not missing_ids:
         return None
     for optimizer in [each for each in gc.get_objects() if isinstance(each, Optimizer)]:
         for number, group in enumerate(optimizer.param_groups):
-            found = [each for each in group["params"] if id(each) in apart]
-            if found:
-                return ValueError(_text(module, type(optimizer).__name__, number, found))
+            parameters = [each for each in group["params"] if id(each) in missing_ids]
+            if parameters:
+                return ValueError(_text(module, type(optimizer).__name__, number, parameters))
     return None
 
 
@@ -58,10 +60,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         waiting.extend(following for following, _ in node.next_functions)
 
 
-def _text(module: torch.nn.Module, optimizer: str, group: int, found: list[Tensor]) -> str:
-    name, first = type(module).__name__, found[0]
+def _text(module: torch.nn.Module, optimizer: str, group: int, parameters: list[Tensor]) -> str:
+    name, first = type(module).__name__, parameters[0]
     place = next(_places(first, module), None)
-    more = f" (the first of {len(found)})" if len(found) > 1 else ""
+    more = f" (the first of {len(parameters)})" if len(parameters) > 1 else ""
     return (
         f"{optimizer}, parameter group {group}, trains a parameter of shape {list(first.shape)}{more}, "
         f"{place or 'in no attribute'}, which {name} does not register: its gradient would not be summed over ranks. "
@@ -76,10 +78,10 @@ def _places(parameter: Tensor, module: torch.nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
             if not attribute.startswith("_"):
-                yield from _found(parameter, value, ".".join(filter(None, ["self", name, attribute])), _DEEPEST)
+                yield from _find_names(parameter, value, ".".join(filter(None, ["self", name, attribute])), _DEEPEST)
 
 
-def _found(parameter: Tensor, value: Any, name: str, depth: int) -> Iterator[str]:
+def _find_names(parameter: Tensor, value: Any, name: str, depth: int) -> Iterator[str]:
     if value is parameter:
         yield name
     elif isinstance(value, torch.nn.Module):
@@ -87,4 +89,4 @@ def _found(parameter: Tensor, value: Any, name: str, depth: int) -> Iterator[str
     elif depth and isinstance(value, (Mapping, list, tuple)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, each in items:
-            yield from _found(parameter, each, f"{name}[{key!r}]", depth - 1)
+            yield from _find_names(parameter, each, f"{name}[{key!r}]", depth - 1)

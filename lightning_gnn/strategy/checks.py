@@ -97,9 +97,9 @@ class Checks(pl.Callback):
                 "or a strategy with full-graph steps."
             )
         elif run.world_size > 1:
-            from lightning_gnn.checks.unregistered import unregistered
+            from lightning_gnn.checks.unregistered import find_unregistered
 
-            failure = data.trained_by(optimizers) or unregistered(run.module, optimizers)
+            failure = data.trained_by(optimizers) or find_unregistered(run.module, optimizers)
         raise_together(world, failure, "The optimizers cannot be used on ranks")
         if world.size > 1:
             from lightning_gnn.checks.alike import check_alike, optimizers_and_schedulers
@@ -132,10 +132,10 @@ class RunChecks(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         sizes = [len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if trainer.world_size > 1 and (batch_idx == 0 or sizes != self._sizes):
-            from lightning_gnn.checks.unregistered import unregistered
+            from lightning_gnn.checks.unregistered import find_unregistered
 
             self._sizes = sizes
-            failure = unregistered(pl_module, trainer.optimizers, self._before)
+            failure = find_unregistered(pl_module, trainer.optimizers, self._before)
             if failure is not None:
                 raise failure
         if batch_idx == 0:
@@ -144,9 +144,9 @@ class RunChecks(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if trainer.world_size > 1 and self._steps == 0:
-            from lightning_gnn.checks.unregistered import unregistered_in_loss
+            from lightning_gnn.checks.unregistered import find_unregistered_in_loss
 
-            failure = unregistered_in_loss(pl_module, loss)
+            failure = find_unregistered_in_loss(pl_module, loss)
             if failure is not None:
                 raise failure
 

@@ -45,7 +45,7 @@ def check_memory(run: Run, cut: Cut) -> None:
             f"{advice.less(run.world_size)}"
         )
     if run.keeps_activations and available < PLENTY * needed:
-        warn_of_memory(run, cut.shard(here.start), Sizes.of_ranks(cut, module, replicas)[here], available, working)
+        warn_of_memory(run, cut.shard(here.start), Sizes.from_cut(cut, module, replicas)[here], available, working)
 
 
 def check_own_memory(run: Run, world: World, shard: Shard) -> None:
@@ -81,16 +81,16 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
         return [steps.footprint(each.among(times), working_bytes).peak(recompute) for each in sizes]
 
     def needed(recompute: bool, times: int = 1) -> int:
-        return sum(each.most for each in peaks(recompute, times))
+        return sum(each.max_bytes for each in peaks(recompute, times))
 
     total = needed(run.checkpoint_convs)
     if total <= available:
         return
-    largest = max(peaks(run.checkpoint_convs), key=lambda peak: peak.most)
+    largest = max(peaks(run.checkpoint_convs), key=lambda peak: peak.max_bytes)
     phase = max(PHASES, key=lambda name: getattr(largest, name))
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
-    of_one = f", at most {_gb(largest.most)} on one rank" if len(sizes) > 1 else ""
+    of_one = f", at most {_gb(largest.max_bytes)} on one rank" if len(sizes) > 1 else ""
     less = "; ".join(_ways(run, needed, available))
     rank_zero_warn(
         f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "

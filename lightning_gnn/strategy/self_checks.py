@@ -103,6 +103,6 @@ def _text(run: Run, step: str, outcome: SelfCheck) -> str | None:
         return None
     return (
         f"{step} does not match single-device results. The self-check ran it on a small random graph, unpartitioned "
-        f"and in two parts: {outcome.finding.what}. To train anyway: "
+        f"and in two parts: {outcome.finding.description}. To train anyway: "
         f"{run.strategy}(self_check=False).\n{outcome.finding.why}"
     )

@@ -29,12 +29,12 @@ from lightning_gnn.checks.record import (
     Finding,
     Outcome,
     Parted,
-    compared,
+    compare_events,
     differences,
     differing,
     first_difference,
 )
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, draws_random_numbers, quiet, uncompiled
+from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, disable_compile, draws_random_numbers, isolate, quiet
 from lightning_gnn.checks.trial import STAGES, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar, text_of, text_table
@@ -146,8 +146,8 @@ class ParityReport:
                 schemes = [each.scheme for each in self.schemes if getattr(each, kind) == text]
                 found.append(f"{', '.join(schemes)}: {how}{text}.")
         steps = dict.fromkeys(step for each in self.schemes for step in each.steps)
-        compared = f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
-        return [*found, *self.notes, compared]
+        summary = f"Compared: {', '.join(steps) or 'nothing'}; the same up to {self.tolerance:.0e}. Took {self.seconds:.1f} s"
+        return [*found, *self.notes, summary]
 
     def __str__(self) -> str:
         return text_of(self.table(), *self.lines(), width=120).rstrip()
@@ -217,7 +217,7 @@ def check_parity(
         raise ValueError(f"A check needs at least 2 ranks, got {devices * num_nodes}.")
     given = make_strategies() if strategies is None else strategies
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
-    with progress_bar("Comparing with one device", len(chosen), "strategies") as told, aside(), uncompiled(), quietly():
+    with progress_bar("Comparing with one device", len(chosen), "strategies") as told, isolate(), disable_compile(), quietly():
         check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
         check.run_references()
         for strategy in chosen:
@@ -246,7 +246,7 @@ def explain_steps(
         ValueError: for a graph with node or edge types, no step, or a scheme that does not support this number of ranks.
         RuntimeError: if a step does not run on parts of the graph; the cause is the error.
     """
-    with aside(), uncompiled(), quietly():
+    with isolate(), disable_compile(), quietly():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
         return [check.explain(stage, strategy) for stage in check.stages()]
 
@@ -367,7 +367,7 @@ class _Check:
 
     def _trial(self, stage: str, explanation: Explanation | None = None) -> Trial:
         trainer = QuietTrainer(quiet_trainer(), stage, self._data)
-        prepared = quiet(copied(self._module), trainer)
+        prepared = quiet(copy_module(self._module), trainer)
         prepared.configure_model()
         prepared.setup(stage)
         dtype = self.dtype if explanation is None else None
@@ -386,7 +386,7 @@ class _Check:
         try:
             self._on_parts(strategy, self._shards(strategy), trial, 1)
         except Parted as error:
-            raise RuntimeError(str(Finding.of_error(error, trial.step))) from error
+            raise RuntimeError(str(Finding.from_error(error, trial.step))) from error
         return explanation
 
     def _shards(self, strategy: GNNStrategy) -> list[Shard]:
@@ -418,7 +418,7 @@ class _Check:
             try:
                 found = run(trial, steps)
             except Parted as error:
-                finding = finding or Finding.of_error(error, trial.step)
+                finding = finding or Finding.from_error(error, trial.step)
                 continue
             whole = reference.whole if steps == 1 else reference.later
             here = self._differences(whole, found)
@@ -441,7 +441,7 @@ class _Check:
 
     def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group that has something to compare."""
-        events = compared(whole.ranks[0].events, [each.events for each in found.ranks])
+        events = compare_events(whole.ranks[0].events, [each.events for each in found.ranks])
         each: dict[str, list[float]] = {
             "outputs": [
                 *(size for _, size in events),

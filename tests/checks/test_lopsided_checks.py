@@ -56,7 +56,7 @@ def test_small_graphs_are_lopsided_and_have_every_class_on_both_sides(seed):
     labelled = graph.train_mask & (graph.y >= 0)
     assert tuple(torch.bincount(part).tolist()) == FORM.nodes
     assert tuple(torch.bincount(part[graph.edge_index[1]]).tolist()) == FORM.edges
-    assert tuple(int((labelled & (part == rank)).sum()) for rank in (0, 1)) == FORM.labelled
+    assert tuple(int((labelled & (part == rank)).sum()) for rank in (0, 1)) == FORM.num_labeled
     assert not (graph.edge_index[0] == graph.edge_index[1]).any() and small.holders.any()
     for rank in (0, 1):
         assert len(graph.y[labelled & (part == rank)].unique()) == CLASSES

@@ -222,14 +222,14 @@ def test_small_graphs_predict_what_large_ones_keep(model):
     steps = memory_advice(SCHEME).steps(module, cut.shard(0).batch)
     bind = partial(bind_module, DGCLStrategy().scheme, meter=Meter())
     rehearsed = rehearse(module, [cut.shard(rank) for rank in range(3)], bind, quiet_trainer("dgcl", 1))
-    for sizes, found in zip(Sizes.of_ranks(cut, module), rehearsed.footprints, strict=True):
+    for sizes, found in zip(Sizes.from_cut(cut, module), rehearsed.footprints, strict=True):
         expected = steps.footprint(sizes)
         assert saved_bytes(expected) == pytest.approx(saved_bytes(found), rel=0.05)
         assert expected.held_bytes == pytest.approx(found.held_bytes, rel=0.1)
         assert expected.peak().backward == pytest.approx(found.peak().backward, rel=0.1)
         # What is there in the backward is what is kept and two more; layers made again never take more.
         assert found.peak().backward > found.held_bytes + saved_bytes(found)
-        assert found.peak(recompute=True).most <= found.peak().most
+        assert found.peak(recompute=True).max_bytes <= found.peak().max_bytes
 
 
 def test_memory_is_that_of_the_way_a_device_goes(monkeypatch):
@@ -271,7 +271,7 @@ def test_memory_is_that_of_the_scheme(strategy, options, model):
     steps = memory_advice(scheme).steps(module, cut.shard(0).batch)
     shards = [cut.shard(rank) for rank in range(4)]
     rehearsed = rehearse(module, shards, partial(bind_module, scheme, meter=Meter()), quiet_trainer("dgcl", 1))
-    expected = max(steps.footprint(sizes).peak().backward for sizes in Sizes.of_ranks(cut, module))
+    expected = max(steps.footprint(sizes).peak().backward for sizes in Sizes.from_cut(cut, module))
     found = max(each.peak().backward for each in rehearsed.footprints)
     assert expected == pytest.approx(found, rel=0.05 if options == {"replication_factor": 1} else 0.35)
 
@@ -348,7 +348,7 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
     trainer.state.fn = TrainerFn.FITTING
     run = strategy._run_for_checks(module, trainer)
     size = Sizes(1000, 500, 500, 6000, 100, 6000)
-    peak = memory_advice(SCHEME).steps(module, whole_graph(graph).batch).footprint(size).peak().most
+    peak = memory_advice(SCHEME).steps(module, whole_graph(graph).batch).footprint(size).peak().max_bytes
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         warn_of_memory(run, whole_graph(graph), [size], peak)

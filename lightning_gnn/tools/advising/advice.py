@@ -146,7 +146,7 @@ class Advice:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of the rank and phase with the highest value; 0 for mini-batch schemes."""
-        return max((peak.most for peak in self.peaks), default=0)
+        return max((peak.max_bytes for peak in self.peaks), default=0)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns a dict of plain numbers and strings, for JSON."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.checks.footprint import Footprint, RankStep
-from lightning_gnn.checks.stand_ins import QuietTrainer, aside, copied, of_ranks, quiet
+from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, isolate, join_results, quiet
 from lightning_gnn.checks.trial import Bind
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
@@ -143,7 +143,7 @@ def rehearse(
     def on_rank(rank: int) -> Footprint:
         world = InProcessWorld(rank, recorder)
         prepared = nullcontext() if prepare is None else prepare(world)
-        model = quiet(copied(module).cpu(), QuietTrainer(trainer, "fit"))
+        model = quiet(copy_module(module).cpu(), QuietTrainer(trainer, "fit"))
         step = RankStep(model, shards[rank], world, bind)
         parameters = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=0.0)  # stands in for the module's optimizer: it takes about as long
@@ -161,11 +161,11 @@ def rehearse(
         step.release()
         return footprint
 
-    with aside(), keeping_freed_memory(), ExitStack() as stack:
+    with isolate(), keeping_freed_memory(), ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         ran = recorder.run(on_rank)
-    footprints = of_ranks(ran)
+    footprints = join_results(ran)
     return Rehearsal(tuple(_median(steps[1:]) for steps in recorder.steps), tuple(footprints))
 
 

@@ -99,7 +99,7 @@ class PlanCLI(GraphCLI):
             return [], str(error)
         row_bytes = cut.attributes["node"]["x"][:1].nbytes
         working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
-        footprints = [steps.footprint(each, working) for each in Sizes.of_ranks(cut, self.module, self.layout.replicas)]
+        footprints = [steps.footprint(each, working) for each in Sizes.from_cut(cut, self.module, self.layout.replicas)]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 
 

@@ -293,7 +293,7 @@ def memory_table(title: str, first: str, rows: Sequence[tuple[str, Peak, Peak]])
     """Returns a table with a row per name: the peak of each phase in MB, and the maximum with ``checkpoint_convs=True``."""
     table = text_table(first, *PHASES, "with recompute", title=title)
     for name, peak, recomputed in rows:
-        table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.most))
+        table.add_row(name, *(_megabytes(getattr(peak, phase)) for phase in PHASES), _megabytes(recomputed.max_bytes))
     table.caption = "Of tensors, in MB; python and libraries come on top (docs/memory.md)."
     return table
 
