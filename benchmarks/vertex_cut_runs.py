@@ -260,7 +260,7 @@ def train_in_process(
                 elif isinstance(cache, StaleCache):
                     cache.epoch = epoch
                 context.begin_step()
-                drawing = random.inside() if drawn_every == 1 else random.repeated(epoch // drawn_every)
+                drawing = random.inside() if drawn_every == 1 else random.seed_draws(epoch // drawn_every)
                 with drawing, world.transport.approximating(epoch + 1 < epochs):
                     out = model(batch.x, batch.edge_index)[mask]
                     loss = F.cross_entropy(out, batch.y[mask], reduction="sum") / sum(shard.mask_counts["train_mask"])

@@ -58,7 +58,7 @@ class GradientSum:
     callbacks may freeze and unfreeze layers.
 
     Only the gradients of the backward pass are summed. Earlier values of ``grad``, as in manual optimization with several
-    backward passes, are already summed. Inside :meth:`blocked`, gradients stay local. They are summed with the next backward pass
+    backward passes, are already summed. Inside :meth:`pause`, gradients stay local. They are summed with the next backward pass
     outside of it.
 
     Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) are called with the sum, which is the gradient
@@ -77,9 +77,9 @@ class GradientSum:
         self._world, self._parameters = world, parameters
         self._learning: list[Tensor] = []
         self._buckets: list[_Bucket] = []
-        self._aside: dict[Tensor, Tensor] = {}
-        self._held: list[tuple[Tensor, dict[int, _Hook], dict[int, _Hook]]] = []
-        self._blocked = self._local = self._working = False
+        self._summed_grads: dict[Tensor, Tensor] = {}
+        self._removed_hooks: list[tuple[Tensor, dict[int, _Hook], dict[int, _Hook]]] = []
+        self._is_paused = self._local = self._working = False
         self._next = 0
         self._own_hooks: dict[int, RemovableHandle] = {}
         self.seconds = self.collective_seconds = 0.0
@@ -95,7 +95,7 @@ class GradientSum:
         if self._world.size > 1:
             for bucket in self._buckets[:-1]:
                 for parameter in bucket.parameters:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._on_gradient(bucket))
                     self._own_hooks[hook.id] = hook
 
     def release(self) -> None:
@@ -108,18 +108,18 @@ class GradientSum:
         self._own_hooks = {}
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Context manager in which backward passes leave their gradients unsummed."""
-        self._blocked = True
+        self._is_paused = True
         try:
             yield
         finally:
-            self._blocked = False
+            self._is_paused = False
 
     def before(self) -> None:
         """Set aside gradients that are already summed; called before a backward pass.
 
-        Gradients of :meth:`blocked` backward passes stay, for the next sum.
+        Gradients of backward passes inside :meth:`pause` stay, for the next sum.
         """
         if self._world.size == 1:
             return
@@ -130,13 +130,13 @@ class GradientSum:
             bucket.ready = 0
             for parameter in bucket.parameters:
                 if parameter.grad is not None and not self._local:
-                    self._aside[parameter], parameter.grad = parameter.grad, None
+                    self._summed_grads[parameter], parameter.grad = parameter.grad, None
         self._working, self._next = self._sums, 0
 
     @property
     def _sums(self) -> bool:
         """True if the gradients of this backward pass are summed."""
-        return not self._blocked or bool(self._held)
+        return not self._is_paused or bool(self._removed_hooks)
 
     def _hold_hooks(self) -> None:
         """Remove the hooks of users from parameters: during the backward pass they would get the local gradient."""
@@ -145,15 +145,15 @@ class GradientSum:
                 {key: hooks.pop(key) for key in [*hooks] if key not in self._own_hooks} for hooks in _hooks_of(parameter)
             )
             if on_grad or on_parameter:
-                self._held.append((parameter, on_grad, on_parameter))
+                self._removed_hooks.append((parameter, on_grad, on_parameter))
 
     def _give_hooks_back(self) -> None:
-        for parameter, *theirs in self._held:
-            for hooks, held in zip(_hooks_of(parameter), theirs):
-                hooks.update(held)
-        self._held = []
+        for parameter, *theirs in self._removed_hooks:
+            for hooks, removed in zip(_hooks_of(parameter), theirs):
+                hooks.update(removed)
+        self._removed_hooks = []
 
-    def _arrived(self, bucket: _Bucket) -> None:
+    def _on_gradient(self, bucket: _Bucket) -> None:
         """Send the buckets that are complete, in order."""
         if not self._working:
             return
@@ -177,17 +177,17 @@ class GradientSum:
             return None
         began, collectives = time.perf_counter(), self._world.collectives_s
         total = self._sum(loss)
-        held = self._held
+        removed_hooks = self._removed_hooks
         self._give_hooks_back()
-        for parameter, on_grad, _ in held:
+        for parameter, on_grad, _ in removed_hooks:
             for hook in on_grad.values():
                 if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
                     parameter.grad = changed
         added = {parameter for parameter in self._learning if parameter.grad is not None}
-        for parameter, grad in self._aside.items():
+        for parameter, grad in self._summed_grads.items():
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        self._aside = {}
-        for parameter, _, on_parameter in held:
+        self._summed_grads = {}
+        for parameter, _, on_parameter in removed_hooks:
             for hook in on_parameter.values():
                 if parameter in added:
                     hook(parameter)
@@ -201,9 +201,9 @@ class GradientSum:
             self._send(bucket)
         flags = [float(parameter.grad is not None) for bucket in self._buckets for parameter in bucket.parameters]
         flags += [float(bucket.versions != _versions(bucket)) for bucket in early]
-        told = torch.tensor(flags)
+        flag_counts = torch.tensor(flags)
         on_device = last.parameters[0].device.type != "cpu"
-        wait_for_flags = self._world.start_all_reduce_(told, "Which gradients there are") if on_device else None
+        wait_for_flags = self._world.start_all_reduce_(flag_counts, "Which gradients there are") if on_device else None
         dtype = last.parameters[0].dtype
         fits = loss is not None and torch.promote_types(loss.dtype, dtype) == dtype
         self._send(last, [] if on_device else flags, loss if fits else None)
@@ -217,11 +217,11 @@ class GradientSum:
         elif loss is not None:
             total = self._world.all_reduce_(loss.clone(), "Loss")
         if wait_for_flags is None:
-            told = last.flat[len(last.flat) - len(flags) :]
+            flag_counts = last.flat[len(last.flat) - len(flags) :]
         else:
             wait_for_flags()
-        found = told.tolist()
-        used, again = iter(found), found[len(found) - len(early) :]
+        values = flag_counts.tolist()
+        used, again = iter(values), values[len(values) - len(early) :]
         for bucket, late in zip(early, again):
             if late:
                 self._send(bucket)
@@ -314,7 +314,7 @@ class SharedModel:
         for each in found if world.size > 1 else ():
             each.distribute(world, shard, self.learned_rows)
             self.learned_rows.append(each)
-        self._known, self._known_buffers = set(module.parameters()), {name for name, _ in module.named_buffers()}
+        self._known_parameters, self._known_buffers = set(module.parameters()), {name for name, _ in module.named_buffers()}
         self.gradients = GradientSum(world, lambda: (parameter for _, parameter in self._parameters()))
         self.replicas = Replicas(world, self._tensors)
 
@@ -330,7 +330,7 @@ class SharedModel:
         optimizers = [] if trainer is None else trainer.optimizers
         learned = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._module.named_parameters():
-            if parameter in self._known or parameter in learned:
+            if parameter in self._known_parameters or parameter in learned:
                 yield name, parameter
             elif parameter.grad is not None:
                 raise RuntimeError(

@@ -90,11 +90,11 @@ class GlobalLogs:
         # Suppresses Lightning's advice to set sync_dist=True: the values are already global.
         warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log\\(.*sync_dist=True.*")
         self._ignored = warnings.filters[0]
-        self._held: list[_Call] | None = None
+        self._pending_calls: list[_Call] | None = None
         self._sum: Tensor | None = None  # loss of the last step, if it is a sum over local rows
         self._warned: set[str] = set()
         self._patches = Patches()
-        self._patches.put(module, {"log": self._wrapped})
+        self._patches.put(module, {"log": self._record_call})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlobalLogs:
         return self  # copies of the module share the logs
@@ -111,7 +111,7 @@ class GlobalLogs:
         self._is_whole = False
         self.weights.enter(counts, stand_ins, sizes)
         self.metrics.enter()
-        self._held, self._sum = [], None
+        self._pending_calls, self._sum = [], None
 
     def leave(self, output: Any = None, loss_reduction: str = "mean") -> float:
         """End the step with its `output`: make the held values global and log them, in order.
@@ -124,24 +124,24 @@ class GlobalLogs:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not says and loss_reduction == "sum":
             self._sum = loss.detach()
-        held, self._held = self._held, None
-        self._flush(held or [])
+        pending_calls, self._pending_calls = self._pending_calls, None
+        self._flush(pending_calls or [])
         self.metrics.leave()
         weights.in_step = False
         return scale
 
     def enter_rows(self) -> None:
         """Begin a full-graph step; its calls are held until :meth:`leave_rows`."""
-        self._is_whole, self._held = True, []
+        self._is_whole, self._pending_calls = True, []
 
     def leave_rows(self) -> None:
         """End the step: compare the logged values of the ranks, and log them, in order."""
-        held, self._held = self._held, None
-        self._flush(held or [])
+        pending_calls, self._pending_calls = self._pending_calls, None
+        self._flush(pending_calls or [])
 
     def check_names(self) -> None:
         """Raises ValueError on all ranks if ranks log different names. :meth:`leave` detects this only if all ranks log."""
-        self._check_alike([call.name for call in self._held or []])
+        self._check_alike([call.name for call in self._pending_calls or []])
 
     def _check_alike(self, names: Sequence[str]) -> None:
         by_rank = self._world.all_gather_object(list(names))
@@ -152,16 +152,16 @@ class GlobalLogs:
                 "once. For a value of rank 0 only, set rank_zero_only=True."
             )
 
-    def _wrapped(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def _record_call(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(OPTIONS, args))  # positional arguments such as prog_bar
         call = _Call(name, value, options, getattr(self._module, HOOK))
         with local_rows():
             if self._world.size > 1:
                 self._prepare(call)
-            if self._held is None:
+            if self._pending_calls is None:
                 self._flush([call])
             else:
-                self._held.append(call)
+                self._pending_calls.append(call)
 
     def _prepare(self, call: _Call) -> None:
         name, options = call.name, call.options
@@ -176,10 +176,10 @@ class GlobalLogs:
         elif isinstance(call.value, Metric):
             on_step = options.get("on_step")
             if not self._is_whole and self.weights.in_step and (call.hook == "training_step" if on_step is None else on_step):
-                self.metrics.forward_of_all_ranks(call.value)
+                self.metrics.make_forward_global(call.value)
             call.forward = getattr(call.value, FORWARD)
         elif not options.get("rank_zero_only"):
-            call.value = self.metrics.of_all_ranks(call.value)
+            call.value = self.metrics.make_global(call.value)
         elif name not in self._warned:
             self._warned.add(name)
             rank_zero_warn(
@@ -202,9 +202,9 @@ class GlobalLogs:
     def _compare(self, calls: Sequence[_Call]) -> list[float]:
         """Compare the values of a full-graph step between ranks; unequal numbers, such as seconds, are averaged."""
         device = self._world.device
-        own = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
+        local = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
         names = [call.name for call in calls]
-        values = self._gather(torch.cat([own.view(1, -1), own.new_zeros(3, len(calls))]), names)[:, 0]
+        values = self._gather(torch.cat([local.view(1, -1), local.new_zeros(3, len(calls))]), names)[:, 0]
         differ = ~((values == values[0]) | (values.isnan() & values[0].isnan())).all(0)
         for call, differs, of_ranks in zip(calls, differ.tolist(), values.unbind(1)):
             if not differs:
@@ -246,8 +246,8 @@ class GlobalLogs:
     def _reduce(self, calls: Sequence[_Call]) -> list[float]:
         """Reduce the values over ranks; returns their weights."""
         names = [call.name for call in calls]
-        own = torch.stack([self._channels(call) for call in calls], 1)  # [4, calls]
-        values, sizes, are_all, are_sums = self._gather(own, names).unbind(1)  # [P, calls] each
+        channels = torch.stack([self._channels(call) for call in calls], 1)  # [4, calls]
+        values, sizes, are_all, are_sums = self._gather(channels, names).unbind(1)  # [P, calls] each
         counts = torch.tensor(self.weights.counts, dtype=torch.float64)
         real = counts > 0
         # A size that is equal on all ranks, such as batch_size=1, does not describe the rows of the values, unless all ranks have
@@ -294,18 +294,18 @@ class GlobalLogs:
         of_all = float(size in self.weights.sizes)
         return torch.stack([value, value.new_tensor(size), value.new_tensor(of_all), is_sum])
 
-    def _gather(self, own: Tensor, names: Sequence[str]) -> Tensor:
+    def _gather(self, channels: Tensor, names: Sequence[str]) -> Tensor:
         """Returns the values of all ranks, ``[P, 4, calls]``, on the CPU."""
         digest = float(zlib.crc32("\0".join(names).encode()))
-        header = own.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
-        first = torch.cat([header, own[:, :_FIRST], own.new_zeros(4, max(0, _FIRST - len(names)))], 1)
+        header = channels.new_tensor([len(names), digest, 0.0, 0.0]).view(4, 1)
+        first = torch.cat([header, channels[:, :_FIRST], channels.new_zeros(4, max(0, _FIRST - len(names)))], 1)
         operation = "Logged values"  # equal on all ranks, independent of the logged values
         found = self._world.to_host(self._world.all_gather(first, operation), operation)
         if bool((found[:, :2, 0] != found[0, :2, 0]).any()):
             self._check_alike(names)
         values = found[:, :, 1 : 1 + len(names)]
         if len(names) > _FIRST:
-            rest = self._world.to_host(self._world.all_gather(own[:, _FIRST:], operation), operation)
+            rest = self._world.to_host(self._world.all_gather(channels[:, _FIRST:], operation), operation)
             values = torch.cat([values, rest], 2)
         return values
 

@@ -84,12 +84,12 @@ def _check_default_device() -> None:
         )
 
 
-def _see_guess(kept: dict[str, Any], func: Any, args: Any) -> None:
+def _see_guess(attributes: dict[str, Any], func: Any, args: Any) -> None:
     """Count the calls in which torchmetrics treats scores as logits, because one is outside of [0, 1], and the other calls."""
     asks = func in (Tensor.ge, Tensor.lt) and sys._getframe(2).f_code is normalize_logits_if_needed.__code__
     if asks and args[0].numel():
         are_logits = ((args[0] < 0) | (args[0] > 1)).any()
-        kept["_guesses"] = kept["_guesses"] + torch.stack([are_logits, ~are_logits]).long()
+        attributes["_guesses"] = attributes["_guesses"] + torch.stack([are_logits, ~are_logits]).long()
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Forward:
     args: tuple[Any, ...]
     options: dict[str, Any]
     value: Any
-    of_all_ranks: bool
+    is_global: bool
 
 
 class StandInMetrics:
@@ -345,39 +345,39 @@ class StandInMetrics:
             _skip(metric)
             setattr(metric, FORWARD, value)
         else:
-            kept = vars(metric)
-            guesses = kept["_guesses"] if metric._update_count else 0
+            attributes = vars(metric)
+            guesses = attributes["_guesses"] if metric._update_count else 0
             value = forward(*args, **options)
-            kept["_guesses"] = kept["_guesses"] + guesses  # forward resets the metric, then adds the earlier state
-        of_all_ranks = all(each.dist_sync_on_step for each in _parts(metric))
-        self._last[id(metric)] = made = _Forward(metric, args, options, value, of_all_ranks)
+            attributes["_guesses"] = attributes["_guesses"] + guesses  # forward resets the metric, then adds the earlier state
+        is_global = all(each.dist_sync_on_step for each in _parts(metric))
+        self._last[id(metric)] = call = _Forward(metric, args, options, value, is_global)
         for number, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, Tensor):
-                self._forwards[id(leaf)] = leaf, made, number
+                self._forwards[id(leaf)] = leaf, call, number
         return value
 
-    def of_all_ranks(self, value: Any) -> Any:
+    def make_global(self, value: Any) -> Any:
         """Returns `value`; if a metric returned it in this step, the value over the rows of all ranks. Collective."""
         if id(value) not in self._forwards:
             return value
-        _, made, place = self._forwards[id(value)]
-        return tree_leaves(self._joined(made))[place]
+        _, call, place = self._forwards[id(value)]
+        return tree_leaves(self._global_value(call))[place]
 
-    def forward_of_all_ranks(self, metric: Metric) -> None:
+    def make_forward_global(self, metric: Metric) -> None:
         """Replace a metric's cached value on the batch by the value over the rows of all ranks. Collective."""
-        made = self._last.get(id(metric))
-        if made is not None and getattr(metric, FORWARD) is not None:
-            setattr(metric, FORWARD, self._joined(made))
+        call = self._last.get(id(metric))
+        if call is not None and getattr(metric, FORWARD) is not None:
+            setattr(metric, FORWARD, self._global_value(call))
 
-    def _joined(self, made: _Forward) -> Any:
+    def _global_value(self, call: _Forward) -> Any:
         """Returns the result of a call whose states are reduced over ranks in the call, as in later calls."""
-        if not made.of_all_ranks:
-            parts = _parts(made.metric)
+        if not call.is_global:
+            parts = _parts(call.metric)
             for each in parts:
                 self._patches.put(each, {"dist_sync_on_step": True})
             with begun_anew(parts):
-                made.value, made.of_all_ranks = made.metric(*made.args, **made.options), True
-        return made.value
+                call.value, call.is_global = call.metric(*call.args, **call.options), True
+        return call.value
 
     def _compute(self, rows: GraphRows, compute: Callable[..., Any], metric: Metric, *args: Any, **options: Any) -> Any:
         """Returns the value of a metric, whose states may have one row per local node."""
@@ -484,11 +484,11 @@ def states_of_ranks(metric: Metric, world: World) -> list[dict[str, Any]]:
         forms = world.all_gather_object(form)
         sizes = [sum(_num_bytes(each) for each in chain(*of.values())) for of in forms]
         pieces = world.all_gather_rows(packed, sizes).split(sizes)
-    found = [_unpacked(piece, form_of, metric) for piece, form_of in zip(pieces, forms)]
+    found = [_unpack_states(piece, form_of, metric) for piece, form_of in zip(pieces, forms)]
     return [states for states, nothing in zip(found, new.tolist()) if not nothing] or found
 
 
-def _unpacked(packed: Tensor, form: dict[str, list[_Form]], metric: Metric) -> dict[str, Any]:
+def _unpack_states(packed: Tensor, form: dict[str, list[_Form]], metric: Metric) -> dict[str, Any]:
     """Returns states from their bytes."""
     raw = iter(packed.split([_num_bytes(each) for each in chain(*form.values())]))
     states: dict[str, Any] = {}

@@ -45,9 +45,9 @@ class PredictedRows:
             NotExactError: the placement of a tensor is unknown.
             ValueError: on all ranks: ranks returned different structures.
         """
-        found, spec = tree_flatten_with_path(output, is_leaf=lambda each: id(each) in self._rows.exports)
-        own = [f"{keystr(path) or 'it'} {type(leaf).__name__}" for path, leaf in found]
-        by_rank = self._world.all_gather_object(own)
+        found, spec = tree_flatten_with_path(output, is_leaf=lambda leaf: id(leaf) in self._rows.exports)
+        structure = [f"{keystr(path) or 'it'} {type(leaf).__name__}" for path, leaf in found]
+        by_rank = self._world.all_gather_object(structure)
         if any(each != by_rank[0] for each in by_rank):
             shown = "; ".join(", ".join(each) or "nothing" for each in by_rank)
             raise ValueError(f"predict_step returned different structures ({shown}). Return the same tensors on all ranks.")
@@ -88,7 +88,7 @@ def in_files(world: World, folder: Path, output: Any, places: Tensor, total: int
     return tree_unflatten([write_rows(world, file, leaf, places, total) for file, (_, leaf) in zip(files, found)], spec)
 
 
-def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int) -> Tensor:
+def write_rows(world: World, file: Path, rows: Tensor, places: Tensor, total: int) -> Tensor:
     """Write the rows of all ranks to one ``.npy`` file; returns all rows, memory-mapped, on every rank.
 
     Each rank writes its rows. The file is renamed when it is complete, and replaces an existing file. Rows of bfloat16 are
@@ -97,14 +97,14 @@ def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int
     Args:
         world: all ranks.
         file: path of the file.
-        own: rows of this rank, ``[n, ...]``.
+        rows: rows of this rank, ``[n, ...]``.
         places: positions of these rows in the file, ``[n]``.
         total: number of rows of all ranks.
 
     Raises:
         OSError: on all ranks: the file cannot be written, the disk is full, or another machine does not see the file.
     """
-    array = (own.float() if own.dtype == torch.bfloat16 else own).cpu().numpy()
+    array = (rows.float() if rows.dtype == torch.bfloat16 else rows).cpu().numpy()
     part = Path(world.broadcast_object(str(file.with_suffix(f".{uuid.uuid4().hex}.part"))))
 
     def all_of(does: Callable[[], None]) -> None:
@@ -132,9 +132,9 @@ def write_rows(world: World, file: Path, own: Tensor, places: Tensor, total: int
 
     def write() -> None:
         if total:
-            rows = np.lib.format.open_memmap(part, "r+")
-            rows[places.numpy()] = array
-            rows.flush()
+            target = np.lib.format.open_memmap(part, "r+")
+            target[places.numpy()] = array
+            target.flush()
 
     def name() -> None:
         if world.rank == 0:

@@ -27,7 +27,7 @@ class RandomStreams:
     def __init__(self, world: World) -> None:
         self._device, self._rank = world.device, world.rank
         self._inside = False
-        self._other: list[Tensor] | None = None
+        self._inactive_states: list[Tensor] | None = None
         self.seed = torch.initial_seed()
         if world.size == 1:
             return
@@ -39,7 +39,7 @@ class RandomStreams:
         digest = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in common), digest_size=7)
         self.seed = int.from_bytes(digest.digest(), "little") + world.rank
         torch.manual_seed(self.seed)
-        self._other = random_states(world.device)
+        self._inactive_states = random_states(world.device)
         set_random_states(world.device, common)
 
     @contextmanager
@@ -53,38 +53,38 @@ class RandomStreams:
             self._change(before)
 
     @contextmanager
-    def repeated(self, number: int) -> Iterator[None]:
+    def seed_draws(self, number: int) -> Iterator[None]:
         """Context manager like :meth:`inside` whose draws depend only on the seed and `number`; both streams are restored."""
         with self.inside():
-            before, other = random_states(self._device), self._other
-            if other is not None:
+            before, inactive = random_states(self._device), self._inactive_states
+            if inactive is not None:
                 self._seed_from(self.seed - self._rank, number, 1)
-                self._other = random_states(self._device)
+                self._inactive_states = random_states(self._device)
             self._seed_from(self.seed, number)
             try:
                 yield
             finally:
                 set_random_states(self._device, before)
-                self._other = other
+                self._inactive_states = inactive
 
     @staticmethod
     def _seed_from(*numbers: int) -> None:
         torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
 
     def _change(self, inside: bool) -> None:
-        if inside != self._inside and self._other is not None:
+        if inside != self._inside and self._inactive_states is not None:
             self._inside, state = inside, random_states(self._device)
-            set_random_states(self._device, self._other)
-            self._other = state
+            set_random_states(self._device, self._inactive_states)
+            self._inactive_states = state
 
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the shared stream and the rank's own, see :func:`~lightning_gnn.devices.random_states`."""
         now = random_states(self._device)
-        other = now if self._other is None else self._other
-        return (other, now) if self._inside else (now, other)
+        inactive = now if self._inactive_states is None else self._inactive_states
+        return (inactive, now) if self._inside else (now, inactive)
 
-    def load(self, common: list[Tensor], own: list[Tensor]) -> None:
+    def load(self, common: list[Tensor], rank_states: list[Tensor]) -> None:
         """Restore streams from :meth:`state`; called outside of steps."""
         set_random_states(self._device, common)
-        if self._other is not None:
-            self._other = own
+        if self._inactive_states is not None:
+            self._inactive_states = rank_states

@@ -102,17 +102,17 @@ class StepValues:
             raise ValueError("training_step returned None. To skip a step, return a loss times 0 on all ranks.")
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
 
-    def check_loss(self, own: Tensor, mean: Tensor | None) -> None:
+    def check_loss(self, loss: Tensor, mean: Tensor | None) -> None:
         """Raises :class:`NotExactError` on ranks whose loss of the whole graph differs from the `mean` over ranks.
 
         Not checked on devices, where the host would have to wait.
         """
-        if not self._is_whole or mean is None or own.device.type != "cpu" or own.numel() != 1:
+        if not self._is_whole or mean is None or loss.device.type != "cpu" or loss.numel() != 1:
             return
-        rtol = 1e-4 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
-        if not torch.allclose(own.double(), mean.double().reshape(own.shape), rtol=rtol, atol=1e-12, equal_nan=True):
+        rtol = 1e-4 if loss.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        if not torch.allclose(loss.double(), mean.double().reshape(loss.shape), rtol=rtol, atol=1e-12, equal_nan=True):
             raise NotExactError(
-                f"The loss must be equal on all ranks, got {own.item():.6g} on this rank and a mean of {mean.item():.6g}. "
+                f"The loss must be equal on all ranks, got {loss.item():.6g} on this rank and a mean of {mean.item():.6g}. "
                 "Compute it from values that are equal on all ranks: not from self.global_rank, the time, or rows inside "
                 "lightning_gnn.local_rows()."
             )

@@ -157,9 +157,9 @@ class _Gather(torch.autograd.Function):
     """Autograd function that gathers the rows of all ranks; its transpose sums the gradients of a row over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, world: World, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, world: World, counts: Sequence[int]) -> Tensor:
         ctx.world, ctx.counts = world, counts
-        return world.all_gather_rows(own.detach().contiguous(), counts)
+        return world.all_gather_rows(rows.detach().contiguous(), counts)
 
     @staticmethod
     @once_differentiable

@@ -410,7 +410,7 @@ class GNNStrategy(RankStrategy):
     @override
     def block_backward_sync(self) -> Generator:
         """Context manager that skips gradient sums: accumulated gradients are summed once, in the last backward pass."""
-        with self.steps.shared.gradients.blocked():
+        with self.steps.shared.gradients.pause():
             yield None
 
     @override

@@ -161,7 +161,7 @@ class Steps:
         self.loss = None
         draws = self.random.inside()
         if self._redraws_every > 1:
-            draws = self.random.repeated(self._trainer.current_epoch // self._redraws_every)
+            draws = self.random.seed_draws(self._trainer.current_epoch // self._redraws_every)
         of_step = self.values.step(batch, "train_mask", whole=not self._on_batches)
         with self._computing("training"), draws, self._approximating(), of_step:
             output = step(batch, *args, **kwargs)

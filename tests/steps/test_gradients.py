@@ -90,7 +90,7 @@ def summed_in(world: World, case: str) -> tuple[int, list[int]]:
         for other in range(world.size):
             backward(expected, other, case)
         check("summed")
-    with total.blocked():
+    with total.pause():
         total.before()
         backward(layers, world.rank, case)
         total.after()
