@@ -63,7 +63,7 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
             report = check_parity(module, data, [strategy], devices=size)
             assert report.ok, f"{name} on {size} ranks:\n{report}"
             done.append(f"{name} on {size} ranks")
-        part, holders, _ = data.assigned(graph, layout)
+        part, holders, _ = data.assign(graph, layout)
         shards, meeting = split_graph(graph, np.asarray(part), layout, holders), Meeting(size)
         for found in meeting.run(partial(_check_exchange, strategy, shards, meeting)):
             if isinstance(found, BaseException):

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Graph, Shard, split_graph, whole_graph
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, OF_BATCHES, GraphData, class_labels, is_labelled, kinds_of, left_out_of
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, OF_BATCHES, GraphData, class_labels, is_labeled, kinds_of, left_out_of
 from lightning_gnn.partition.layout import LayoutSpec
 
 
@@ -131,7 +131,7 @@ def predicted_nodes(
     counted = torch.zeros_like(nodes[MASKS[0]])
     for mask in set(masks) & set(MASKS):
         y = nodes.get("y")
-        counted |= nodes[mask] if y is None else nodes[mask] & is_labelled(y)
+        counted |= nodes[mask] if y is None else nodes[mask] & is_labeled(y)
     found, order = some_nodes(nodes, counted, form.nodes, form.num_labeled, g)
     classes = class_labels(found["y"]) if "y" in found else None
     if classes is not None and len(classes) == len(order):

@@ -42,9 +42,9 @@ class Copies:
             copied.record(self._stream)
         return batch, copied
 
-    def arrived(self, sent: Sent) -> Graph:
+    def receive(self, message: Sent) -> Graph:
         """Returns the batch on the device; the device's stream waits for the copy, the host does not."""
-        batch, copied = sent
+        batch, copied = message
         if copied is None:
             return batch.to(self._device)
         stream = functions_of(self._device).current_stream(self._device)
@@ -63,30 +63,30 @@ class Background:
     """
 
     def __init__(self, name: str, stops: bool = True) -> None:
-        self._begun = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
+        self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
         self._stops = stops
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, make: Callable[[], T]) -> Future[T]:
         """Submit a function; returns at once, with the future of its result or exception."""
-        made = Future[T]()
-        self._begun.put((make, made))
-        return made
+        future = Future[T]()
+        self._queue.put((make, future))
+        return future
 
     def _run(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            make, made = begun
+        while (task := self._queue.get()) is not None:
+            make, future = task
             try:
-                made.set_result(make())
+                future.set_result(make())
             except BaseException as error:
-                made.set_exception(error)
+                future.set_exception(error)
                 if self._stops:
                     return
 
     def end(self) -> None:
         """End the thread after all submitted functions."""
-        self._begun.put(None)
+        self._queue.put(None)
 
     def join(self, seconds: float | None = None) -> None:
         """Wait for the end of the thread, at most `seconds`."""

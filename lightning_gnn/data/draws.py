@@ -11,13 +11,13 @@ from torch import Tensor
 _BITS = (1 << 64) - 1
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     number &= _BITS
     return number - (1 << 64) if number >> 63 else number
 
 
 _STEP = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+_ROUNDS = ((30, _to_signed(0xBF58476D1CE4E5B9)), (27, _to_signed(0x94D049BB133111EB)), (31, 1))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int | Tensor
     """
     x = keys.view(-1, 1)
     for seed in seeds:
-        x = _mix(x + _signed((seed + 1) * _STEP))
-    x = _mix(_mix(x) + torch.arange(1, count + 1, device=keys.device) * _signed(_STEP))
+        x = _mix(x + _to_signed((seed + 1) * _STEP))
+    x = _mix(_mix(x) + torch.arange(1, count + 1, device=keys.device) * _to_signed(_STEP))
     drawn = ((x >> 1) & (_BITS >> 1)) % (num_nodes - 1)
     return drawn + (drawn >= nodes.view(-1, 1)).long()
 

@@ -86,7 +86,7 @@ class LazyIds(Tensor):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
             if name == VERSION and not first.were_read:
                 return 0
-            moved = first._moved(func, args[1:], kwargs)
+            moved = first._move(func, args[1:], kwargs)
             if moved is not None:
                 return moved
             # Like for any tensor, the result of an in-place or no-op method is the object itself: layers compare edges by
@@ -99,7 +99,7 @@ class LazyIds(Tensor):
         args, kwargs = tree_map_only(LazyIds, LazyIds.read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LazyIds | None:
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LazyIds | None:
         """Returns the ids on another device or contiguous, or the object itself; None for other operations."""
         if func is Tensor.to:
             try:

@@ -49,7 +49,7 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
     Raises:
         ValueError: the path cannot be imported, the callable raises, or the result is not a single PyG graph.
     """
-    name = described(source)
+    name = source_name(source)
     if isinstance(source, str):
         module, _, function = source.rpartition(".")
         try:
@@ -131,7 +131,7 @@ def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Graph:
     return graph_by_type(groups, ends)
 
 
-def described(source: Source) -> str:
+def source_name(source: Source) -> str:
     if isinstance(source, str):
         return source
     return getattr(source, "__qualname__", None) or type(source).__name__
@@ -164,33 +164,33 @@ class Versions:
     def __init__(self, data: Graph | None = None) -> None:
         stores = [] if data is None else data.stores
         tensors = [(name, value) for store in stores for name, value in store.items() if isinstance(value, Tensor)]
-        self._seen = [(name, ref(value), version_counter(value)) for name, value in tensors if not value.is_inference()]
+        self._counters = [(name, ref(value), version_counter(value)) for name, value in tensors if not value.is_inference()]
 
     def renew(self) -> None:
         """Reset the counters to the current versions."""
-        self._seen = [(name, ref(tensor), version_counter(tensor)) for name, tensor, _ in self._living()]
+        self._counters = [(name, ref(tensor), version_counter(tensor)) for name, tensor, _ in self._living()]
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Returns the names of tensors that have changed in place since the last reset."""
         return [*dict.fromkeys(name for name, tensor, version in self._living() if version_counter(tensor) != version)]
 
-    def named(self) -> dict[int, str]:
+    def names_by_id(self) -> dict[int, str]:
         """Returns the names of tensors by :func:`id`."""
         return {id(tensor): name for name, tensor, _ in self._living()}
 
     def _living(self) -> Iterator[tuple[str, Tensor, int]]:
-        for name, weak, version in self._seen:
+        for name, weak, version in self._counters:
             tensor = weak()
             if tensor is not None:
                 yield name, tensor, version
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_seen": []}
+        return {"_counters": []}
 
 
-def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: str) -> None:
-    """Raises ValueError if two :func:`graph_digests` differ; `where` describes the found graph."""
-    differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
+def check_same_graph(digests: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
+    """Raises ValueError if two :func:`graph_digests` differ; `where` describes the graph of `digests`."""
+    differing = sorted(name for name in {*digests, *expected} if digests.get(name) != expected.get(name))
     if differing:
         raise ValueError(
             f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the graph that this run "
@@ -201,7 +201,7 @@ def check_same_graph(found: Mapping[str, str], known: Mapping[str, str], where: 
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[Callable[[], bool]]:
+def seed_rngs(seed: int) -> Iterator[Callable[[], bool]]:
     """Context manager that seeds the global random streams of Python, numpy and torch, and restores their states.
 
     Yields a function that returns whether random numbers have been drawn from them.
@@ -221,7 +221,7 @@ def seeded(seed: int) -> Iterator[Callable[[], bool]]:
 
 Assigned: TypeAlias = tuple[np.ndarray, np.ndarray | None, dict[str, Any]]
 """Owners of nodes, ranks of the edges of a vertex cut, and a report, see
-:meth:`~lightning_gnn.datamodules.graph.GraphDataModule.assigned`.
+:meth:`~lightning_gnn.datamodules.graph.GraphDataModule.assign`.
 """
 
 Assign: TypeAlias = Callable[..., Assigned]

@@ -24,12 +24,12 @@ from lightning_gnn.data.sources import (
     MASKS,
     GraphData,
     Kind,
-    is_labelled,
+    count_labeled,
+    full_graph_left_out,
+    is_labeled,
     kinds_of,
     left_out_of,
     num_classes,
-    num_labelled,
-    of_full_graph,
 )
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Replicas, Types
 from lightning_gnn.partition.shard import (
@@ -47,7 +47,7 @@ from lightning_gnn.private_torch import version_counter
 from lightning_gnn.registry import feature
 
 if TYPE_CHECKING:
-    from lightning_gnn.partition.replicas import Held as Replicated
+    from lightning_gnn.partition.replicas import ReplicatedRows
 
 Graph: TypeAlias = Data | HeteroData
 
@@ -74,7 +74,7 @@ class Orders:
         return found.astype(id_dtype(len(found)))
 
     @classmethod
-    def of_one_type(cls, relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
+    def homogeneous(cls, relabelling: Relabelling, num_edges: list[int], e_id: Ids) -> Orders:
         """Returns the order of a homogeneous graph; `num_edges` is the number of edges of each rank."""
         types = Types.none(np.diff(relabelling.offsets), np.array(num_edges))
         return cls(types, {ONE_TYPE[0]: relabelling.n_id, ONE_TYPE: e_id})
@@ -131,10 +131,10 @@ class JoinedGraph:
     def masks_of(self, predicted: Predicted) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Returns the masks with labeled nodes, bool ``[N]``, and the masks with edges, ``[E]``, over all types."""
         nodes, edges, y = predicted.nodes, predicted.edges, predicted.nodes.get("y")
-        of_nodes = {name: nodes[name] if y is None else nodes[name] & is_labelled(y) for name in MASKS}
+        of_nodes = {name: nodes[name] if y is None else nodes[name] & is_labeled(y) for name in MASKS}
         of_edges = {name: edges[name] for name in EDGE_MASKS if name in edges}
         return (
-            {name: self._among_all(of, predicted.node_type) for name, of in of_nodes.items() if num_labelled(y, nodes[name])},
+            {name: self._among_all(of, predicted.node_type) for name, of in of_nodes.items() if count_labeled(y, nodes[name])},
             {name: self._among_all(of, predicted.edge_type) for name, of in of_edges.items() if of.any()},
         )
 
@@ -168,7 +168,7 @@ class JoinedGraph:
         """
         nodes, edges, by_type = relabelling.n_id, np.concatenate(edge_ids), dict[NodeType | EdgeType, Ids]()
         if self.node_kinds is None or self.edge_kinds is None:
-            return Orders.of_one_type(relabelling, list(map(len, edge_ids)), edges)
+            return Orders.homogeneous(relabelling, list(map(len, edge_ids)), edges)
         for firsts, kinds, order in ((self.node_firsts, self.node_kinds, nodes), (self.edge_firsts, self.edge_kinds, edges)):
             for number, (name, first) in enumerate((firsts or {}).items()):
                 by_type[name] = order[kinds[order] == number] - first
@@ -206,17 +206,17 @@ def predicted_edges(of: Mapping[EdgeType, Container[str]]) -> EdgeType | None:
     return None
 
 
-def input_type_of(data: HeteroData, given: NodeType | None) -> NodeType:
+def input_type_of(data: HeteroData, requested: NodeType | None) -> NodeType:
     """Returns the node type whose nodes are predicted.
 
-    It is the given type, else the only type with a train_mask, else the targets of predicted edges, else the only type with
+    It is the requested type, else the only type with a train_mask, else the targets of predicted edges, else the only type with
     labels.
     """
     types, edges = data.node_types, predicted_edges(edge_stores(data))
-    if given is not None:
-        if given not in types:
-            raise ValueError(f"input_type={given!r}, but the graph's node types are {types}.")
-        return given
+    if requested is not None:
+        if requested not in types:
+            raise ValueError(f"input_type={requested!r}, but the graph's node types are {types}.")
+        return requested
     for name in ("train_mask", "y"):
         having = [kind for kind in types if name in data[kind]]
         if name == "y" and edges is not None:
@@ -262,7 +262,7 @@ class Predicted:
         return cls(data[node_type], {} if edge_type is None else data[edge_type], node_type, edge_type, True)
 
 
-class Held(NamedTuple):
+class BatchRows(NamedTuple):
     """Nodes or edges of a batch: of all types, or of one type.
 
     Attributes:
@@ -371,7 +371,7 @@ class Shard(CutInfo):
         """Returns the relabeled id of each target row of `rank`."""
         return np.arange(*self.target_offsets[rank : rank + 2])
 
-    def predicted(self, batch: Graph) -> Any:
+    def masks_and_labels(self, batch: Graph) -> Any:
         """Returns the store of masks and labels of a batch: the batch itself, or its input type."""
         return batch
 
@@ -379,15 +379,15 @@ class Shard(CutInfo):
         """Returns the stores of node and edge attributes of a batch, by type; a common store is under None."""
         return {None: batch} if isinstance(batch, Data) else {}
 
-    def nodes_held(self) -> dict[Any, Held]:
+    def nodes_held(self) -> dict[Any, BatchRows]:
         """Returns the nodes in the batch, by type; under None for a homogeneous graph."""
         batch, copied = self.batch, self.rows != self.counts
-        return {None: Held("nodes", batch.n_id, self.n_id, self.counts, self.rows[self.rank], copied)}
+        return {None: BatchRows("nodes", batch.n_id, self.n_id, self.counts, self.rows[self.rank], copied)}
 
-    def edges_held(self) -> dict[Any, Held]:
+    def edges_held(self) -> dict[Any, BatchRows]:
         """Returns the edges in the batch, by type; under None for a homogeneous graph."""
         batch, copied = self.batch, self.edges != self.edge_counts
-        return {None: Held("edges", batch.e_id, self.e_id, self.edge_counts, self.edges[self.rank], copied)}
+        return {None: BatchRows("edges", batch.e_id, self.e_id, self.edge_counts, self.edges[self.rank], copied)}
 
     def versions(self) -> dict[str, int]:
         """Returns the version counter of each tensor of the batch, by name; empty for heterogeneous graphs: steps get samples."""
@@ -437,9 +437,9 @@ class Cut(CutInfo):
 
     def edge_index(self) -> Ids:
         """Returns all edges in relabeled ids and order, int64 ``[2, E]``."""
-        return np.concatenate([self.relabelled_edges(rank) for rank in range(len(self.halos))], 1)
+        return np.concatenate([self.relabeled_edges(rank) for rank in range(len(self.halos))], 1)
 
-    def relabelled_edges(self, rank: int) -> Ids:
+    def relabeled_edges(self, rank: int) -> Ids:
         """Returns the edges of a rank in relabeled ids, int64 ``[2, E_r]``."""
         owned = np.arange(*self.offsets[rank : rank + 2])
         return np.concatenate([owned, self.halos[rank]])[self.edge_index_of(rank)]
@@ -473,7 +473,7 @@ class Cut(CutInfo):
                     into.num_nodes = len(ids)
                 continue
             places = enumerate(zip(types.begins(kind), types.edges[kind]))
-            rows = np.concatenate([self.relabelled_edges(rank)[:, low : low + size] for rank, (low, size) in places], 1)
+            rows = np.concatenate([self.relabeled_edges(rank)[:, low : low + size] for rank, (low, size) in places], 1)
             ends = [self.ids_of(end)[types.ids(of)] for end, of in zip((kind[0], kind[2]), rows)]
             into.edge_index = torch.empty((2, len(ids)), dtype=torch.long).index_copy_(1, ids, torch.stack(ends))
         for name, value in (*self.attributes.get("graph", {}).items(), *self.scalars.items()):
@@ -496,7 +496,7 @@ class Cut(CutInfo):
             offsets, halos, edges = held.offsets, held.halos, held.num_edges
         return list(zip(np.diff(offsets).tolist(), map(len, halos), edges.tolist()))
 
-    def _hold(self, replicas: Replicas, edge_index: Ids) -> Replicated:
+    def _hold(self, replicas: Replicas, edge_index: Ids) -> ReplicatedRows:
         from lightning_gnn.partition.replicas import hold  # few runs need it
 
         return hold(edge_index, self.offsets, replicas)
@@ -516,7 +516,7 @@ class Cut(CutInfo):
             edge_index, chosen = held.edges_of(rank, everything)
             nodes, edges = torch.from_numpy(held.rows[rank]), torch.from_numpy(chosen)
             halos, offsets, num_edges = held.halos, held.offsets, held.num_edges
-        batch = GraphData(self.kinds, of_full_graph(self.left_out))
+        batch = GraphData(self.kinds, full_graph_left_out(self.left_out))
         if edge_index is not None:
             batch.edge_index = lazy_ids(torch.from_numpy(edge_index), "edge_index")
         rows = {"node": nodes, "edge": edges, "graph": slice(None)}
@@ -613,7 +613,7 @@ def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
     """Returns the whole graph as the only rank's shard, the reference for all schemes."""
     if isinstance(data, HeteroData):
         return feature("whole_graph_with_types")(data, input_type)
-    batch = GraphData(kinds_of(data), of_full_graph(left_out_of(data)), **data.to_dict())
+    batch = GraphData(kinds_of(data), full_graph_left_out(left_out_of(data)), **data.to_dict())
     batch.num_owned = data.x.size(0)
     batch.n_id, batch.e_id = torch.arange(batch.num_owned), torch.arange(data.edge_index.size(1))
     types = Types.none(np.array([len(batch.n_id)]), np.array([len(batch.e_id)]))
@@ -649,7 +649,7 @@ def mask_counts(predicted: Predicted, orders: Orders) -> dict[str, tuple[int, ..
 
     nodes, edges, edge_type = predicted.nodes, predicted.edges, predicted.edge_type
     y, rows = nodes.get("y"), parts(predicted.node_type)
-    found = {name: tuple(num_labelled(None if y is None else y[ids], nodes[name][ids]) for ids in rows) for name in MASKS}
+    found = {name: tuple(count_labeled(None if y is None else y[ids], nodes[name][ids]) for ids in rows) for name in MASKS}
     masks = [name for name in EDGE_MASKS if name in edges]
     if edge_type is not None and masks:
         ids_of_parts = parts(edge_type)

@@ -74,7 +74,7 @@ def left_out_of(data: Data) -> dict[str, str]:
     return dict(data.__dict__.get("_left_out", {}))
 
 
-def of_full_graph(left_out: Mapping[str, str]) -> dict[str, str]:
+def full_graph_left_out(left_out: Mapping[str, str]) -> dict[str, str]:
     """Returns the attributes that a full-graph batch lacks, with reasons: also the number of seed nodes."""
     return {**left_out, "batch_size": _NO_SEEDS}
 
@@ -177,18 +177,18 @@ def _ids_left_out(name: str, value: Tensor) -> str:
     return f"{holds}. Make a mask of them, one entry per node: data.{stem}_mask[data.{name}] = True; or {fetched}"
 
 
-def looks_like_ids(name: str, value: Tensor, most: int) -> bool:
+def looks_like_ids(name: str, value: Tensor, limit: int) -> bool:
     """Returns whether a graph-level tensor may contain ids: integers in the range of ids."""
     if value.numel() < 2 or value.is_floating_point() or value.is_complex() or value.dtype in (torch.bool, torch.uint8):
         return False
     if re.search(r"(^|_)[ne]_id$", name):
         return False
     low, high = value.aminmax()
-    return int(low) >= 0 and int(high) < most
+    return int(low) >= 0 and int(high) < limit
 
 
 def kept_attributes(
-    given: Mapping[str, Any], num_nodes: int, num_edges: int, data: object
+    attributes: Mapping[str, Any], num_nodes: int, num_edges: int, data: object
 ) -> tuple[dict[str, Any], dict[str, Kind], dict[str, str]]:
     """Returns the kept attributes of a graph on the CPU, the kinds of its tensors, and reasons for the other attributes.
 
@@ -196,11 +196,11 @@ def kept_attributes(
     belong to nodes or edges.
     """
     kept: dict[str, Any] = {}
-    told = data.__dict__.get("_kinds", {})
-    kinds: dict[str, Kind] = dict(told) if isinstance(data, GraphData) else {}
+    known_kinds = data.__dict__.get("_kinds", {})
+    kinds: dict[str, Kind] = dict(known_kinds) if isinstance(data, GraphData) else {}
     left_out: dict[str, str] = {}
     warnings, ambiguous = [], []
-    for name, value in given.items():
+    for name, value in attributes.items():
         if name in OF_BATCHES and isinstance(value, Tensor):
             warnings.append(f"{name} is reserved for the ids that batches set: rename the attribute to keep it")
             continue
@@ -222,8 +222,8 @@ def kept_attributes(
                 f"{name} {list(value.shape)} does not have one row per node or edge, so every rank has all of it. If it holds "
                 "ids of nodes or edges, these are ids in the whole graph, not rows of a batch (docs/models.md)"
             )
-        elif num_nodes == num_edges and kind != "graph" and name in told:
-            kinds[name] = told[name]
+        elif num_nodes == num_edges and kind != "graph" and name in known_kinds:
+            kinds[name] = known_kinds[name]
         elif num_nodes == num_edges and kind == "node" and not _OF_NODES.fullmatch(name):
             ambiguous.append(name)
     check_kinds(ambiguous, num_nodes)
@@ -234,16 +234,16 @@ def kept_attributes(
     return kept, kinds, left_out
 
 
-def rows_of_type(given: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
+def rows_of_type(attributes: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
     """Returns the tensors with one row per node or edge of a type, on the CPU; warns about other attributes.
 
     Args:
-        given: attributes of the type.
+        attributes: attributes of the type, by name.
         num_nodes, num_edges: number of nodes or edges of the type; None for the other kind.
         of: description of the type.
     """
     kept, left_out = {}, {}
-    for name, value in given.items():
+    for name, value in attributes.items():
         if value is None or name == "num_nodes" or (name in OF_BATCHES and isinstance(value, Tensor)):
             continue
         reason = why_left_out(name, value, num_nodes, num_edges)
@@ -320,28 +320,28 @@ def mask_of_ids(ids: Any, num_nodes: int) -> Tensor | None:
     return mask if int(mask.sum()) == len(found) else None
 
 
-def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def with_masks_of_ids(attributes: Mapping[str, Any], num_nodes: int, needed: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the attributes of a graph with masks, bool ``[N]``, in place of index splits, and reasons for the removal.
 
     ``train_idx`` and similar attributes, or a dict of them, replace missing masks; ``train_y`` replaces a missing y.
 
     Args:
-        given: attributes.
+        attributes: of a graph or a type, by name.
         num_nodes: number of nodes of the graph or the type.
         needed: whether an unreadable split is an error if there are no masks.
     """
-    rest = dict(given)
+    rest = dict(attributes)
     left_out: dict[str, str] = {}
     for name in ("valid_mask", "validation_mask"):
         if name in rest and "val_mask" not in rest:
             rest["val_mask"] = rest.pop(name)
             left_out[name] = "it is batch.val_mask"
-    labelled = "y" in given or any(split_labels(name) for name in given)
+    labeled = "y" in attributes or any(split_labels(name) for name in attributes)
     masks: dict[str, Tensor] = {}
     lists: dict[str, Tensor] = {}
-    for name, value in given.items():
+    for name, value in attributes.items():
         parts = split_ids(name, value)
-        found = {part: mask_of_ids(ids, num_nodes) if labelled else None for part, ids in parts.items()}
+        found = {part: mask_of_ids(ids, num_nodes) if labeled else None for part, ids in parts.items()}
         if not parts:
             continue
         del rest[name]
@@ -350,7 +350,7 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
                 f"it is named as a part of a split, but it is not a list of distinct ids of some of the {num_nodes} nodes of a "
                 "graph with labels y. Set masks: data.train_mask, data.val_mask and data.test_mask (bool, one entry per node)"
             )
-            if needed and "train_mask" not in given:
+            if needed and "train_mask" not in attributes:
                 raise ValueError(f"{name} cannot be read: {left_out[name]}.")
             continue
         lists.update({part: torch.as_tensor(ids).cpu() for part, ids in parts.items()})
@@ -359,13 +359,13 @@ def with_masks_of_ids(given: Mapping[str, Any], num_nodes: int, needed: bool) ->
             masks[SPLITS[part]] = masks[SPLITS[part]] | mask if SPLITS[part] in masks else mask
         names = " and ".join(dict.fromkeys(SPLITS[part] for part in parts))
         left_out[name] = f"the batch has {names} instead, over its own rows: out[batch.{SPLITS[next(iter(parts))]}]"
-    labels_of = {name: found_part for name in given if (found_part := split_labels(name)) and found_part in lists}
+    labels_of = {name: found_part for name in attributes if (found_part := split_labels(name)) and found_part in lists}
     for name, of_part in labels_of.items():
         value, ids = rest[name], lists[of_part]
         if ids.dtype == torch.bool or not isinstance(value, Tensor) or value.shape[:1] != ids.shape:
             continue
         del rest[name]
-        if "y" not in given:
+        if "y" not in attributes:
             unknown = float("nan") if value.is_floating_point() else -1
             rest.setdefault("y", value.new_full((num_nodes, *value.shape[1:]), unknown))[ids] = value
         left_out[name] = f"labels of all parts of the split are in y: batch.y[batch.{SPLITS[of_part]}]"
@@ -547,8 +547,8 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
     bad = _non_finite_rows(y)
     if not len(bad):
         return y
-    unlabelled = y[bad].isnan()
-    if of_classes and unlabelled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
+    unlabeled = y[bad].isnan()
+    if of_classes and unlabeled.all() and torch.equal(y.nan_to_num().trunc(), y.nan_to_num()):
         return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's unlabeled nodes
     raise ValueError(
         f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks an unlabeled "
@@ -698,17 +698,17 @@ def checked_fractions(fractions: Any) -> tuple[float, float, float]:
 
 
 def _random_masks(y: Tensor | None, num_nodes: int, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
-    labelled = torch.ones(num_nodes, dtype=torch.bool) if y is None else is_labelled(y)
-    ids = labelled.nonzero().view(-1)
+    labeled = torch.ones(num_nodes, dtype=torch.bool) if y is None else is_labeled(y)
+    ids = labeled.nonzero().view(-1)
     ids = ids[torch.from_numpy(np.random.default_rng(seed).permutation(len(ids)))]
     ends = [round(len(ids) * share) for share in np.cumsum([0.0, *checked_fractions(fractions)])]
     none = torch.zeros(num_nodes, dtype=torch.bool)
     return {name: none.index_fill(0, ids[low:high], True) for name, (low, high) in zip(MASKS, pairwise(ends))}
 
 
-def num_labelled(y: Tensor | None, mask: Tensor) -> int:
+def count_labeled(y: Tensor | None, mask: Tensor) -> int:
     """Returns the number of rows of `mask` that count in a mean loss: rows with a label; -1 marks unlabeled nodes."""
-    return int(mask.sum() if y is None else (mask & is_labelled(y)).sum())
+    return int(mask.sum() if y is None else (mask & is_labeled(y)).sum())
 
 
 def class_labels(y: Tensor) -> Tensor | None:
@@ -718,7 +718,7 @@ def class_labels(y: Tensor) -> Tensor | None:
     return y.view(-1)
 
 
-def is_labelled(y: Tensor) -> Tensor:
+def is_labeled(y: Tensor) -> Tensor:
     """Returns the mask of labeled rows, bool ``[N]``: -1 marks unlabeled nodes."""
     classes = class_labels(y)
     return torch.ones(y.size(0), dtype=torch.bool, device=y.device) if classes is None else classes >= 0

@@ -234,7 +234,7 @@ def write_store(
     holders: np.ndarray | None = None,
     predicted: Predicted | None = None,
     digests: Mapping[str, str] | None = None,
-    write_edges: Callable[[np.ndarray, int, ArrayWriter], Written] | None = None,
+    write_edges: Callable[[np.ndarray, int, ArrayWriter], EdgeFiles] | None = None,
 ) -> None:
     """Write the partition `part` of `data` to `folder`; the folder appears complete or not at all.
 
@@ -321,7 +321,7 @@ class ArrayWriter:
 
     def save_pieces(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Iterable[np.ndarray]) -> Path:
         """Write an array in pieces; returns its file."""
-        with _summed(self._folder / f"{name}.npy") as file:
+        with _open_summed(self._folder / f"{name}.npy") as file:
             write_header(file, shape, dtype)
             for piece in pieces:
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
@@ -357,7 +357,7 @@ def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, 
     check_space(folder.parent, num_bytes)
     with writing(folder.parent, num_bytes), _appearing(folder) as scratch:
         for name, (size, checksum) in manifest["files"].items():
-            with _summed(scratch / name) as file:
+            with _open_summed(scratch / name) as file:
                 for piece in bytes_of(name, size):
                     file.write(piece)
             if file.checksum != checksum:
@@ -372,7 +372,7 @@ def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Non
 
 
 @contextmanager
-def _summed(path: Path) -> Iterator[Summed]:
+def _open_summed(path: Path) -> Iterator[Summed]:
     """Context manager of a new file to write to; it is synchronized to disk at the end."""
     with path.open("wb") as file:
         yield Summed(file)
@@ -383,11 +383,11 @@ def _complete(scratch: Path, manifest: Mapping[str, Any]) -> None:
     """Add the manifest to files that were just written, and mark them as verified."""
     (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
     sync(scratch / "manifest.json")
-    _remember(scratch, _seen(scratch, manifest))
+    _remember(scratch, _file_records(scratch, manifest))
 
 
 @dataclass(frozen=True)
-class Written:
+class EdgeFiles:
     """Description of written edges.
 
     Attributes:
@@ -403,7 +403,7 @@ class Written:
     locality: Locality | None
 
 
-def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
+def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, out: ArrayWriter) -> EdgeFiles:
     """Write edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
@@ -420,7 +420,7 @@ def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts:
     orders = joined.orders(relabelling, edge_orders, part, predicted)
     out.save("n_id", orders.n_id())
     out.save("e_id", orders.e_id())
-    return Written(relabelling.offsets, orders, edge_orders, locality)
+    return EdgeFiles(relabelling.offsets, orders, edge_orders, locality)
 
 
 def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
@@ -496,7 +496,7 @@ def _check_form(folder: Path, manifest: Mapping[str, Any], layout: LayoutSpec | 
         raise StoreError(f"{folder} was written as {manifest.get('name')}: it may hold another graph or partition. {advice}")
     try:
         found = LayoutSpec.from_dict(manifest["layout"])
-        if layout is not None and found != layout.stored:
+        if layout is not None and found != layout.storage_layout:
             raise ValueError(
                 f"it holds {found.kind} in {found.parts} parts (groups: {found.groups}), but {layout.kind} in "
                 f"{layout.parts} (groups: {layout.groups}) is needed"
@@ -527,24 +527,24 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder / name} is missing")
         if found != size:
             raise ValueError(f"{folder / name} has {found} bytes instead of {size}")
-    seen = _seen(folder, manifest)
+    records = _file_records(folder, manifest)
     try:
         known = _parse(folder / "verified.json")
     except (OSError, ValueError, RecursionError):
         known = {}
-    if seen in (known, _read_here.get(folder)):
+    if records in (known, _read_here.get(folder)):
         return
     for name, (_, checksum) in files.items():
-        if known.get(name) != seen[name] and checksum_of(folder / name) != checksum:
+        if known.get(name) != records[name] and checksum_of(folder / name) != checksum:
             raise ValueError(f"{folder / name} has been altered or damaged: its checksum differs")
     check_arrays(folder, manifest)
     try:
-        _remember(folder, seen)
+        _remember(folder, records)
     except OSError:  # no write permission, or a full disk: the next process reads again
-        _read_here[folder] = seen
+        _read_here[folder] = records
 
 
-def _seen(folder: Path, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
+def _file_records(folder: Path, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
     """Returns records that identify verified files; only the system sets the change time of a file."""
     found = {}
     for name, (_, checksum) in {**manifest["files"], "manifest.json": (0, manifest["checksum"])}.items():
@@ -553,8 +553,8 @@ def _seen(folder: Path, manifest: Mapping[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def _remember(folder: Path, seen: Mapping[str, list[int]]) -> None:
-    write_atomically(folder / "verified.json", json.dumps(seen))
+def _remember(folder: Path, records: Mapping[str, list[int]]) -> None:
+    write_atomically(folder / "verified.json", json.dumps(records))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtyp
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import handed_over
-from lightning_gnn.data.loading import GraphSource, Source, Versions, check_same_graph, described, graph_digests, seeded
+from lightning_gnn.data.loading import GraphSource, Source, Versions, check_same_graph, graph_digests, seed_rngs, source_name
 from lightning_gnn.data.shards import Cut, Graph, JoinedGraph, Predicted, Shard, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask, left_out_of, prepare_graph
 from lightning_gnn.data.store import (
@@ -200,11 +200,11 @@ class GraphDataModule(L.LightningDataModule):
         self._shard_of: tuple[str, LayoutSpec] | None = None  # folder and layout of the shard
         self._versions: Mapping[str, int] = {}  # of the shard's tensors, before the first step
 
-    def predicted(self, data: Graph) -> Predicted:
+    def masks_and_labels(self, data: Graph) -> Predicted:
         return Predicted.of(data, self.input_type)
 
     def _options(self, layout: LayoutSpec) -> list[Any]:
-        return [layout.stored.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
+        return [layout.storage_layout.as_dict(), self._partition_key(layout), self.seed, self.input_type, FORMAT]
 
     def _asked_for(self) -> LayoutSpec | None:
         """Returns the layout of a strategy of this package; None for other strategies."""
@@ -243,7 +243,7 @@ class GraphDataModule(L.LightningDataModule):
     @property
     def num_features(self) -> int:
         """Number of columns of ``x``, with types of the input type; available after ``setup``."""
-        return self.shard.predicted(self.shard.batch).x.size(1)
+        return self.shard.masks_and_labels(self.shard.batch).x.size(1)
 
     @override
     def prepare_data(self) -> None:
@@ -296,7 +296,7 @@ class GraphDataModule(L.LightningDataModule):
             check_links(self.trainer.lightning_module, self._shard, layout.samples)
         if stage not in STAGE_MASKS:
             return
-        mask = self._counted(STAGE_MASKS[stage])
+        mask = self._counted_mask(STAGE_MASKS[stage])
         if mask in EDGE_MASKS and not sum(self._shard.mask_counts.get(mask, ())):
             raise ValueError(
                 f"The graph has no edges in {mask}, which link prediction requires. Split them, "
@@ -323,7 +323,7 @@ class GraphDataModule(L.LightningDataModule):
                 'Use Trainer(strategy="sampling"), or remove the options.'
             )
 
-    def _counted(self, mask: str) -> str:
+    def _counted_mask(self, mask: str) -> str:
         return counted_mask(mask, getattr(self.trainer, "lightning_module", None))
 
     def _read_shard(self, layout: LayoutSpec) -> Shard:
@@ -354,7 +354,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         # Without validation nodes there is no validation, since the mean is undefined.
-        return self._batches("val_mask") if sum(self.shard.mask_counts[self._counted("val_mask")]) else []
+        return self._batches("val_mask") if sum(self.shard.mask_counts[self._counted_mask("val_mask")]) else []
 
     def test_dataloader(self) -> Any:
         return self._batches("test_mask")
@@ -369,7 +369,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
         """Returns an error if an optimizer has a tensor of the graph as a parameter: batches contain copies of it."""
-        of_graph = self._versions_of_source.named()
+        of_graph = self._versions_of_source.names_by_id()
         for optimizer in optimizers:
             names = [of_graph.get(id(each)) for group in optimizer.param_groups for each in group["params"]]
             name = next(filter(None, names), None)
@@ -403,7 +403,7 @@ class GraphDataModule(L.LightningDataModule):
         """Loader of the source's graph."""
         return source_of(self)
 
-    def known(self) -> dict[str, Any]:
+    def loading_state(self) -> dict[str, Any]:
         """Returns the attributes with which another process loads an equal graph."""
         return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
 
@@ -456,23 +456,23 @@ class GraphDataModule(L.LightningDataModule):
 
     def _load(self) -> Graph:
         self._draw_seed = self._seed_of_draws()
-        with seeded(self._draw_seed) as has_drawn:
+        with seed_rngs(self._draw_seed) as has_drawn:
             graph = self._prepared_graph()
             self.drew = has_drawn()
         if self._digests is not None and not self.is_given:
-            check_same_graph(graph_digests(graph), self._digests, f"{described(self.source)}, loaded again,")
+            check_same_graph(graph_digests(graph), self._digests, f"{source_name(self.source)}, loaded again,")
         return graph
 
     def changed_in_stage(self) -> list[str]:
         """Returns the names of the given graph's tensors that changed in place since the stage began on this rank."""
-        return self._versions_of_source.changed()
+        return self._versions_of_source.changed_names()
 
     def _check_unchanged(self) -> None:
         """Raises ValueError if the graph of a source that is loaded once changed in place since it was partitioned."""
-        changed = [] if self.is_given or self._digests is None else self._versions_of_source.changed()
+        changed = [] if self.is_given or self._digests is None else self._versions_of_source.changed_names()
         if changed:
             raise ValueError(
-                f"{', '.join(changed)} of the graph that {described(self.source)} returned changed in place after it was "
+                f"{', '.join(changed)} of the graph that {source_name(self.source)} returned changed in place after it was "
                 "partitioned, but a source is loaded once. Pass the graph itself, GraphDataModule(data), whose changes between "
                 "calls of the Trainer take effect, or create a new GraphDataModule after each change."
             )
@@ -512,7 +512,7 @@ class GraphDataModule(L.LightningDataModule):
         key = self._entry_key(layout)
         self._check_unchanged()
         if not self.is_given:
-            for folder in (self._entries.get(key), *map(self._noted, self._notes(layout))):
+            for folder in (self._entries.get(key), *map(self._read_note, self._notes(layout))):
                 if folder is not None and self._is_entry(folder, layout):
                     self._entries[key] = folder
                     return folder
@@ -546,7 +546,7 @@ class GraphDataModule(L.LightningDataModule):
     def build(self, layout: LayoutSpec) -> str:
         """Load and partition the graph in this process, unless it is stored; returns the folder's name."""
         data = self.load()
-        predicted = self.predicted(data)
+        predicted = self.masks_and_labels(data)
         if not layout.takes(predicted.has_types):
             raise ValueError(NO_TYPES)
         digests = graph_digests(data)
@@ -566,13 +566,13 @@ class GraphDataModule(L.LightningDataModule):
                 f"Partitioning {data.num_nodes:,} nodes and {data.num_edges:,} edges into {layout.parts} parts "
                 f"({method if isinstance(method, str) else 'as given'}): about {math.ceil(EDGE_S * data.num_edges)} s"
             )
-            with self.origin.cut(folder, data, layout, partial(self.assigned, data, layout)) as ((part, holders, report), edges):
-                write_store(folder, data, part, layout.stored, report, holders, predicted, digests, edges)
+            with self.origin.cut(folder, data, layout, partial(self.assign, data, layout)) as ((part, holders, report), edges):
+                write_store(folder, data, part, layout.storage_layout, report, holders, predicted, digests, edges)
             rank_zero_info(f"Partitioned in {report['seconds']:.1f} s, stored in {folder}")
         return name
 
-    def assigned(
-        self, data: Graph, layout: LayoutSpec, others: Mapping[str, Partitioner] | None = None, holders: np.ndarray | None = None
+    def assign(
+        self, data: Graph, layout: LayoutSpec, plugins: Mapping[str, Partitioner] | None = None, holders: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
         """Returns the owner of each node, the rank of each edge, and a report.
 
@@ -580,7 +580,7 @@ class GraphDataModule(L.LightningDataModule):
         """
         method = self._method(layout)
         joined = JoinedGraph.of(data)
-        predicted = self.predicted(data)
+        predicted = self.masks_and_labels(data)
         masks, edge_masks = joined.masks_of(predicted)
         cut: Any = (joined.edge_index, joined.num_nodes, layout.parts, method)
         options: dict[str, Any] = {"seed": self.seed, "masks": masks, "groups": layout.groups}
@@ -589,7 +589,7 @@ class GraphDataModule(L.LightningDataModule):
             return edges.master, edges.part, {**edges.report.as_dict(), "method": edges.method}
         from lightning_gnn.partition.edge_cut import assign_nodes  # ranks with a stored graph skip this import
 
-        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, others=others)
+        nodes = assign_nodes(*cut, **options, edge_masks=edge_masks, node_kinds=joined.node_kinds, plugins=plugins)
         report = {**nodes.report.as_dict(), "method": nodes.method, "balance": nodes.balance}
         if predicted.has_types:
             report["types"] = joined.types(nodes.part, layout.parts, predicted.node_type).by_name()
@@ -603,7 +603,7 @@ class GraphDataModule(L.LightningDataModule):
             "datamodule": {name: getattr(self, name) for name in self.built_from} | {"partition_dir": str(self.partition_dir)},
             "layout": layout.as_dict(),
             "predicting": self.predicts(),
-            "loaded": self.known(),
+            "loaded": self.loading_state(),
             "parent": os.getpid(),
         }
         with handed_over():
@@ -640,7 +640,7 @@ class GraphDataModule(L.LightningDataModule):
         array = np.ascontiguousarray(method, dtype=np.int64)
         return hashlib.blake2b(array.data, digest_size=16).hexdigest()
 
-    def _noted(self, key: str) -> str | None:
+    def _read_note(self, key: str) -> str | None:
         """Returns the folder that an earlier run made from an equal description."""
         note = self.partition_dir / f"{key}.known"
         if not note.is_file():

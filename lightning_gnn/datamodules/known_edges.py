@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gnn.datamodules.graph import GraphDataModule
 
 
-def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: bool = False) -> Tensor:
+def known_edges(data: GraphDataModule, edges: Tensor, other_nodes: Tensor, typed: bool = False) -> Tensor:
     """Returns for edges (s, t) and other nodes t' whether (s, t') is an edge too, bool ``[n, K]``.
 
     Reads the stored graph part by part, with memory for the edges of one part. Not collective: any rank may call it after
@@ -22,7 +22,7 @@ def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: boo
     Args:
         data: datamodule of the graph.
         edges: original ids of the edges, int64 ``[n]``.
-        others: original ids of the nodes t', ``[n, K]``.
+        other_nodes: original ids of the nodes t', ``[n, K]``.
         typed: whether (s, t') must have the same ``edge_type`` as (s, t).
     """
     num_nodes = sum(data.shard.counts)
@@ -33,8 +33,8 @@ def known_edges(data: GraphDataModule, edges: Tensor, others: Tensor, typed: boo
         place = torch.searchsorted(distinct, e_id).clamp(max=max(0, len(distinct) - 1))
         found = distinct[place] == e_id if len(distinct) else torch.zeros_like(e_id, dtype=torch.bool)
         source[place[found]], kind[place[found]] = ends[0, found], types[found]
-    wanted = _keys(source[each].unsqueeze(1), others, kind[each].unsqueeze(1), num_nodes)
-    known = torch.zeros_like(others, dtype=torch.bool)
+    wanted = _keys(source[each].unsqueeze(1), other_nodes, kind[each].unsqueeze(1), num_nodes)
+    known = torch.zeros_like(other_nodes, dtype=torch.bool)
     for _, ends, types in _parts(data, typed):
         known |= torch.isin(wanted, _keys(ends[0], ends[1], types, num_nodes))
     return known
@@ -55,4 +55,4 @@ def _parts(data: GraphDataModule, typed: bool) -> Iterator[tuple[Tensor, Tensor,
     for rank in range(len(cut.halos)):
         e_id = torch.arange(int(cut.edge_offsets[rank]), int(cut.edge_offsets[rank + 1]))
         types = cut.attributes["edge"]["edge_type"][e_id] if typed else torch.zeros_like(e_id)
-        yield cut.e_id[e_id].long(), cut.n_id[torch.from_numpy(cut.relabelled_edges(rank))], types
+        yield cut.e_id[e_id].long(), cut.n_id[torch.from_numpy(cut.relabeled_edges(rank))], types

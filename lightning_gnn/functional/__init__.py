@@ -51,7 +51,7 @@ from lightning_gnn.extensions.plans.ways import PricedPlan, Way, follow, make_pl
 from lightning_gnn.nn.norms import SumOverRanks
 from lightning_gnn.partition.budget import COSTS
 from lightning_gnn.partition.edge_cut import assign_nodes
-from lightning_gnn.partition.layout import several_alike
+from lightning_gnn.partition.layout import has_equal_machines
 from lightning_gnn.partition.shard import HaloPlan, Ids, edge_cut_parts, halo_plan, local_relabelling
 from lightning_gnn.registry import PARTITIONERS
 from lightning_gnn.steps.gradients import GradientSum
@@ -409,7 +409,7 @@ def _cut_graph(
         raise ValueError(NO_TOPOLOGY.format('plan="spst"'))
     size, edge_index = world.size, graph[0].numpy()
     by_levels = isinstance(partition, str) and partition in ("auto", *COSTS, *PARTITIONERS)
-    groups = links.groups if by_levels and links is not None and several_alike(links.groups) else None
+    groups = links.groups if by_levels and links is not None and has_equal_machines(links.groups) else None
     assignment = assign_nodes(edge_index, graph[1], size, partition, seed=seed, groups=groups)
     relabelling = local_relabelling(edge_index, assignment.part, size)
     pieces = list(edge_cut_parts(edge_index, relabelling))

@@ -38,7 +38,7 @@ def ask_for_ends(values, source, target, edge):  # type: ignore[no-untyped-def]
 
 
 @compile_loop
-def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[no-untyped-def]
+def ask_for_clusters(values, extra_values, of, source, target, edge):  # type: ignore[no-untyped-def]
     """Prefetch the clusters of both ends of a distant later edge, and two values of each cluster of a nearer edge."""
     later, farther = min(edge + AHEAD, len(source) - 1), min(edge + 2 * AHEAD, len(source) - 1)
     prefetch(of, source[farther])  # not ask_for_ends: numba counts references of arrays passed on twice, 100 ns per edge
@@ -46,8 +46,8 @@ def ask_for_clusters(values, others, of, source, target, edge):  # type: ignore[
     one, other = of[source[later]], of[target[later]]
     prefetch(values, one)
     prefetch(values, other)
-    prefetch(others, one)
-    prefetch(others, other)
+    prefetch(extra_values, one)
+    prefetch(extra_values, other)
 
 
 def edge_pieces(edge_index: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:

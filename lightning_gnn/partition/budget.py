@@ -133,7 +133,7 @@ class Levels:
             nodes.append(_merge(mate, of))
 
     @classmethod
-    def at_most(cls, num_nodes: int, num_edges: int) -> Levels:
+    def upper_bound(cls, num_nodes: int, num_edges: int) -> Levels:
         """Returns levels with at least as many entries as the levels of any graph with `num_edges` edges."""
         return cls((num_nodes, num_nodes / 2), (2.0 * num_edges, 2.0 * num_edges))._led_on()
 
@@ -165,7 +165,7 @@ class Partitioner(Protocol):
     def predict(self, edge_index: NDArray[np.integer], levels: Levels, num_parts: int) -> Prediction:
         """Returns its predicted cost for edges ``[2, E]`` with these levels."""
 
-    def at_most(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
+    def upper_bound(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
         """Returns an upper bound of its cost for graphs of this size."""
 
     def candidates(self, edge_index: NDArray[np.integer], num_nodes: int, groups: Groups, seed: int) -> Candidates:
@@ -203,44 +203,44 @@ def _kaminpar(levels: Levels, compressed: bool) -> float:
     return held + own + max(file, small, large)
 
 
-def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int, other: Partitioner | None = None) -> float | None:
+def most_seconds(method: str, num_nodes: int, num_edges: int, num_parts: int, plugin: Partitioner | None = None) -> float | None:
     """Returns an upper bound of a method's CPU seconds, without reading the edges; None for fast methods.
 
     Args:
         method: method name.
         num_nodes, num_edges, num_parts: size of the graph and number of ranks.
-        other: partitioner that implements `method`, if it is not one of `COSTS`.
+        plugin: partitioner that implements `method`, if it is not one of `COSTS`.
     """
     method = method.removesuffix("_masks").removesuffix("_cover")
     if not num_nodes:
         return None
-    if other is not None:
-        return other.at_most(num_nodes, num_edges, num_parts).seconds
-    return predict(method, num_edges, Levels.at_most(num_nodes, num_edges)).seconds if method in COSTS else None
+    if plugin is not None:
+        return plugin.upper_bound(num_nodes, num_edges, num_parts).seconds
+    return predict(method, num_edges, Levels.upper_bound(num_nodes, num_edges)).seconds if method in COSTS else None
 
 
 def predictions(
-    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, others: Mapping[str, Partitioner] | None = None
+    edge_index: NDArray[np.integer], num_nodes: int, num_parts: int, plugins: Mapping[str, Partitioner] | None = None
 ) -> list[Prediction]:
-    """Returns the predicted cost of each of `COSTS` and of `others` for edges ``[2, E]``, in the order of ``"auto"``.
+    """Returns the predicted cost of each of `COSTS` and of `plugins` for edges ``[2, E]``, in the order of ``"auto"``.
 
-    `others` are by default the registry's partitioners.
+    `plugins` are by default the registry's partitioners.
     """
     levels = Levels.of(edge_index, num_nodes)
     found = [predict(method, edge_index.shape[1], levels) for method in COSTS]
-    return [*found, *(each.predict(edge_index, levels, num_parts) for each in (others or partitioners()).values())]
+    return [*found, *(each.predict(edge_index, levels, num_parts) for each in (plugins or partitioners()).values())]
 
 
-def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
+def choose(costs: Sequence[Prediction], free: int | None) -> Prediction:
     """Returns the first prediction that fits.
 
     Raises:
         MemoryError: no prediction fits.
     """
-    for each in found:
-        if each.fits(free):
-            return each
-    least = min((each for each in found if each.installed), key=lambda each: each.bytes)
+    for cost in costs:
+        if cost.fits(free):
+            return cost
+    least = min((cost for cost in costs if cost.installed), key=lambda cost: cost.bytes)
     assert free is not None
     raise MemoryError(
         f"No partitioner fits: {least.method!r} needs the least, about {least.bytes / 1e9:.1f} GB in addition to the "
@@ -252,7 +252,7 @@ def choose(found: Sequence[Prediction], free: int | None) -> Prediction:
 def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -> None:
     """Raises MemoryError if METIS needs more than the free memory for edges ``[2, E]``; the message lists alternatives."""
     free, num_edges = available_bytes(), edge_index.shape[1]
-    most = predict("metis", num_edges, Levels.at_most(num_nodes, num_edges))
+    most = predict("metis", num_edges, Levels.upper_bound(num_nodes, num_edges))
     if most.fits(free):
         return  # for any number of reversed edges, and any coarsening
     found = predictions(edge_index, num_nodes, num_parts)
@@ -268,12 +268,12 @@ def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -
     )
 
 
-def table(found: Sequence[Prediction], free: int | None, taken: str | None) -> Table:
-    """Returns the predictions as a table with a row per method; `taken` is marked."""
+def table(costs: Sequence[Prediction], free: int | None, method: str | None) -> Table:
+    """Returns the predictions as a table with a row per method; `method` is marked."""
     result = text_table("partition", "memory", "seconds", "fits", "", title="Partitioners, predicted", left=1)
-    for each in found:
+    for each in costs:
         fits = "not installed" if not each.installed else "yes" if each.fits(free) else "no"
-        mark = "taken" if each.method == taken else ""
+        mark = "taken" if each.method == method else ""
         result.add_row(each.method, f"{each.bytes / 1e9:,.2f} GB", f"{each.seconds:,.1f}", fits, mark)
     known = "not known" if free is None else f"{free / 1e9:,.2f} GB"
     result.caption = f"memory in addition to the edges (free: {known}); seconds of one core"

@@ -14,7 +14,7 @@ from lightning_gnn.console import progress_bar
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.heap import giving_back_freed_memory
 from lightning_gnn.partition.adjacency import Adjacency
-from lightning_gnn.partition.layout import KAMINPAR, Groups, alike, checked_method, devices, levels
+from lightning_gnn.partition.layout import KAMINPAR, Groups, checked_method, devices, has_equal_groups, levels
 from lightning_gnn.partition.metrics import EdgeCutReport, edge_cut_report
 from lightning_gnn.registry import PARTITIONERS, partitioners, refiner_of
 
@@ -73,7 +73,7 @@ def assign_nodes(
     groups: Groups | None = None,
     edge_masks: Mapping[str, NDArray[np.bool_]] | None = None,
     node_kinds: NDArray[np.integer] | None = None,
-    others: Mapping[str, Partitioner] | None = None,
+    plugins: Mapping[str, Partitioner] | None = None,
 ) -> Assignment:
     """Returns an owner for every node.
 
@@ -101,7 +101,7 @@ def assign_nodes(
             same, over all ranks equally.
         edge_masks: edge masks, bool ``[E]`` each, whose edges are counted at the owners of their targets.
         node_kinds: type number of each node, ``[N]``; None for a single type.
-        others: replacements of the registry's partitioners, by name.
+        plugins: replacements of the registry's partitioners, by name.
 
     Raises:
         ValueError: the method is unknown, the assignment does not match, or groups have unequal sizes.
@@ -110,14 +110,14 @@ def assign_nodes(
     """
     method, masks, edge_masks = checked_method(method), masks or {}, edge_masks or {}
     if not isinstance(method, str):
-        part = _checked(method, num_nodes, num_parts)
+        part = _check_owners(method, num_nodes, num_parts)
         return Assignment(part, "given", "as given", edge_cut_report(edge_index, part, num_parts, masks, edge_masks))
     if num_parts > 1:
         from lightning_gnn.partition.budget import choose, most_seconds, predictions  # unused for one part
 
     if method == "auto" and num_parts > 1:
-        method = choose(predictions(edge_index, num_nodes, num_parts, others), available_bytes()).method
-    other = (others or partitioners())[method] if method in PARTITIONERS else None
+        method = choose(predictions(edge_index, num_nodes, num_parts, plugins), available_bytes()).method
+    plugin = (plugins or partitioners())[method] if method in PARTITIONERS else None
     to_cut = edge_index, num_nodes, groups or tuple(range(num_parts)), seed
     nodes = np.arange(num_nodes)
     if num_parts == 1:
@@ -126,14 +126,14 @@ def assign_nodes(
         candidates = iter([("nodes", np.random.default_rng(seed).permutation(nodes % num_parts).astype(np.int32))])
     elif method == "contiguous":
         candidates = iter([("nodes", (nodes * num_parts // max(num_nodes, 1)).astype(np.int32))])
-    elif method in KAMINPAR or other is not None:  # METIS's memory prediction assumes that freed memory is kept
-        candidates = _giving_back(kaminpar_candidates(*to_cut, method) if other is None else other.candidates(*to_cut))
+    elif method in KAMINPAR or plugin is not None:  # METIS's memory prediction assumes that freed memory is kept
+        candidates = _giving_back(kaminpar_candidates(*to_cut, method) if plugin is None else plugin.candidates(*to_cut))
     else:
         balanced = shares(edge_index, num_nodes, masks, edge_masks, node_kinds) if method == "metis_masks" else None
         candidates = metis_candidates(*to_cut, balanced)
     kept: Assignment | None = None
-    settings = 1 if num_parts == 1 else CANDIDATES.get(method, 1) if other is None else other.settings
-    expected = None if num_parts == 1 else most_seconds(method, num_nodes, edge_index.shape[1], num_parts, other)
+    settings = 1 if num_parts == 1 else CANDIDATES.get(method, 1) if plugin is None else plugin.settings
+    expected = None if num_parts == 1 else most_seconds(method, num_nodes, edge_index.shape[1], num_parts, plugin)
     with progress_bar(f"Partitioning ({method})", settings, "balance settings", expected=expected) as told:
         for balance, part in candidates:
             part = spread_masks(part, num_parts, masks)
@@ -169,7 +169,7 @@ def assign_hierarchically(graph: Adjacency, groups: Groups, cut: Cut) -> NDArray
     named = devices(groups)
     if sorted(named) != list(range(len(named))):
         raise ValueError(f"Groups must name the devices 0 to {len(named) - 1}, each once (got {groups}).")
-    if not alike(groups):
+    if not has_equal_groups(groups):
         raise ValueError(
             f"Groups of one level must have the same number of devices (got {groups}). "
             "Use the same number on each machine, or partition without hierarchy."
@@ -194,7 +194,7 @@ def _assign(graph: Adjacency, nodes: NDArray[np.int64], group: Groups | int, cut
             _assign(inside, nodes[chosen], each, cut, part)
 
 
-def _checked(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
+def _check_owners(part: NDArray[np.integer], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
     if part.shape != (num_nodes,):
         raise ValueError(
             f"partition must have one rank for each of the {num_nodes} nodes (got shape {list(part.shape)}). "

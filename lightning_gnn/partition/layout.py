@@ -200,7 +200,7 @@ class LayoutSpec:
         return self.in_batches is False or (self.in_batches is None and not types.is_hetero)
 
     @property
-    def stored(self) -> LayoutSpec:
+    def storage_layout(self) -> LayoutSpec:
         """Layout in the partition directory, without the method and the replicas, which do not matter there."""
         return LayoutSpec(self.kind, self.parts, self.groups, host_weight=self.host_weight)
 
@@ -222,16 +222,16 @@ def devices(group: Groups | int) -> list[int]:
     return [group] if isinstance(group, int) else [device for each in group for device in devices(each)]
 
 
-def alike(groups: Groups | int) -> bool:
+def has_equal_groups(groups: Groups | int) -> bool:
     """Returns whether sibling groups have equal numbers of devices, on all levels."""
     if isinstance(groups, int):
         return True
-    return len({len(devices(each)) for each in groups}) <= 1 and all(map(alike, groups))
+    return len({len(devices(each)) for each in groups}) <= 1 and all(map(has_equal_groups, groups))
 
 
-def several_alike(groups: Groups) -> bool:
+def has_equal_machines(groups: Groups) -> bool:
     """Returns whether groups are several machines with equal numbers of devices, between which METIS cuts first by default."""
-    return len(groups) > 1 and alike(groups)
+    return len(groups) > 1 and has_equal_groups(groups)
 
 
 def levels(group: Groups | int) -> int:

@@ -26,7 +26,7 @@ _MOST_GROUPS = 64  # a set of groups is a 64-bit mask
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicatedRows:
     """Rows of every rank with replicated neighborhoods.
 
     Ids number the rows of rank 0, then the rows of rank 1, and so on: a node on several groups has several ids.
@@ -62,7 +62,7 @@ class Held:
         return np.stack([local[source], local[target]])[:, order], chosen[order]
 
 
-def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
+def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> ReplicatedRows:
     """Returns the rows of every rank with replicated neighborhoods.
 
     A replica is assigned to the rank of its group that reads it most, from the group's own nodes outwards.
@@ -99,7 +99,7 @@ def hold(edge_index: Ids, offsets: Ids, replicas: Replicas) -> Held:
         source, read_by = edge_index[0, read], read_by[read]
         for rank in ranks:
             halos[rank] = np.unique(number_of[source[read_by == rank]])
-    return Held(ids, tuple(rows), tuple(halos), num_edges, tuple(holders), group)
+    return ReplicatedRows(ids, tuple(rows), tuple(halos), num_edges, tuple(holders), group)
 
 
 def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, hops: int) -> list[NDArray[np.uint64]]:

@@ -191,7 +191,7 @@ def recent_reads(edge_index: Ids, relabelling: Relabelling, window: int = RECENT
 
 
 @compile_loop
-def _communities(indptr, indices, out_degree, most, passes, settled):  # type: ignore[no-untyped-def]
+def _communities(indptr, indices, out_degree, max_size, passes, settled):  # type: ignore[no-untyped-def]
     """Returns the first node of each node's community, ``[N]``; integer arithmetic avoids decisions by rounding."""
     num_nodes, total = len(indptr) - 1, len(indices)
     community = np.arange(num_nodes)
@@ -209,7 +209,7 @@ def _communities(indptr, indices, out_degree, most, passes, settled):  # type: i
             for slot in range(low, high):
                 other = community[indices[slot]]
                 gained = edges[other] * total - degree * degrees[other]
-                if other != own and gained > most_gained and size[other] < most:
+                if other != own and gained > most_gained and size[other] < max_size:
                     best, most_gained = other, gained
             for slot in range(low, high):
                 edges[community[indices[slot]]] = 0

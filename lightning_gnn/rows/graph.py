@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.nn.aggr import Aggregation
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.shards import Held, Shard
+from lightning_gnn.data.shards import BatchRows, Shard
 from lightning_gnn.data.sources import kinds_of
 from lightning_gnn.rows.mode import (
     NotExactError,
@@ -53,7 +53,7 @@ class GraphRows:
         self._expand, self._reduce = expand, reduce
         self._shard, rank = shard, world.rank
 
-        def make(part: Held) -> RowSet:
+        def make(part: BatchRows) -> RowSet:
             name, ids, all_ids, counts, rows, replicas, _ = part
             known = rows_of(ids)
             if known is not None and known.rows.ranks is ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.data.sources import MASKS, counted_mask, num_labelled
+from lightning_gnn.data.sources import MASKS, count_labeled, counted_mask
 from lightning_gnn.private_torch import version_counter
 from lightning_gnn.rows.graph import GraphRows, check_loss
 from lightning_gnn.rows.mode import NotExactError
@@ -41,7 +41,7 @@ class StepValues:
         callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
         self.logs = GlobalLogs(module, world, callbacks, rows)
         self.scale = 1.0
-        given = shard.predicted(shard.batch)
+        given = shard.masks_and_labels(shard.batch)
         self._versions = {name: version_counter(given[name]) for name in ("y", *shard.mask_counts) if given.get(name) is not None}
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class StepValues:
 
     def _counts(self, batch: Any, mask: str) -> Sequence[int]:
         """Returns each rank's number of labeled nodes, or edges, in the mask of this step."""
-        given, batch = (self._shard.predicted(of) for of in (self._shard.batch, batch))
+        given, batch = (self._shard.masks_and_labels(of) for of in (self._shard.batch, batch))
         labels = ("y",) if mask in MASKS and given.get("y") is not None else ()
         # The user may have replaced or changed labels and masks.
         if all(
@@ -127,5 +127,5 @@ class StepValues:
             for name in (mask, *labels)
         ):
             return self._shard.mask_counts[mask]
-        own = num_labelled(batch.get("y") if mask in MASKS else None, batch[mask])
+        own = count_labeled(batch.get("y") if mask in MASKS else None, batch[mask])
         return tuple(self._world.all_gather_object(own))

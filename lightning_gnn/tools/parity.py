@@ -391,7 +391,7 @@ class _Check:
 
     def _shards(self, strategy: GNNStrategy) -> list[Shard]:
         layout = strategy.scheme.layout(self._ranks, self._hosts)
-        part, holders, _ = self._data.assigned(self.graph, layout)
+        part, holders, _ = self._data.assign(self.graph, layout)
         return split_graph(self.graph, np.asarray(part), layout, holders)
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:

@@ -452,14 +452,14 @@ def test_notes_are_not_believed_blindly(tmp_path, monkeypatch):
     folder = module._ensure_stored(TWO)
     key, _ = module._notes(TWO)
     note = tmp_path / f"{key}.known"
-    assert module._noted(key) == folder
+    assert module._read_note(key) == folder
     (tmp_path / "other.known").write_text(note.read_text())
-    assert module._noted("other") is None
+    assert module._read_note("other") is None
     for content in ("", folder, f"{folder} 0", "../.. 0", "\0"):
         note.write_text(content)
-        assert module._noted(key) is None
+        assert module._read_note(key) is None
     note.write_bytes(b"\xff\xff")
-    assert module._noted(key) is None
+    assert module._read_note(key) is None
 
 
 def no_space(*_: Any, **__: Any) -> Any:

@@ -27,7 +27,7 @@ from lightning_gnn import (
     SamplingStrategy,
     local_rows,
 )
-from lightning_gnn.data.loading import graph_digests, seeded
+from lightning_gnn.data.loading import graph_digests, seed_rngs
 from lightning_gnn.data.shards import Predicted
 from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.data.store import read_cut, write_store
@@ -145,7 +145,7 @@ def union(found: list[dict[str, dict[str, set[int]]]], stage: str) -> dict[str, 
 
 def split_of(seed: int) -> dict[str, set[int]]:
     """What the source draws right after the seed was set."""
-    with seeded(seed):
+    with seed_rngs(seed):
         graph = draw()
     return {name: set(graph[name].nonzero().view(-1).tolist()) for name in MASKS}
 

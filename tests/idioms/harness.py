@@ -201,22 +201,22 @@ def partition_lopsided(datamodule: GraphDataModule, kind: str) -> None:
     """Has a datamodule partition its graph so, unless it is told how, or its graph has types."""
     if datamodule.partition is not None:
         return
-    assigned, datamodule.partition_dir = datamodule.assigned, datamodule.partition_dir / kind
+    assign, datamodule.partition_dir = datamodule.assign, datamodule.partition_dir / kind
 
     def lopsided(data: Any, layout: Any) -> Any:
         if isinstance(data, HeteroData) or layout.parts == 1:
-            return assigned(data, layout)
+            return assign(data, layout)
         part = partition_of(data, kind, layout.parts)
         if layout.kind == "vertex_cut":  # of each edge: where it ends, every third where it begins
             source, target = data.edge_index
             part = torch.where(torch.arange(len(source)) % 3 == 0, part[source], part[target])
         datamodule.partition = part.numpy()
         try:
-            return assigned(data, layout)
+            return assign(data, layout)
         finally:
             datamodule.partition = None
 
-    datamodule.assigned = lopsided  # type: ignore[method-assign]
+    datamodule.assign = lopsided  # type: ignore[method-assign]
 
 
 # One run ######################################################################

@@ -67,7 +67,7 @@ def test_levels_halve_what_has_neighbours(seed, nodes, edges):
     for before, after in pairwise(levels.nodes[:5]):
         assert before / 2 <= after < before
     assert list(levels.entries) == sorted(levels.entries, reverse=True)
-    most = Levels.at_most(nodes, edges)
+    most = Levels.upper_bound(nodes, edges)
     assert most.entries[0] >= levels.entries[0] and most.coarse() >= 0
 
 
@@ -177,9 +177,9 @@ def test_memory_is_checked_before_metis_starts(monkeypatch, installed):
 def test_large_graphs_take_less_and_less():
     """The order of the table, at any degree: what comes later takes less memory."""
     for degree in (2, 8, 20, 100):
-        levels = Levels.at_most(10**8, degree * 10**8)
+        levels = Levels.upper_bound(10**8, degree * 10**8)
         needed = [predict(method, degree * 10**8, levels).bytes for method in COSTS]
-        needed += [each.at_most(10**8, degree * 10**8, 8).bytes for each in partitioners().values()]
+        needed += [each.upper_bound(10**8, degree * 10**8, 8).bytes for each in partitioners().values()]
         assert needed == sorted(needed, reverse=True), (degree, needed)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_gnn.data.shards import Orders
-from lightning_gnn.data.store import ArrayWriter, Written, read_array, write_header
+from lightning_gnn.data.store import ArrayWriter, EdgeFiles, read_array, write_header
 from lightning_gnn.partition.adjacency import compile_loop, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
 
@@ -271,7 +271,7 @@ def _take(indptr, values, nodes, out):  # type: ignore[no-untyped-def]
             place += 1
 
 
-def write_parts(edges: InEdges, advance: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> Written:
+def write_parts(edges: InEdges, advance: Callable[[int], None], part: np.ndarray, num_parts: int, out: ArrayWriter) -> EdgeFiles:
     """Write edges, halos and ids of all parts in pieces; local nodes of a part are in the order of the graph."""
     relabelling = Relabelling.from_assignment(part, num_parts)
     n_id, offsets = relabelling.n_id, relabelling.offsets
@@ -293,4 +293,4 @@ def write_parts(edges: InEdges, advance: Callable[[int], None], part: np.ndarray
     e_id = read_array(out.save_pieces("e_id", edges.edge_ids.shape, edges.edge_ids.dtype, ids()))
     ends = np.cumsum([0, *counts])
     edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
-    return Written(offsets, Orders.of_one_type(relabelling, counts, e_id), edge_orders, None)
+    return EdgeFiles(offsets, Orders.homogeneous(relabelling, counts, e_id), edge_orders, None)

@@ -526,8 +526,8 @@ class Streaming:
         clusters = count_clusters(edge_index, int(levels.nodes[0]), num_parts)
         return self._predict(edge_index.shape[1], levels, num_parts, *clusters)
 
-    def at_most(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
-        return self._predict(num_edges, Levels.at_most(num_nodes, num_edges), num_parts, num_nodes, num_edges)
+    def upper_bound(self, num_nodes: int, num_edges: int, num_parts: int) -> Prediction:
+        return self._predict(num_edges, Levels.upper_bound(num_nodes, num_edges), num_parts, num_nodes, num_edges)
 
     def _predict(self, num_edges: int, levels: Levels, num_parts: int, clusters: int, pairs: int) -> Prediction:
         """Returns the predicted memory and time.

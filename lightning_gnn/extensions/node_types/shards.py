@@ -16,7 +16,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from typing_extensions import override
 
 from lightning_gnn.data.lazy_ids import lazy_ids
-from lightning_gnn.data.shards import Cut, Held, Shard, edge_stores, input_type_of, only_shard, predicted_edges
+from lightning_gnn.data.shards import BatchRows, Cut, Shard, edge_stores, input_type_of, only_shard, predicted_edges
 from lightning_gnn.partition.layout import Replicas, Types
 from lightning_gnn.partition.shard import Ids
 
@@ -35,7 +35,7 @@ class TypedShard(Shard):
         return *(int(of[rank]) for of in self.types.nodes.values()), *super().sizes(rank)
 
     @override
-    def predicted(self, batch: Any) -> Any:
+    def masks_and_labels(self, batch: Any) -> Any:
         return batch[self.types.input_type] if isinstance(batch, HeteroData) else batch
 
     @override
@@ -45,20 +45,20 @@ class TypedShard(Shard):
         return {kind: batch[kind] for kind in (*batch.node_types, *batch.edge_types)}
 
     @override
-    def nodes_held(self) -> dict[Any, Held]:
+    def nodes_held(self) -> dict[Any, BatchRows]:
         of = self.types.nodes.items()
         return {name: self._rows_of_kind(f"nodes of {name!r}", self.batch[name].n_id, self.n_id, name, each) for name, each in of}
 
     @override
-    def edges_held(self) -> dict[Any, Held]:
+    def edges_held(self) -> dict[Any, BatchRows]:
         found = {}
         for kind, counts in self.types.edges.items():
             held = self._rows_of_kind(f"edges of {kind}", self.batch[kind].e_id, self.e_id, kind, counts)
             found[kind] = held._replace(targets=kind[2])
         return found
 
-    def _rows_of_kind(self, name: str, ids: Tensor, all_ids: Tensor, kind: NodeType | EdgeType, counts: Ids) -> Held:
-        return Held(name, ids, all_ids[self.types.place(kind)], counts.tolist(), int(counts[self.rank]))
+    def _rows_of_kind(self, name: str, ids: Tensor, all_ids: Tensor, kind: NodeType | EdgeType, counts: Ids) -> BatchRows:
+        return BatchRows(name, ids, all_ids[self.types.place(kind)], counts.tolist(), int(counts[self.rank]))
 
     @override
     def versions(self) -> dict[str, int]:

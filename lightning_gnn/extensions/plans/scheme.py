@@ -26,7 +26,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Hosts, Topology
-from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine, several_alike
+from lightning_gnn.partition.layout import Groups, LayoutSpec, by_machine, has_equal_machines
 from lightning_gnn.partition.shard import HaloPlan, Ids
 from lightning_gnn.strategy.scheme import EdgeCutScheme
 
@@ -81,7 +81,7 @@ class PlannedScheme(EdgeCutScheme):
         found: Groups | None = None if topology is None else topology.groups
         if topology is None and self.topology == "auto":
             found = by_machine(world_size, num_hosts)
-        alike = found is not None and several_alike(found)
+        alike = found is not None and has_equal_machines(found)
         in_groups = self.partition == "hierarchical" or (self.partition == "auto" and alike)
         return replace(super().layout(world_size, num_hosts), groups=found if in_groups else None)
 

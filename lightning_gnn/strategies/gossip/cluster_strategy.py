@@ -333,7 +333,7 @@ class ClusterStrategy(GNNStrategy):
         else:
             worker.enter()
             if worker.peers is not None and self.global_rank == 0:
-                worker.keys.put("graph", json.dumps(data.known()).encode())
+                worker.keys.put("graph", json.dumps(data.loading_state()).encode())
                 self._fit.leave_snapshot(trainer)
         torch.manual_seed(seed)
         history = History.create_shared(sum(shard.counts), self.world, worker.keys) if self.historical_embeddings else None

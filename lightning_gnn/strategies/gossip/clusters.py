@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 
 from lightning_gnn.data.ahead import Background, Copies, Sent
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import GraphData, of_full_graph
+from lightning_gnn.data.sources import GraphData, full_graph_left_out
 from lightning_gnn.partition.shard import Ids, owners_of
 from lightning_gnn.strategies.gossip.worker import Worker
 
@@ -108,7 +108,7 @@ class Clusters:
             columns.append(np.stack([local[inside], begin[cluster] + target[inside]]))
             edges.append(inside + cut.edge_offsets[cluster])
         edge_index = torch.from_numpy(np.concatenate(columns, 1))
-        batch = GraphData(cut.kinds, of_full_graph(cut.left_out), edge_index=edge_index)
+        batch = GraphData(cut.kinds, full_graph_left_out(cut.left_out), edge_index=edge_index)
         rows_of = {"node": torch.from_numpy(nodes), "edge": torch.from_numpy(np.concatenate(edges))}
         for kind, ids in rows_of.items():
             for name, value in cut.attributes[kind].items():
@@ -195,7 +195,7 @@ class PooledBatches:
 
     def pop_batch(self) -> Data:
         """Returns the batch that was started first, on the device."""
-        return self._copies.arrived(self._pending.popleft().result())
+        return self._copies.receive(self._pending.popleft().result())
 
     def first_epoch(self) -> int:
         """Returns the epoch of this worker's next batch, which it takes; the last epoch if none is left."""

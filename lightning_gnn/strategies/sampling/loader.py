@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_gnn.data.ahead import Background, Copies, Sent
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import Cut
-from lightning_gnn.data.sources import EDGE_MASKS, MASKS, GraphData, is_labelled
+from lightning_gnn.data.sources import EDGE_MASKS, MASKS, GraphData, is_labeled
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighborhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
@@ -296,7 +296,7 @@ def seeds_in(cut: Cut, kind: NodeType | EdgeType, mask: str | None, rank: int | 
         return torch.arange(low, high)
     attributes = cut.attributes[cut.types.key(kind)]
     chosen, y = attributes[mask][low:high], attributes.get("y") if isinstance(kind, str) else None
-    return (chosen if y is None else chosen & is_labelled(y[low:high])).nonzero().view(-1) + low
+    return (chosen if y is None else chosen & is_labeled(y[low:high])).nonzero().view(-1) + low
 
 
 class SplitSeeds:
@@ -446,8 +446,8 @@ class SampledBatches:
             finally:
                 self._seconds[sampler] += time.perf_counter() - began
 
-        arrived = self._copies[0].arrived
-        self._running = self._ahead_of(make) if self.ahead else (arrived(make(step, 0)) for step in range(len(self)))
+        receive = self._copies[0].receive
+        self._running = self._ahead_of(make) if self.ahead else (receive(make(step, 0)) for step in range(len(self)))
         return self._running
 
     def close(self) -> None:
@@ -485,7 +485,7 @@ class SampledBatches:
                 self.waited += time.perf_counter() - began
                 if step + self.ahead < steps:
                     begun.append(begin(step + self.ahead))
-                yield self._copies[step % samplers].arrived(sent)
+                yield self._copies[step % samplers].receive(sent)
         finally:
             for thread in threads:
                 thread.end()
