@@ -45,7 +45,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_parts_of_the_dead(target)
+        _remove_stale_parts(target)
         part = target.with_name(f".{target.name}.{platform.node()}.{os.getpid()}.{uuid4().hex}.part")
         try:
             with open(part, "xb") as file, _checksums():
@@ -75,7 +75,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *args, **kwargs)
 
 
-def _remove_parts_of_the_dead(target: Path) -> None:
+def _remove_stale_parts(target: Path) -> None:
     """Remove temporary files of this machine's processes that were killed while they wrote the file."""
     begin = f".{target.name}.{platform.node()}."
     # Without glob, which caches a regular expression of every pattern.
@@ -98,7 +98,7 @@ def damage_of(file: Path) -> str:
         try:
             with zipfile.ZipFile(opened) as archive:
                 # With another size the checksum is not checked, and entries marked as folders are not read.
-                changed = next((each.filename for each in archive.infolist() if not _stored(each)), None)
+                changed = next((each.filename for each in archive.infolist() if not _is_stored(each)), None)
                 changed = changed or archive.testzip()
             torch.PyTorchFileReader(str(file))  # stricter about headers than zipfile, less strict otherwise
         except Exception as error:  # invalid bytes raise errors of many types
@@ -106,7 +106,7 @@ def damage_of(file: Path) -> str:
     return f"its entry {changed!r} has changed" if changed else ""
 
 
-def _stored(entry: zipfile.ZipInfo) -> bool:
+def _is_stored(entry: zipfile.ZipInfo) -> bool:
     """Returns whether an entry is as ``torch.save`` makes it: a file, not compressed."""
     return entry.file_size == entry.compress_size and not entry.external_attr & 0x10  # MS-DOS flag of folders
 
@@ -114,7 +114,7 @@ def _stored(entry: zipfile.ZipInfo) -> bool:
 def newest_whole(file: Path) -> Path | None:
     """Returns the newest valid checkpoint in the folder, other than `file`."""
     others = [each for each in file.parent.glob(f"*{file.suffix}") if each.is_file() and not each.samefile(file)]
-    others.sort(key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return next((each for each in others if not damage_of(each)), None)
 
 

@@ -31,14 +31,14 @@ def text_console(width: int | None = None, file: IO[str] | None = None, **option
     return Console(force_jupyter=False, force_terminal=is_terminal, width=width, file=file, **options)
 
 
-def text_table(*heads: str, title: str | None = None, left: int = 1) -> Table:
-    """Returns a table of numbers except for the `left` first columns.
+def text_table(*heads: str, title: str | None = None, num_left: int = 1) -> Table:
+    """Returns a table of numbers except for the first `num_left` columns.
 
     Cells are folded, since truncated numbers would be wrong.
     """
     table = Table(title=title, title_justify="left")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place < left else "right", overflow="fold")
+        table.add_column(head, justify="left" if place < num_left else "right", overflow="fold")
     return table
 
 
@@ -125,21 +125,21 @@ def progress_bar(
     if not shows_bars():
         yield lambda steps: None
         return
-    with nullcontext(_display) if _display is not None else _started(above) as display:
+    with nullcontext(_display) if _display is not None else _show_bars(above) as display:
         began = time.perf_counter()
         task = display.add_task(text, total=total, unit=unit, at=0.0, expected=expected)
 
-        def told(steps: int) -> None:
+        def advance_task(steps: int) -> None:
             display.update(task, advance=steps, at=time.perf_counter() - began)
 
         try:
-            yield told
+            yield advance_task
         finally:
             display.remove_task(task)
 
 
 @contextmanager
-def _started(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
+def _show_bars(above: Callable[[], RenderableType] | None) -> Iterator[_Bars]:
     global _display
     console = text_console(file=sys.stderr)
     # The cursor stays visible: a killed process, for example out of memory, could not show it again.

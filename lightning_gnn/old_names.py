@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def _renamed(pairs: str) -> dict[str, str]:
+def _parse_pairs(pairs: str) -> dict[str, str]:
     return {old: f"Use {new}" for old, new in (each.split("=") for each in pairs.split())}
 
 
@@ -16,7 +16,7 @@ OF_PACKAGE = {
     "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
     "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
     "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
-    **_renamed("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes
+    **_parse_pairs("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes
 num_nodes=global_num_nodes reduce=reduce_halo substitute=patch_globals"""),
 }
 """Names of the package."""
@@ -24,7 +24,7 @@ num_nodes=global_num_nodes reduce=reduce_halo substitute=patch_globals"""),
 OF_ARGUMENTS = {
     "offload": "Run the model in `with torch.autograd.graph.save_on_cpu(pin_memory=True):` in your step (docs/memory.md)",
     "replan": "Plans are made once: pass topology= with a file that `lightning-gnn topology measure` has written",
-    **_renamed("""averaging_interval=average_every_n_batches cache_mb=remote_cache clusters=num_clusters fanouts=num_neighbors
+    **_parse_pairs("""averaging_interval=average_every_n_batches cache_mb=remote_cache clusters=num_clusters fanouts=num_neighbors
 feature_cache=local_cache final=final_weights halo=historical_embeddings hops=num_hops host_memory=memory_limit
 host_memory_dir=spill_dir hosts=num_machines keep_constant=cache_input_aggregation keep_memory=reuse_buffers
 lease=heartbeat_timeout method=sampler patience=partner_timeout permute=node_order prefetch=prefetch_batches
@@ -35,7 +35,7 @@ partition_memory=partition_memory_limit source_args=source_kwargs split_column=s
 """Arguments of strategies and of GraphDataModule."""
 
 
-def check_argument_names(kind: type, given: Iterable[str]) -> None:
+def check_argument_names(kind: type, names: Iterable[str]) -> None:
     """Raises TypeError for an argument of an earlier version; the error has its replacement."""
-    for name in OF_ARGUMENTS.keys() & set(given):
+    for name in OF_ARGUMENTS.keys() & set(names):
         raise TypeError(f"{kind.__name__}({name}=...) was removed. {OF_ARGUMENTS[name]}.")

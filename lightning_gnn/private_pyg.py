@@ -45,11 +45,11 @@ def lifted_arguments(conv: MessagePassing, edge_update: bool = False) -> tuple[N
     Returns:
         Names used at edge sources (``x`` for ``x_j``), names used at edge targets, and names passed unchanged.
     """
-    return _lifted(tuple(conv._edge_user_args if edge_update else conv._user_args))
+    return _split_names(tuple(conv._edge_user_args if edge_update else conv._user_args))
 
 
 @lru_cache(maxsize=1024)
-def _lifted(names: tuple[str, ...]) -> tuple[Names, Names, Names]:
+def _split_names(names: tuple[str, ...]) -> tuple[Names, Names, Names]:
     sources = frozenset(name[:-2] for name in names if name.endswith("_j"))
     targets = frozenset(name[:-2] for name in names if name.endswith("_i"))
     return sources, targets, frozenset(name for name in names if name[-2:] not in ("_i", "_j"))

@@ -88,7 +88,7 @@ def feature(name: str) -> Any:
     return getattr(import_module(f"lightning_gnn.extensions.{module}"), name)
 
 
-def explained(error: str, step: str) -> str | None:
+def explain_error(error: str, step: str) -> str | None:
     """Returns an extension's explanation of an error of `step`, for example with a fix; None if there is none."""
     return feature("about_types")(error, step)
 
@@ -155,7 +155,7 @@ def transport_wrappers() -> list[Any]:
     return [getattr(import_module(module), name) for module, name in _WRAPPERS]
 
 
-def over_transport(transport: Any) -> Any:
+def wrap_transport(transport: Any) -> Any:
     """Returns a transport with all wrappers applied."""
     for wrapper in transport_wrappers():
         transport = wrapper(transport)

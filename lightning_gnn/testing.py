@@ -108,20 +108,20 @@ def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers
         into = rows.new_empty(len(halo), width)
         wait = exchange.start_expand(rows[owned], into, call)
 
-        def expanded() -> None:
+        def check_expand() -> None:
             wait()
             assert torch.equal(into, rows[halo]), "start_expand brings other rows than the owners have"
 
-        return expanded
+        return check_expand
     finish = exchange.start_reduce(rows[halo], call.backward())
 
-    def reduced() -> None:
-        own = rows[owned].clone()
-        finish(own)
+    def check_reduce() -> None:
+        out = rows[owned].clone()
+        finish(out)
         expected = rows[owned] * (1 + readers[owned])
-        assert torch.allclose(own, expected, rtol=1e-12), "start_reduce adds something else than the readers sent"
+        assert torch.allclose(out, expected, rtol=1e-12), "start_reduce adds something else than the readers sent"
 
-    return reduced
+    return check_reduce
 
 
 def _graph() -> Data:

@@ -25,7 +25,7 @@ from lightning_gnn.comm.transport import Buffers, ProcessTransport, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, CommunicationError, PeerError, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
 from lightning_gnn.private_torch import call_counter, default_store
-from lightning_gnn.registry import over_transport
+from lightning_gnn.registry import wrap_transport
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class World:
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
         self._ranks = ProcessTransport(size, self.graph_group, self._memory, self.watch, device, hosts)
-        self.transport: Any = over_transport(self._ranks)
+        self.transport: Any = wrap_transport(self._ranks)
         apart = size > 1 and not self._ranks.all_local
         self.gradient_group = self._new_group(self.backend) if apart else None
         self._waited_s = 0.0

@@ -22,7 +22,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.transport import Receive, Transport, UpTo
 from lightning_gnn.comm.watchdog import PeerError, Watchdog
-from lightning_gnn.registry import over_transport
+from lightning_gnn.registry import wrap_transport
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class InProcessWorld(World):
         self.timeout = timedelta(seconds=0)  # waits end without a timeout: see Meeting.take
         self.watch = Watchdog(rank, meeting.size, 0.0)  # not started
         self._ranks: Any = InProcessTransport(rank, meeting)
-        self.transport = over_transport(self._ranks)
+        self.transport = wrap_transport(self._ranks)
         self.gradient_group = None
         self.step, self.calls = Step(), Counter()
         self._meeting = meeting

@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.storage import BaseStorage
 from typing_extensions import override
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 
 Kind = Literal["node", "edge", "graph"]
 
@@ -693,7 +693,7 @@ def checked_fractions(fractions: Any) -> tuple[float, float, float]:
     given = tuple(fractions) if isinstance(fractions, Sequence) else (fractions,)
     numbers = [float(value) for value in given if isinstance(value, Real) and not isinstance(value, bool)]
     if len(given) != 3 or len(numbers) != 3 or not min(numbers) >= 0 or not 0 < sum(numbers) <= 1 + 1e-9:
-        raise ValueError(f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {shown(fractions)}).")
+        raise ValueError(f"split needs three fractions that sum to at most 1, such as (0.6, 0.2, 0.2) (got {quote(fractions)}).")
     return numbers[0], numbers[1], numbers[2]
 
 

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 from lightning_gnn.data.loading import graph_digests
 from lightning_gnn.data.shards import Cut, Graph, JoinedGraph, Orders, Predicted, attributes_of, cut_of, mask_counts
 from lightning_gnn.data.sources import kinds_of, left_out_of, num_classes
@@ -128,7 +128,7 @@ def check_names(manifest: Mapping[str, Any]) -> None:
     expected += [f"{kind}.{name}" for kind, names in manifest["attributes"].items() for name in names]
     wrong = [*({f"{name}.npy" for name in expected} ^ files.keys()), *(n for n in files if Path(n).name != n)]
     if wrong:
-        raise ValueError(f"files has missing or unexpected names, such as {shown(sorted(wrong)[:2])}")
+        raise ValueError(f"files has missing or unexpected names, such as {quote(sorted(wrong)[:2])}")
 
 
 def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:

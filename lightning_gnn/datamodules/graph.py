@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, shown
+from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, quote
 from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import handed_over
@@ -168,14 +168,14 @@ class GraphDataModule(L.LightningDataModule):
         self.prepare_data_per_node = False  # other machines receive the partition of rank 0
         self.num_neighbors, self.batch_size = checked_batches(num_neighbors, batch_size), batch_size
         if not isinstance(source_kwargs, (Mapping, NoneType)):
-            raise ValueError(f"source_kwargs must be a dict of keyword arguments (got {shown(source_kwargs)}).")
+            raise ValueError(f"source_kwargs must be a dict of keyword arguments (got {quote(source_kwargs)}).")
         for name, number in (("split_index", split_index), ("seed", seed)):
             if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= number < 2**31:
-                raise ValueError(f"{name} must be an integer of at least 0 (got {shown(number)}), and below 2^31.")
+                raise ValueError(f"{name} must be an integer of at least 0 (got {quote(number)}), and below 2^31.")
         if not isinstance(input_type, (str, NoneType)):
-            raise ValueError(f"input_type must be the name of a node type (got {shown(input_type)}).")
+            raise ValueError(f"input_type must be the name of a node type (got {quote(input_type)}).")
         if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or "\0" in str(partition_dir) or partition_dir == "":
-            raise ValueError(f"partition_dir must be the path of a folder (got {shown(partition_dir)}).")
+            raise ValueError(f"partition_dir must be the path of a folder (got {quote(partition_dir)}).")
         self.source, self.source_kwargs = source, source_kwargs
         self.split = None if split is None else checked_fractions(split)
         self.split_index, self.seed, self.input_type = int(split_index), int(seed), input_type

@@ -281,9 +281,9 @@ def build_comm_info(
         ValueError: on all ranks: if no rank has the graph, ranks have different graphs, or node ids are invalid. Also for an
             unknown plan, SPST without a topology, a missing or too small topology, or a partition that does not fit.
     """
-    session = _joined("build_comm_info")
+    session = _require_session("build_comm_info")
     world = session.world
-    own = _together(world, lambda: None if graph is None else _checked_graph(graph, num_nodes))
+    own = _share_failures(world, lambda: None if graph is None else _checked_graph(graph, num_nodes))
     sizes = world.all_gather_object(None if own is None else (own[1], own[0].size(1)))
     source, _ = _holder(sizes, "build_comm_info", "graph")
 
@@ -296,7 +296,7 @@ def build_comm_info(
         links = seen if seen is not None or topology is None else find_topology(topology, world.size)
         return _cut_graph(mine, world, links, plan, partition, seed)
 
-    parts, edges_of = _together(world, cut) or (None, None)
+    parts, edges_of = _share_failures(world, cut) or (None, None)
     part = world.scatter_object(parts, source)
     edges = _scatter_rows(world, edges_of, (part.num_edges, 3), torch.int64, source)
     session.info = CommInfo(
@@ -312,22 +312,22 @@ def build_comm_info(
 
 def dispatch_features(x: Tensor | None = None) -> Tensor:
     """Returns this rank's rows of features, labels or masks over all nodes: see :meth:`CommInfo.dispatch`."""
-    return _built("dispatch_features").dispatch(x)
+    return _require_info("dispatch_features").dispatch(x)
 
 
 def graph_allgather(x: Tensor) -> Tensor:
     """Returns one tensor of local rows followed by halo rows from their owners, differentiable: see :meth:`CommInfo.gather`."""
-    return _built("graph_allgather").gather(x)
+    return _require_info("graph_allgather").gather(x)
 
 
 def collect_rows(x: Tensor) -> Tensor:
     """Returns the rows of all ranks in original order, on every rank: see :meth:`CommInfo.collect`."""
-    return _built("collect_rows").collect(x)
+    return _require_info("collect_rows").collect(x)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Returns the sum of `x` over ranks, on every rank, differentiable: see :meth:`CommInfo.sum`."""
-    return _built("sum_over_ranks").sum(x)
+    return _require_info("sum_over_ranks").sum(x)
 
 
 def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
@@ -343,7 +343,7 @@ def sum_gradients(parameters: torch.nn.Module | Iterable[Tensor]) -> None:
     Raises:
         RuntimeError: before :func:`init`.
     """
-    world = _joined("sum_gradients").world
+    world = _require_session("sum_gradients").world
     found = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
     gradients = GradientSum(world, lambda: found)
     try:
@@ -359,7 +359,7 @@ def broadcast_parameters(module: torch.nn.Module, source: int = 0) -> None:
     Raises:
         RuntimeError: before :func:`init`.
     """
-    _joined("broadcast_parameters").world.broadcast_tensors_([*module.parameters(), *module.buffers()], source)
+    _require_session("broadcast_parameters").world.broadcast_tensors_([*module.parameters(), *module.buffers()], source)
 
 
 # The cut ######################################################################
@@ -473,15 +473,15 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _holder(everyone: list[T | None], function: str, what: str) -> tuple[int, T]:
+def _holder(everyone: list[T | None], function: str, noun: str) -> tuple[int, T]:
     """Returns the first rank with a value, and its value; the values of all ranks that have one must be equal."""
     found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
     if not found:
-        raise ValueError(f"{function} got no {what} on any rank. At least one rank must pass it; the others may pass None.")
+        raise ValueError(f"{function} got no {noun} on any rank. At least one rank must pass it; the others may pass None.")
     for (rank, each), (other, another) in pairwise(found):
         if each != another:
             raise ValueError(
-                f"{function} got different {what}s: {each} on rank {rank}, {another} on rank {other}. Pass the same on all "
+                f"{function} got different {noun}s: {each} on rank {rank}, {another} on rank {other}. Pass the same on all "
                 "ranks, or None on all but one."
             )
     return found[0]
@@ -530,7 +530,7 @@ def _gather_rows(world: World, rows: Tensor, counts: Sequence[int], target: int)
         return out
 
 
-def _together(world: World, work: Callable[[], T]) -> T:
+def _share_failures(world: World, work: Callable[[], T]) -> T:
     """Returns the result of `work`; an error on one rank is raised on all ranks, so that no rank waits for others."""
     result: Any = None
     problem = None
@@ -544,14 +544,14 @@ def _together(world: World, work: Callable[[], T]) -> T:
     return result
 
 
-def _joined(function: str) -> Session:
+def _require_session(function: str) -> Session:
     if _session is None:
         raise RuntimeError(f"{function}() was called before init(). Call lightning_gnn.functional.init() first.")
     return _session
 
 
-def _built(function: str) -> CommInfo:
-    info = _joined(function).info
+def _require_info(function: str) -> CommInfo:
+    info = _require_session(function).info
     if info is None:
         raise RuntimeError(f"{function}() was called before build_comm_info(graph), which partitions the graph.")
     return info

@@ -40,7 +40,7 @@ _MADE_UP = _CLASS, _PARAMETRIZATIONS = "__class__", "parametrizations"
 _Place = tuple[str, str]  # name of an object and name of an attribute
 
 
-class _Gone:
+class _RemovedAttribute:
     """Placeholder for a removed attribute."""
 
 
@@ -88,21 +88,21 @@ class Shared:
             if place not in before or before[place] != _digest(value, self._names)
         }
         gone = [(name, attribute) for name, attribute in before if attribute not in _MADE_UP]
-        changed |= {place: _Gone() for place in gone if place[1] not in vars(self._owners[place[0]])}
+        changed |= {place: _RemovedAttribute() for place in gone if place[1] not in vars(self._owners[place[0]])}
         lost: dict[str, str] = {}
         try:
-            return self._pickled(changed), lost
+            return self._pickle(changed), lost
         except Exception:  # pickling may raise any error
             kept = {}
             for place, value in changed.items():
                 try:
-                    self._pickled(value)
+                    self._pickle(value)
                     kept[place] = value
                 except Exception as error:
                     lost[f"{self._labels[place[0]]}.{place[1]}"] = str(error).partition("\n")[0]
-        return self._pickled(kept), lost
+        return self._pickle(kept), lost
 
-    def _pickled(self, value: Any) -> bytes:
+    def _pickle(self, value: Any) -> bytes:
         file = _Limited()
         _Sender(file, self._names).dump(value)
         return file.getvalue()
@@ -113,7 +113,7 @@ class Shared:
             found: dict[_Place, Any] = _Receiver(io.BytesIO(changes), self._objects).load()
         except Exception as error:  # for example, this process lacks the class
             return {"attributes": f"{type(error).__name__}: {error}"}
-        for (name, attribute), value in sorted(found.items(), key=lambda each: each[0][1] != _PARAMETRIZATIONS):
+        for (name, attribute), value in sorted(found.items(), key=lambda entry: entry[0][1] != _PARAMETRIZATIONS):
             _put(self._owners[name], attribute, value)
         return {}
 
@@ -169,7 +169,7 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
                 register_parametrization(owner, name, part, unsafe=True)
         return
     before = vars(owner).get(attribute)
-    if isinstance(value, _Gone):
+    if isinstance(value, _RemovedAttribute):
         vars(owner).pop(attribute, None)
         return
     if attribute == MODULES and _PARAMETRIZATIONS in before:

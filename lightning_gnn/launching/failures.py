@@ -93,19 +93,19 @@ class Failure:
         return error
 
 
-def report_ended_ranks(rank: int, what: str, wait_s: float = 0.0) -> str:
+def report_ended_ranks(rank: int, event: str, wait_s: float = 0.0) -> str:
     """Write to stderr which ranks of this machine ended, and how; returns the text.
 
     Args:
         rank: this rank.
-        what: what this rank reports about itself.
+        event: what this rank reports about itself.
         wait_s: seconds to wait for a rank that ended.
     """
     lines = []
     for peer, status in processes.exit_statuses(wait_s).items():
         place = processes.place_of(peer)
         failure = Failure.from_exit_code(peer, status, place) if status else Failure(peer, "has ended", place=place)
-        lines.append(f"Rank {rank} {what}: {str(failure)[0].lower()}{str(failure)[1:]}")
+        lines.append(f"Rank {rank} {event}: {str(failure)[0].lower()}{str(failure)[1:]}")
     if lines:
         # os.write instead of print: a signal handler may interrupt another.
         os.write(2, "".join(f"{line}\n" for line in lines).encode())

@@ -78,13 +78,13 @@ class ProcessLauncher(Launcher):
             if trainer is not None:
                 begin_runs(trainer)
             if self._start_method == "spawn":
-                given: tuple[Any, ...] = collect_random_states(), trainer, function, args, kwargs
-                supervisor.start_all((self, given), max(IMPORT_S, strategy.timeout.total_seconds()))
+                arguments: tuple[Any, ...] = collect_random_states(), trainer, function, args, kwargs
+                supervisor.start_all((self, arguments), max(IMPORT_S, strategy.timeout.total_seconds()))
             else:
-                given = None, trainer, function, args, kwargs
-                self._start(supervisor, self._run, *given)
+                arguments = None, trainer, function, args, kwargs
+                self._start(supervisor, self._run, *arguments)
             self._close_listener()  # rank 0 has a copy
-            self._begin(supervisor, given)
+            self._begin(supervisor, arguments)
             self._supervisor = supervisor
             results = torch.load(io.BytesIO(_result_of(supervisor)), weights_only=False)
         finally:
@@ -97,26 +97,26 @@ class ProcessLauncher(Launcher):
             _restore(trainer, shared, results)
         return results["output"]
 
-    def _start(self, supervisor: Supervisor, target: Callable[..., None], *given: Any) -> None:
-        """Start the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *given)``."""
+    def _start(self, supervisor: Supervisor, target: Callable[..., None], *arguments: Any) -> None:
+        """Start the ranks, each with ``target(local rank, parent's process id, its end of a pipe, *arguments)``."""
         # Python's garbage collector ends the threads of an earlier run's process group. A forked rank lacks these threads, and
         # would wait forever. So garbage is collected before the fork, and ranks freeze existing objects.
         if self._start_method == "fork":
             gc.collect()
         for rank in range(self._strategy.num_processes):
             with ignoring_interrupts() if self._start_method == "spawn" else nullcontext():
-                supervisor.children.append(self._start_rank(rank, target, given))
+                supervisor.children.append(self._start_rank(rank, target, arguments))
 
-    def _start_rank(self, rank: int, target: Callable[..., None], given: Sequence[Any]) -> Child:
+    def _start_rank(self, rank: int, target: Callable[..., None], arguments: Sequence[Any]) -> Child:
         context: Any = mp.get_context(self._start_method)
         ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(rank, os.getpid(), theirs, *given))
+        process = context.Process(target=target, args=(rank, os.getpid(), theirs, *arguments))
         process.start()
         theirs.close()
         return Child(rank, process.pid, partial(getattr, process, "exitcode"), ours)
 
-    def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
-        """Hook called when the ranks have received the arguments `given`, before they are watched."""
+    def _begin(self, supervisor: Supervisor, arguments: Sequence[Any]) -> None:
+        """Hook called when the ranks have received their `arguments`, before they are watched."""
 
     def _sends_results(self, local_rank: int) -> bool:
         return local_rank == 0
@@ -166,7 +166,7 @@ class ProcessLauncher(Launcher):
             reporter.send("result", file.getvalue())
         except (Exception, SystemExit) as error:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler would raise during the report
-            reporter.failed(error)
+            reporter.send_failure(error)
             sys.exit(1)
 
     def _close_listener(self) -> None:
@@ -188,8 +188,8 @@ class ProcessLauncher(Launcher):
 def _enter(local_rank: int, parent: int, connection: Connection) -> None:
     """Main function of each spawned process: waits for its arguments."""
     end_with_parent(parent)
-    launcher, given = Reporter(local_rank, connection).wait_for_start()
-    launcher._run(local_rank, parent, connection, *given)
+    launcher, arguments = Reporter(local_rank, connection).wait_for_start()
+    launcher._run(local_rank, parent, connection, *arguments)
 
 
 def _result_of(supervisor: Supervisor) -> bytes:
@@ -257,12 +257,12 @@ def _restore(trainer: pl.Trainer, shared: Shared, results: dict[str, Any]) -> No
     warn_of_lost(lost, trainer.strategy.strategy_name)  # type: ignore[attr-defined]
 
 
-def _load(module: torch.nn.Module, weights: dict[str, Any], beside: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Load the weights of a rank, and the tensors `beside` the ``state_dict``; returns reasons for missing weights, by name."""
+def _load(module: torch.nn.Module, weights: dict[str, Any], extra_tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Load the weights of a rank, and `extra_tensors` outside of the ``state_dict``; returns reasons for missing weights."""
     with torch.no_grad():
         for name, tensor in _tensors(module):
-            if name in beside and beside[name].shape == tensor.shape:
-                tensor.copy_(beside[name])
+            if name in extra_tensors and extra_tensors[name].shape == tensor.shape:
+                tensor.copy_(extra_tensors[name])
     try:
         module.load_state_dict(weights)
         return {}

@@ -127,7 +127,7 @@ class ScriptLauncher(Launcher):
             return function(*args, **kwargs)
         except (Exception, SystemExit) as error:
             if reporter is not None:
-                reporter.failed(error)
+                reporter.send_failure(error)
             elif isinstance(error, Exception):
                 self._report_guest(error)
             raise

@@ -48,7 +48,7 @@ class Launchable(Protocol):
     def global_rank(self) -> int:
         """Rank of this process."""
 
-    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+    def before_ranks_start(self, trainer: pl.Trainer | None, arguments: Sequence[Any], self_check: bool = True) -> None:
         """Hook called to check the run before ranks start."""
 
     def outcome(self) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ class Reporter:
         with contextlib.suppress(OSError):
             self._connection.send((event, value))
 
-    def failed(self, error: BaseException) -> None:
+    def send_failure(self, error: BaseException) -> None:
         """Send an error of this rank to the parent, which shows it."""
         self.send("failed", Failure.of(self.rank, error))
         set_report(error, "", "")
@@ -96,14 +96,14 @@ class Reporter:
         """
         self.send("arrived", current_progress().address)
         try:
-            variables, interruptible, given = self._connection.recv()
+            variables, interruptible, arguments = self._connection.recv()
         except (EOFError, OSError):
             os._exit(1)
         self.send("started")
         os.environ.update(variables)
         if interruptible and threading.current_thread() is threading.main_thread() and not _handles_interrupts():
             signal.signal(signal.SIGINT, signal.default_int_handler)  # restores KeyboardInterrupt
-        return given
+        return arguments
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Supervisor:
     def __init__(self, children: Iterable[Child] = ()) -> None:
         self.children = list(children)
         self.stopping = self.ending = False
-        self._of_concern: Callable[[list[Failure]], list[Failure]] = list
+        self._select_failures: Callable[[list[Failure]], list[Failure]] = list
         self._environment = dict(os.environ)
         self._lock = threading.RLock()
 
@@ -170,13 +170,13 @@ class Supervisor:
                 if code and not child.failures:
                     child.failures.append(Failure.from_exit_code(child.rank, code, str(child.progress or "")))
             found = [failure for child in self.children for failure in child.failures]
-            return sorted(self._of_concern(found), key=lambda failure: failure.about_peers)
+            return sorted(self._select_failures(found), key=lambda failure: failure.about_peers)
 
-    def begin(self, of_concern: Callable[[list[Failure]], list[Failure]] = list) -> None:
-        """Begin another call of a Trainer, in which :meth:`look` returns only failures that are `of_concern` to all ranks."""
+    def begin(self, select_failures: Callable[[list[Failure]], list[Failure]] = list) -> None:
+        """Begin another call of a Trainer, in which :meth:`look` returns only the failures that `select_failures` returns."""
         with self._lock:
             self.look()  # receives the messages of the previous call
-            self._of_concern = of_concern
+            self._select_failures = select_failures
 
     def running(self) -> list[Child]:
         return [child for child in self.children if child.exit_code() is None]
@@ -185,11 +185,11 @@ class Supervisor:
         self.look()
         return all(child.failures for child in self.children)
 
-    def start_all(self, given: Any, seconds: float, **variables: str) -> None:
+    def start_all(self, arguments: Any, seconds: float, **variables: str) -> None:
         """Wait until all children have arrived at the Trainer's call, and let them run it.
 
         Args:
-            given: return value of :meth:`Reporter.wait_for_start` in the children.
+            arguments: return value of :meth:`Reporter.wait_for_start` in the children.
             seconds: timeout.
             **variables: environment variables of the children, in addition to variables that changed here since they started.
 
@@ -217,7 +217,7 @@ class Supervisor:
             with contextlib.suppress(OSError):  # it ended: look() reports it
                 set_spawning_popen(_SharesDescriptors)  # type: ignore[arg-type]
                 try:
-                    data = ForkingPickler.dumps((variables, _handles_interrupts(), given))
+                    data = ForkingPickler.dumps((variables, _handles_interrupts(), arguments))
                 finally:
                     set_spawning_popen(None)
                 child.connection.send_bytes(data)

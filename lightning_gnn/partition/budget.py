@@ -270,7 +270,7 @@ def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -
 
 def table(costs: Sequence[Prediction], free: int | None, method: str | None) -> Table:
     """Returns the predictions as a table with a row per method; `method` is marked."""
-    result = text_table("partition", "memory", "seconds", "fits", "", title="Partitioners, predicted", left=1)
+    result = text_table("partition", "memory", "seconds", "fits", "", title="Partitioners, predicted", num_left=1)
     for each in costs:
         fits = "not installed" if not each.installed else "yes" if each.fits(free) else "no"
         mark = "taken" if each.method == method else ""

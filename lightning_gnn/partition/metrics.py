@@ -91,7 +91,7 @@ class EdgeCutReport:
         """Returns the report as a table with a row per rank; `row_bytes`, the bytes of a node's row, add received bytes."""
         masks = {_entries(name): counts for name, counts in self.masks.items()}
         last = [] if row_bytes is None else ["received per layer and direction"]
-        table = text_table("part", "nodes", *masks, "in-edges", "halo rows", *last, title="Edge cut", left=0)
+        table = text_table("part", "nodes", *masks, "in-edges", "halo rows", *last, title="Edge cut", num_left=0)
         for part, row in enumerate(zip(self.nodes, *masks.values(), self.edges, self.halo_rows)):
             received = [] if row_bytes is None else [_bytes(int(row[-1]) * row_bytes)]
             table.add_row(str(part), *(f"{value:,}" for value in row), *received)

@@ -210,18 +210,18 @@ class GNNStrategy(RankStrategy):
             range(first, first + self.num_processes),
         )
 
-    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+    def before_ranks_start(self, trainer: pl.Trainer | None, arguments: Sequence[Any], self_check: bool = True) -> None:
         """Checks data, model and memory before ranks start; called by launchers in the process that starts the ranks.
 
         Args:
             trainer: Trainer of the call.
-            given: arguments of the call.
+            arguments: arguments of the call.
             self_check: whether the self-check may run here.
         """
         if trainer is None or self.world_size == 1:
             return
-        module = next((value for value in given if isinstance(value, pl.LightningModule)), trainer.lightning_module)
-        found = next((value for value in given if isinstance(value, pl.LightningDataModule)), None)
+        module = next((value for value in arguments if isinstance(value, pl.LightningModule)), trainer.lightning_module)
+        found = next((value for value in arguments if isinstance(value, pl.LightningDataModule)), None)
         data = self.check_data(found or getattr(trainer, "datamodule", None))
         if module is None:
             return  # Lightning raises an error

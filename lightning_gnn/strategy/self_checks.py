@@ -19,7 +19,7 @@ from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.registry import explained
+from lightning_gnn.registry import explain_error
 from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import Run, bind_module, twin_of
 
@@ -87,7 +87,7 @@ def judged(run: Run, outcomes: Outcomes) -> float:
                     f"that it logs on {run.world_size} ranks were not compared."
                 )
         elif stage in run.stages:
-            if (said := explained(outcome.not_run, step)) is not None:
+            if (said := explain_error(outcome.not_run, step)) is not None:
                 raise UnsupportedModelError(said)
             rank_zero_warn(
                 f"The self-check could not run {step} on a small graph ({outcome.not_run}), so its results on "

@@ -18,7 +18,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
-from lightning_gnn.registry import explained
+from lightning_gnn.registry import explain_error
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.rows.mode import local_rows
@@ -200,7 +200,7 @@ class Steps:
                 yield
         except AttributeError as error:
             name = f"{'predict' if stage == 'prediction' else stage}_step"
-            said = explained(str(error), f"{type(self._module).__name__}.{name}")
+            said = explain_error(str(error), f"{type(self._module).__name__}.{name}")
             if said is None:
                 raise
             raise AttributeError(said) from error

@@ -156,7 +156,7 @@ class ParityReport:
 def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
     """Returns a table with a row for each communicating operation; messages and bytes are maxima over ranks."""
     heads = "step", "pass", "line", "operation", "rows", "messages", "bytes per rank"
-    made = text_table(*heads, title=title, left=5)
+    made = text_table(*heads, title=title, num_left=5)
     for each in explanations:
         for sender, sent in each.bytes_sent.items():
             numbers = (f"{max(counts):,}" for counts in (each.messages[sender], sent))

@@ -31,7 +31,7 @@ FEATURES: dict[str, tuple[str, int]] = {
     ),
     "survivors": (
         r"surviv\w*|\w*lost_(ranks|agents)|(?-i:Losses)|\w*starts?_again|\w*restarts|(ranks_are_)?independent"
-        r"|\w*rejoins?(_\w+)?|goes_on|others_go_on|needs_parent|of_concern",
+        r"|\w*rejoins?(_\w+)?|goes_on|others_go_on|needs_parent|select_failures",
         2,
     ),
     "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),

@@ -46,11 +46,11 @@ def test_ends_within_bounds_even_what_ignores_sigterm():
 def test_the_cause_comes_before_its_consequences():
     (first, tells), (second, also) = child(1, "import sys; sys.exit(3)"), child(2, "import sys; sys.exit(1)")
     supervisor = Supervisor([first, second])
-    tells.failed(CommunicationError("rank 2 has ended"))
+    tells.send_failure(CommunicationError("rank 2 has ended"))
     try:
         raise ValueError("spoilt")
     except ValueError as error:
-        also.failed(error)
+        also.send_failure(error)
     assert supervisor.wait_for(supervisor.all_failed, 10)
     failures = supervisor.look()
     assert [(f.rank, f.about_peers) for f in failures] == [(2, False), (1, True)]

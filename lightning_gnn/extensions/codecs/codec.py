@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.arguments import is_one_of, shown
+from lightning_gnn.arguments import is_one_of, quote
 from lightning_gnn.kernels import loops
 from lightning_gnn.kernels.run import has_loops, run_over_range
 
@@ -324,6 +324,6 @@ def make_codec(name: str | None, stochastic: bool = False, seed: int = 0) -> Cod
             raise ValueError('stochastic_rounding=True is not supported without a codec. Add codec="int8".')
         return None
     if not is_one_of(name, tuple(_BITS)):
-        raise ValueError(f"codec must be one of {', '.join(map(repr, _BITS))} or None (got {shown(name)}).")
+        raise ValueError(f"codec must be one of {', '.join(map(repr, _BITS))} or None (got {quote(name)}).")
     kind = Quantiser if name.startswith("int") else BlockFloats if name.startswith("bfp") else ShortFloats
     return kind(name, stochastic, seed)

@@ -34,7 +34,7 @@ from numpy.lib.format import open_memmap
 from torch_geometric.data import Data
 from typing_extensions import override
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 from lightning_gnn.console import progress_bar
 from lightning_gnn.data.loading import Assign, Assigned, GraphSource
 from lightning_gnn.data.shards import Graph
@@ -365,7 +365,7 @@ def _attribute_files(folder: Path, name: str, of: Any) -> tuple[list[Path], dict
     if not isinstance(options, dict) or not options.keys() <= allowed or not isinstance(options.get("files"), str):
         raise ValueError(
             f"{folder / 'graph.json'}: {name} must be the name of a file, or an object of {', '.join(sorted(allowed))} (got "
-            f"{shown(of)})."
+            f"{quote(of)})."
         )
     return _files(folder, options["files"]), {key: value for key, value in options.items() if key != "files"}
 

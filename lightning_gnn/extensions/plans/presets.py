@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 from lightning_gnn.extensions.plans.topology import INFINIBAND, NVLINK, NVLINK_PAIR, PCIE, QPI, Topology
 from lightning_gnn.extensions.plans.wiring import Wiring, load_topology, uniform
 
@@ -144,6 +144,6 @@ def find_topology(source: str | Path | Topology, num_ranks: int | None) -> Topol
         source = PRESETS[source](num_ranks or 0)
     elif not isinstance(source, Topology):
         if not isinstance(source, (str, Path)) or not os.path.isfile(source):
-            raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {shown(str(source))}).")
+            raise ValueError(f"topology must be one of {', '.join(PRESETS)} or a JSON file (got {quote(str(source))}).")
         source = load_topology(source)
     return source if num_ranks is None else source.for_ranks(num_ranks)

@@ -19,7 +19,7 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_gnn.arguments import is_one_of, shown
+from lightning_gnn.arguments import is_one_of, quote
 from lightning_gnn.callbacks.loggers import log_config, log_files, uploads
 from lightning_gnn.comm.exchange import Exchange, HaloExchange
 from lightning_gnn.comm.group import World
@@ -61,9 +61,9 @@ class PlannedScheme(EdgeCutScheme):
     ) -> None:
         for what, value, known in (("plan", plan, self.plans), ("partition", partition, get_args(PartitionName))):
             if not is_one_of(value, known) or value is None:
-                raise ValueError(f"{what} must be one of {', '.join(map(repr, known))} (got {shown(value)}).")
+                raise ValueError(f"{what} must be one of {', '.join(map(repr, known))} (got {quote(value)}).")
         if not isinstance(topology, (str, Path, Topology, NoneType)):
-            raise ValueError(f"topology must be a name, a path, a Topology or None (got {shown(topology)}).")
+            raise ValueError(f"topology must be a name, a path, a Topology or None (got {quote(topology)}).")
         if topology is None and (plan in self.over_links or partition == "hierarchical"):
             asked = f'partition="{partition}"' if partition == "hierarchical" else f'plan="{plan}"'
             raise ValueError(NO_TOPOLOGY.format(asked))

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 
 MAX_DEVICES = 64
 """Limit of the number of devices; sets of devices are the bits of one 64-bit integer."""
@@ -45,7 +45,7 @@ SOCKET_LATENCY = {"stage_seconds": SOCKET_STAGE, "message_seconds": SOCKET_MESSA
 def check_devices(num_devices: int) -> None:
     """Raises ValueError if a topology cannot have this number of devices."""
     if not 1 <= num_devices <= MAX_DEVICES:
-        raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {shown(num_devices)}).")
+        raise ValueError(f"A topology has 1 to {MAX_DEVICES} devices (got {quote(num_devices)}).")
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,22 @@ class Topology:
         for hop in self.hops:
             if not 1e-9 <= hop.gb_per_s <= 1e9:
                 raise ValueError(
-                    f"Hop {shown(hop.name)} needs a positive bandwidth in GB/s (got {hop.gb_per_s}), from 1e-9 to 1e9."
+                    f"Hop {quote(hop.name)} needs a positive bandwidth in GB/s (got {hop.gb_per_s}), from 1e-9 to 1e9."
                 )
         for name in ("stage_seconds", "message_seconds"):
             if not 0 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name} must be from 0 to 1e9 seconds (got {getattr(self, name)}).")
         for (a, b), via in self.links.items():
             if a not in devices or b not in devices or a == b:
-                raise ValueError(f"Link {shown(a)}-{shown(b)} must join two of the devices 0 to {self.num_devices - 1}.")
+                raise ValueError(f"Link {quote(a)}-{quote(b)} must join two of the devices 0 to {self.num_devices - 1}.")
             if not via:
                 raise ValueError(f"Link {a}-{b} has no hops. Set gb_per_s or via.")
         for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
             if sorted(device for group in groups for device in group) != list(devices):
-                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {shown(groups)}).")
+                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {quote(groups)}).")
         for socket in self.sockets:
             if not any(set(socket) <= set(host) for host in self.hosts):
-                raise ValueError(f"The devices {shown(socket)} of a socket belong to several hosts.")
+                raise ValueError(f"The devices {quote(socket)} of a socket belong to several hosts.")
         joined = np.eye(self.num_devices, dtype=bool)
         for pair in self.links:
             joined[pair] = True

@@ -35,7 +35,7 @@ from itertools import accumulate, combinations, product
 from pathlib import Path
 from typing import Any
 
-from lightning_gnn.arguments import shown
+from lightning_gnn.arguments import quote
 from lightning_gnn.extensions.plans.topology import ETHERNET, SHARED_MEMORY, SOCKET_LATENCY, Hop, Topology, check_devices
 
 
@@ -164,7 +164,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
         for step in steps:
             if not isinstance(step, str) or step.removeprefix("-") not in shared:
                 raise ValueError(
-                    f"{where}: via names the hop {shown(step)}; the hops are {', '.join(list(shared)[:20]) or 'none'}."
+                    f"{where}: via names the hop {quote(step)}; the hops are {', '.join(list(shared)[:20]) or 'none'}."
                 )
         return tuple(shared[step.removeprefix("-")] + step.startswith("-") for step in steps)
 
@@ -172,7 +172,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
     for where, entry in _entries(description, "links", "topology", [] if num_devices == 1 else None):
         a, b = _get(entry, "a", int, where), _get(entry, "b", int, where)
         if (a, b) in links:
-            raise ValueError(f"{where}: the link between {shown(a)} and {shown(b)} is defined twice.")
+            raise ValueError(f"{where}: the link between {quote(a)} and {quote(b)} is defined twice.")
         via = way(entry, where)
         if "gb_per_s" in entry or "bandwidth_mbit" in entry:
             via = (*via, len(hops))
@@ -193,7 +193,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
             raise ValueError(f"{where}: device {device} is defined twice.")
         memory[device] = way(entry, where)
     if memory and sorted(memory) != list(range(num_devices)):
-        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {shown(sorted(memory))}).")
+        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {quote(sorted(memory))}).")
     return Topology(
         _get(description, "name", str, "topology", name),
         num_devices,
@@ -230,7 +230,7 @@ def topology_to_dict(topology: Topology) -> dict[str, Any]:
 def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
     gb_per_s = _get(entry, "gb_per_s", (int, float), where, instead="bandwidth_mbit")
     if not 0 < gb_per_s < 1e300:  # a Python int may exceed any float; NaN fails both comparisons
-        raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {shown(gb_per_s)}).")
+        raise ValueError(f"{where}: {title} needs a positive bandwidth in GB/s (got {quote(gb_per_s)}).")
     if "gb_per_s" not in entry:
         gb_per_s /= 8000
     reference = entry.get("reference")  # used by an emulator to record the emulated hardware
@@ -242,7 +242,7 @@ def _duplex(title: str, entry: Mapping[str, Any], where: str) -> list[Hop]:
 
 def _devices(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(device) is int for device in value):
-        raise ValueError(f"{where} must be a list of integers (got {shown(value)}).")
+        raise ValueError(f"{where} must be a list of integers (got {quote(value)}).")
     return tuple(value)
 
 
@@ -253,7 +253,7 @@ def _entries(description: Any, key: str, where: str, default: Any) -> list[tuple
 def _get(entry: Any, key: str, kind: type | tuple[type, ...], where: str, default: Any = None, instead: str | None = None) -> Any:
     """Returns a field, or the field `instead` if only that exists; raises ValueError for another type, or without a `default`."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be a JSON object (got {shown(entry)}).")
+        raise ValueError(f"{where} must be a JSON object (got {quote(entry)}).")
     if instead is not None and key not in entry and instead in entry:
         key = instead
     if key not in entry and default is not None:
@@ -261,5 +261,5 @@ def _get(entry: Any, key: str, kind: type | tuple[type, ...], where: str, defaul
     value = entry.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(f"{where}: {key!r} must be {wanted} ({f'got {shown(value)}' if key in entry else 'it is missing'}).")
+        raise ValueError(f"{where}: {key!r} must be {wanted} ({f'got {quote(value)}' if key in entry else 'it is missing'}).")
     return value

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_flags, check_seed, check_whole, check_words, shown
+from lightning_gnn.arguments import check_choice, check_flags, check_seed, check_whole, check_words, quote
 from lightning_gnn.comm.group import World, next_store
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
@@ -129,7 +129,7 @@ class ClusterStrategy(GNNStrategy):
         if monitor is not None:
             check_words(monitor=monitor)
         elif mode is not None:
-            raise ValueError(f"mode={shown(mode)} is not supported without monitor. Set monitor to the name of a logged value.")
+            raise ValueError(f"mode={quote(mode)} is not supported without monitor. Set monitor to the name of a logged value.")
         check_choice("average", average, self.averages)
         check_choice("assignment", assignment, get_args(Assignment))
         check_flags(historical_embeddings=historical_embeddings)
@@ -205,9 +205,9 @@ class ClusterStrategy(GNNStrategy):
         return LayoutSpec("edge_cut", self.num_clusters, method=self.assignment)
 
     @override
-    def before_ranks_start(self, trainer: pl.Trainer | None, given: Sequence[Any], self_check: bool = True) -> None:
+    def before_ranks_start(self, trainer: pl.Trainer | None, arguments: Sequence[Any], self_check: bool = True) -> None:
         self._begin_call(trainer)
-        super().before_ranks_start(trainer, given, self_check)
+        super().before_ranks_start(trainer, arguments, self_check)
 
     @override
     def _configure_launcher(self) -> None:

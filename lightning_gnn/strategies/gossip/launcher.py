@@ -125,14 +125,14 @@ class SurvivingProcessLauncher(ProcessLauncher):
     _strategy: Any
 
     @override
-    def _begin(self, supervisor: Supervisor, given: Sequence[Any]) -> None:
-        again = partial(self._start_again, given=given)
+    def _begin(self, supervisor: Supervisor, arguments: Sequence[Any]) -> None:
+        again = partial(self._start_again, arguments=arguments)
         supervisor.begin(Losses(supervisor, again, self._strategy.most_restarts).select_fatal)
 
-    def _start_again(self, lost: Child, place: str, given: Sequence[Any]) -> Child:
+    def _start_again(self, lost: Child, place: str, arguments: Sequence[Any]) -> Child:
         os.environ[REJOIN_VARIABLE] = place
         try:
-            return self._start_rank(lost.rank, self._run, given)
+            return self._start_rank(lost.rank, self._run, arguments)
         finally:
             del os.environ[REJOIN_VARIABLE]
 

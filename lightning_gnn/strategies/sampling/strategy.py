@@ -30,7 +30,7 @@ from lightning_gnn.arguments import (
     checked_batches,
     checked_bytes,
     is_one_of,
-    shown,
+    quote,
 )
 from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.data.draws import OtherNodes
@@ -181,7 +181,7 @@ class SamplingStrategy(GNNStrategy):
     ) -> None:
         self._arguments = checked_batches(num_neighbors, batch_size), batch_size
         if sampler is None or not is_one_of(sampler, METHODS):
-            raise ValueError(f"sampler must be one of {', '.join(METHODS)}, got {shown(sampler)}.")
+            raise ValueError(f"sampler must be one of {', '.join(METHODS)}, got {quote(sampler)}.")
         check_flags(replace=replace, directed=directed)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_whole(1, walk_length=walk_length, num_clusters=num_clusters, num_workers=num_workers)
@@ -198,14 +198,14 @@ class SamplingStrategy(GNNStrategy):
         if edge_score_fn is not None and (not callable(edge_score_fn) or replace or labor or temporal_strategy == "last"):
             raise ValueError(
                 "edge_score_fn must be a function of in-edges that selects edges without replacement, got "
-                f"{shown(edge_score_fn)} with replace={replace}, temporal_strategy={temporal_strategy!r}. Remove the others."
+                f"{quote(edge_score_fn)} with replace={replace}, temporal_strategy={temporal_strategy!r}. Remove the others."
             )
         if sampler not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or edge_score_fn):
             raise ValueError(
                 f"weight_attr, time_attr and edge_score_fn are not supported with sampler={sampler!r}. Use sampler='neighbor'."
             )
         if evaluation not in ("layerwise", "minibatch", None):
-            raise ValueError(f"evaluation must be 'layerwise' or 'minibatch', got {shown(evaluation)}.")
+            raise ValueError(f"evaluation must be 'layerwise' or 'minibatch', got {quote(evaluation)}.")
         if evaluation == "layerwise" and time_attr:
             raise ValueError("evaluation='layerwise' is not supported with time_attr. Remove one of them.")
         because = "Batches have sampled neighborhoods only: set a smaller batch_size, or smaller num_neighbors."

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_flags, check_whole, is_one_of, shown
+from lightning_gnn.arguments import check_flags, check_whole, is_one_of, quote
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.exchange import Exchange, HaloExchange, Products
 from lightning_gnn.comm.group import World
@@ -47,7 +47,7 @@ class ProductScheme(Scheme):
 
     def __init__(self, node_order: Permute | None) -> None:
         if not is_one_of(node_order, ("metis", "random", None)):
-            raise ValueError(f"node_order must be 'metis', 'random' or None (got {shown(node_order)}).")
+            raise ValueError(f"node_order must be 'metis', 'random' or None (got {quote(node_order)}).")
         self.node_order = node_order
 
     def check_ranks(self, world_size: int) -> None:

@@ -174,7 +174,7 @@ class VertexCutReport:
             "sent inside",
             "between hosts",
         )
-        table = text_table("part", *heads, title="Vertex cut", left=0)
+        table = text_table("part", *heads, title="Vertex cut", num_left=0)
         for part, row in enumerate(zip(*vars(self).values())):
             table.add_row(str(part), *(f"{value:,}" for value in row))
         table.caption = (

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, shown
+from lightning_gnn.arguments import check_flags, check_numbers, check_whole, check_words, is_one_of, quote
 from lightning_gnn.callbacks.of_strategies import StrategyCallback
 from lightning_gnn.comm.exchange import Exchange, Products
 from lightning_gnn.comm.group import World
@@ -199,7 +199,7 @@ class VertexCutStrategy(GNNStrategy):
         **options: Any,
     ) -> None:
         if partition is not None and not is_one_of(partition, METHODS):
-            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {shown(partition)}).")
+            raise ValueError(f"partition must be one of {', '.join(map(repr, METHODS))} (got {quote(partition)}).")
         if num_machines is not None:
             check_whole(1, num_machines=num_machines)
         check_whole(1, dropout_seed_every_n_epochs=dropout_seed_every_n_epochs)
@@ -217,7 +217,7 @@ class VertexCutStrategy(GNNStrategy):
             cache = float(cache)
         elif not isinstance(cache, (AdaptiveThreshold, TopKChanges, NoneType)):
             what = "'adaptive', 'topk', a threshold of at least 0, or None"
-            raise ValueError(f"cache must be {what} (got {shown(cache)}).")
+            raise ValueError(f"cache must be {what} (got {quote(cache)}).")
         if dropout_seed_every_n_epochs > 1 and cache is None:
             raise ValueError(
                 f"dropout_seed_every_n_epochs={dropout_seed_every_n_epochs} is not supported without a cache. "

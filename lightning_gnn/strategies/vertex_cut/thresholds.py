@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_numbers, shown
+from lightning_gnn.arguments import check_choice, check_numbers, quote
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.call import DIRECTIONS
 from lightning_gnn.comm.group import World
@@ -108,10 +108,10 @@ class AdaptiveThreshold:
         given = {name: value for name, value in asdict(self).items() if name not in ("rule", "factors")}
         check_numbers(**{name: value for name, value in given.items() if name not in ("mean", "first") or value is not None})
         if not isinstance(self.factors, dict) or not all(isinstance(name, str) for name in self.factors):
-            raise ValueError(f"factors must be a number by name, such as {{'backward': 4}} (got {shown(self.factors)}).")
+            raise ValueError(f"factors must be a number by name, such as {{'backward': 4}} (got {quote(self.factors)}).")
         check_numbers(**{f"factors[{name!r}]": factor for name, factor in self.factors.items()})
         if min(self.factors.values(), default=0) < 0:
-            raise ValueError(f"factors must be at least 0, got {shown(self.factors)}.")
+            raise ValueError(f"factors must be at least 0, got {quote(self.factors)}.")
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
             raise ValueError(
                 f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."

@@ -76,7 +76,7 @@ def doctor(arguments: Sequence[str]) -> None:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = text_table("check", "result", "what to do", title="lightning-gnn doctor", left=3)
+    table = text_table("check", "result", "what to do", title="lightning-gnn doctor", num_left=3)
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
     for check in checks:
         table.add_row(check.name, f"{marks[check.status]}  {escape(check.result)}", escape(check.advice))

@@ -180,7 +180,7 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     if names:
         names[0] = f"stage {names[0]}"
     title = f"Plan {plan.name}: rows of {row_bytes:,} bytes by link and stage"
-    table = text_table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, left=2)
+    table = text_table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, num_left=2)
     table.columns[-2].justify = "left"
 
     def together(by_stage: NDArray[Any]) -> list[Any]:

@@ -194,14 +194,14 @@ def show_command(arguments: Sequence[str]) -> None:
 
 
 def print_topology(topology: Topology, console: Console) -> None:
-    hosts = text_table("host", "devices by socket", title=escape(topology.name), left=2)
+    hosts = text_table("host", "devices by socket", title=escape(topology.name), num_left=2)
     for index, sockets in enumerate(topology.groups):
         hosts.add_row(str(index), escape(" | ".join(", ".join(map(str, socket)) for socket in sockets)))
     users = topology.passes.sum((0, 1))
-    hops = text_table("hop", "kind", "GB/s each way", "links, forward", left=4)
+    hops = text_table("hop", "kind", "GB/s each way", "links, forward", num_left=4)
     for hop, count in list(zip(topology.hops, users))[::2]:
         hops.add_row(escape(hop.name), escape(hop.kind), f"{hop.gb_per_s:.4g}", str(count))
-    links = text_table("link", "via", "GB/s", left=3)
+    links = text_table("link", "via", "GB/s", num_left=3)
     for (a, b), via in sorted(topology.links.items()):
         if a < b:
             names = ", ".join(topology.hops[hop].name for hop in via)

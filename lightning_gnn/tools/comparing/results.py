@@ -290,7 +290,7 @@ class ComparisonTable:
 
     def _table(self, spared: int, folded: bool = True) -> Table:
         shown = [column for column in columns(self.cells) if column.head and column.head not in SPARED[:spared]]
-        table = text_table(*(column.head for column in shown), title=self.title, left=2)
+        table = text_table(*(column.head for column in shown), title=self.title, num_left=2)
         for column in table.columns[1:]:
             column.no_wrap = not folded
         for cell in self.cells:
