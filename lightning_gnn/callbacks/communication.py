@@ -59,7 +59,7 @@ class CommunicationMetrics(pl.Callback):
         world: all ranks.
         parts: sizes of each rank's part.
         replicas: comparison of the ranks' models at the end of each epoch.
-        of_steps: counter of messages of steps; None for mini-batch steps.
+        step_counter: counter of messages of steps; None for mini-batch steps.
 
     Attributes:
         by_layer: this rank's traffic of the last epoch by (layer, direction).
@@ -72,10 +72,10 @@ class CommunicationMetrics(pl.Callback):
         world: World,
         parts: Sequence[PartSize],
         replicas: Replicas,
-        of_steps: Ranks | None = None,
+        step_counter: Ranks | None = None,
     ) -> None:
         self._meter, self._world, self._parts, self._replicas = meter, world, parts, replicas
-        self._of_steps, self._steps_before = of_steps, (0, 0)
+        self._step_counter, self._steps_before = step_counter, (0, 0)
         self.by_layer: ByLayer = {}
         self.epoch = Traffic()
         self._epochs, self._warned = 0, False
@@ -93,9 +93,9 @@ class CommunicationMetrics(pl.Callback):
 
     def _take_steps(self) -> tuple[int, int]:
         """Returns the number of messages and bytes of steps since the last call."""
-        if self._of_steps is None:
+        if self._step_counter is None:
             return 0, 0
-        (messages, sent), before = (self._of_steps.messages.total(), self._of_steps.bytes_sent), self._steps_before
+        (messages, sent), before = (self._step_counter.messages.total(), self._step_counter.bytes_sent), self._steps_before
         self._steps_before = messages, sent
         return messages - before[0], sent - before[1]
 
@@ -172,7 +172,7 @@ class CommunicationMetrics(pl.Callback):
             self._warned = True
             rank_zero_warn(found)
 
-    def of_all_ranks(self) -> list[ByLayer]:
+    def gather_traffic(self) -> list[ByLayer]:
         """Returns the traffic of all ranks in the last epoch, ``[P]``; collective."""
         return self._world.all_gather_object(self.by_layer)
 
@@ -180,7 +180,7 @@ class CommunicationMetrics(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.loggers or self._world.size == 1:
             return
-        by_rank = self.of_all_ranks()
+        by_rank = self.gather_traffic()
         if trainer.is_global_zero and any(by_rank):
             files: dict[str, Any] = {"communication.json": json.dumps(traffic_table(by_rank), indent=1) + "\n"}
             if uploads(trainer):
@@ -274,12 +274,12 @@ class CommunicationMonitor(pl.Callback):
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs must be at least 1 (got {every_n_epochs}).")
         self.every_n_epochs = every_n_epochs
-        self._drawn = -1
+        self._last_epoch = -1
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics_of(trainer, self)
-        self._drawn = -1
+        self._last_epoch = -1
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -293,10 +293,10 @@ class CommunicationMonitor(pl.Callback):
 
     def _draw(self, trainer: pl.Trainer, epoch: int) -> None:
         metrics = metrics_of(trainer, self)
-        if epoch == self._drawn or not trainer.loggers:
+        if epoch == self._last_epoch or not trainer.loggers:
             return
-        self._drawn = epoch
-        by_rank = metrics.of_all_ranks()
+        self._last_epoch = epoch
+        by_rank = metrics.gather_traffic()
         if trainer.is_global_zero and any(by_rank):
             from lightning_gnn.callbacks.pictures import draw_traffic
 

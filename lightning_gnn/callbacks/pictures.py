@@ -78,8 +78,8 @@ def draw_traffic(by_rank: Sequence[ByLayer], title: str) -> Figure:
             axes.tick_params(labelsize=7)
             if len(by_rank) <= NUMBERED:
                 for (i, j), count in np.ndenumerate(matrix):
-                    colour = "white" if count > 0.6 * most else INK
-                    axes.text(j, i, f"{count / factor:.3g}", ha="center", va="center", fontsize=7, color=colour)
+                    color = "white" if count > 0.6 * most else INK
+                    axes.text(j, i, f"{count / factor:.3g}", ha="center", va="center", fontsize=7, color=color)
     if image is not None:
         figure.colorbar(image, ax=figure.axes, label=unit, shrink=0.6)
     return figure

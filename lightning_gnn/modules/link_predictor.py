@@ -163,7 +163,7 @@ class LinkPredictor(GraphModule):
                 raise ValueError(f"{type(model).__name__} must have out_channels for decoder='distmult' (got {width!r}).")
             self.relations = torch.nn.Embedding(num_relations, width)
             torch.nn.init.xavier_uniform_(self.relations.weight)
-        self._known: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._known_edges: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self.hits = sorted(set(hits))
         names = ["mrr", *(f"hits@{k}" for k in self.hits)]
         self.metrics = torch.nn.ModuleDict({f"{stage}_{name}": MeanOfRanks() for stage in ("val", "test") for name in names})
@@ -248,7 +248,7 @@ class LinkPredictor(GraphModule):
             )
         return out
 
-    def _related(self, sources: Tensor, types: Tensor | None) -> Tensor:
+    def _apply_relations(self, sources: Tensor, types: Tensor | None) -> Tensor:
         """Returns the source embeddings of edges, multiplied by the vectors of their types if there are types, ``[n, F]``."""
         return sources if self.relations is None else sources * self.relations(types)
 
@@ -265,26 +265,26 @@ class LinkPredictor(GraphModule):
             chosen = batch[mask] & (stored_ids(batch.edge_index)[1] < batch.num_owned)  # replicated edges count on another rank
             source, target = stored_ids(batch.edge_index)[:, chosen].long()
             types = None if self.relations is None else batch.edge_type[chosen]
-            sources, targets = self._related(gather_halo(z)[source], types), z[target]
+            sources, targets = self._apply_relations(gather_halo(z)[source], types), z[target]
             e_id = stored_ids(batch.e_id)[chosen].long()
-            others = draw_others(e_id, batch.n_id[target], count, global_num_nodes(z), self.seed, step)
-            known = self._known_of(e_id, others) if self.filtered and step == _EVALUATION else None
+            negatives = draw_others(e_id, batch.n_id[target], count, global_num_nodes(z), self.seed, step)
+            known = self._known_of(e_id, negatives) if self.filtered and step == _EVALUATION else None
             # gather_nodes is collective: ranks without edges call it too.
-            others, place = others.unique(return_inverse=True)
-            scores = self._decode(sources, targets), self._score_each(sources, gather_nodes(z, others), place)
+            negatives, place = negatives.unique(return_inverse=True)
+            scores = self._decode(sources, targets), self._score_each(sources, gather_nodes(z, negatives), place)
             place_selected(batch.edge_index, chosen, *scores, known)
         return *scores, known
 
-    def _known_of(self, edges: Tensor, others: Tensor) -> Tensor:
+    def _known_of(self, edges: Tensor, negatives: Tensor) -> Tensor:
         """Returns whether negatives of evaluation are edges; looked up once, since they are equal each time."""
         # The key has the number of edges, since validation and test alternate. The self-check uses another graph, whose edges are
         # looked up in the same way. It has the device, since the next Trainer may use another.
         key = len(edges), edges.device
-        kept, known = self._known.get(key, (None, None))
+        kept, known = self._known_edges.get(key, (None, None))
         if kept is None or known is None or not torch.equal(kept, edges):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            known = known_edges(data, edges.cpu(), others.cpu(), self.relations is not None).to(edges.device)
-            self._known[key] = edges, known
+            known = known_edges(data, edges.cpu(), negatives.cpu(), self.relations is not None).to(edges.device)
+            self._known_edges[key] = edges, known
         return known
 
     def _sampled_scores(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ class LinkPredictor(GraphModule):
         if self.negatives == "in_batch" and not place.numel():
             shifts = range(1, min(self.num_negatives, num - 1) + 1)
             place = torch.stack([target.roll(shift) for shift in shifts], 1) if shifts else target.new_empty((num, 0))
-        sources = self._related(z_source[source[:num]], edges.get("edge_label_type"))
+        sources = self._apply_relations(z_source[source[:num]], edges.get("edge_label_type"))
         return self._decode(sources, z[target[:num]]), self._score_each(sources, z, place)
 
     def _score_each(self, sources: Tensor, rows: Tensor, place: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.modules.base import GraphModule, OptimizerCallable, check_width, edge_inputs
 from lightning_gnn.nn.context import UnsupportedModelError
 
-UNLABELLED = -1
+UNLABELED = -1
 
 
 class NodeClassifier(GraphModule):
@@ -71,8 +71,8 @@ class NodeClassifier(GraphModule):
         check_choice("task", task, list(kinds))
         accuracy, f1 = kinds[task]
         for stage in ("val", "test"):
-            setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELLED))
-            setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELLED))
+            setattr(self, f"{stage}_acc", accuracy(num_classes, average="micro", ignore_index=UNLABELED))
+            setattr(self, f"{stage}_f1", f1(num_classes, average="macro", ignore_index=UNLABELED))
         self._takes = edge_inputs(model, by_type=node_type is not None)
 
     @override
@@ -154,9 +154,9 @@ class NodeClassifier(GraphModule):
     def _loss(self, out: Tensor, y: Tensor) -> Tensor:
         if self.task == "multilabel":
             return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
-        return F.cross_entropy(out, y, ignore_index=UNLABELLED)
+        return F.cross_entropy(out, y, ignore_index=UNLABELED)
 
-    def _chosen(self, batch: Data, stage: str) -> tuple[Tensor, Tensor]:
+    def _select_labels(self, batch: Data, stage: str) -> tuple[Tensor, Tensor]:
         """Returns the mask of a stage, bool ``[N]``, and the labels, ``[n]``, or targets, ``[n, C]``, of its nodes."""
         nodes = self._nodes(batch)
         mask = nodes[f"{stage}_mask"]
@@ -165,7 +165,7 @@ class NodeClassifier(GraphModule):
 
     @override
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        mask, y = self._chosen(batch, "train")
+        mask, y = self._select_labels(batch, "train")
         out = self(batch)[mask]
         loss = self._loss(out, y)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(y))
@@ -181,7 +181,7 @@ class NodeClassifier(GraphModule):
 
     @override
     def _evaluate(self, batch: Data, stage: str) -> None:
-        mask, y = self._chosen(batch, stage)
+        mask, y = self._select_labels(batch, stage)
         out = self(batch)[mask]
         self.log(f"{stage}_loss", self._loss(out, y), prog_bar=True, batch_size=len(y))
         for name in ("acc", "f1"):

@@ -242,7 +242,7 @@ class GNNStrategy(RankStrategy):
         if self.memory_limit is None:
             self.checks.memory_ahead(run, cut)
         if self_check:
-            self.checks.ahead(run, cut)
+            self.checks.check_ahead(run, cut)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -314,8 +314,8 @@ class GNNStrategy(RankStrategy):
     def stage_callbacks(self, shard: Shard) -> list[pl.Callback]:
         """Returns the callbacks that a stage adds to the callbacks of the user."""
         steps = self.steps
-        of_steps = None if steps.rows is None else steps.rows.ranks
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, of_steps)
+        step_counter = None if steps.rows is None else steps.rows.ranks
+        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, step_counter)
         return [metrics, steps.progress, self.checks]
 
     @override
@@ -382,7 +382,7 @@ class GNNStrategy(RankStrategy):
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         output = self.steps.evaluate(super().predict_step, "prediction", None, batch, *args, **kwargs)
-        return self.steps.predicted(output, self.predictions)
+        return self.steps.gather_predictions(output, self.predictions)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

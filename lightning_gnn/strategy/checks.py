@@ -40,19 +40,19 @@ class Checks(pl.Callback):
 
     def __init__(self) -> None:
         self._outcomes: Mapping[str, SelfCheck] = {}
-        self._done = False  # checked before ranks started
+        self._is_checked = False  # checked before ranks started
         self._seconds = 0.0
 
-    def ahead(self, run: Run, cut: Cut) -> None:
+    def check_ahead(self, run: Run, cut: Cut) -> None:
         """Run the self-check in the process that starts the ranks."""
-        from lightning_gnn.strategy.self_checks import checkers, judged, outcome_of
+        from lightning_gnn.strategy.self_checks import checkers, outcome_of, report_outcomes
 
         found = checkers(run, cut.shard(0))
         outcomes = {stage: outcome_of(run, cut.shard(rank), stage) for stage, rank in found.items()}
         # Otherwise the check is repeated on the ranks: setup() of the module may create its layers.
         if all(outcome.not_run is None for outcome in outcomes.values()):
-            self._seconds += judged(run, outcomes)
-            self._outcomes, self._done = outcomes, True
+            self._seconds += report_outcomes(run, outcomes)
+            self._outcomes, self._is_checked = outcomes, True
 
     def memory_ahead(self, run: Run, cut: Cut) -> None:
         """Check the memory of this machine's CPU ranks, in the process that starts them."""
@@ -72,15 +72,15 @@ class Checks(pl.Callback):
 
     def before_stage(self, run: Run, world: World, shard: Shard) -> None:
         """Run the self-check on ranks, unless it ran before they started, and check their memory."""
-        done, self._done = self._done, False
-        if world.size > 1 and world.broadcast_object(done):
+        is_checked, self._is_checked = self._is_checked, False
+        if world.size > 1 and world.broadcast_object(is_checked):
             # The process that started the others may have these outcomes, and checks them again later.
             self._outcomes = world.broadcast_object(self._outcomes)
         elif world.size > 1:
-            from lightning_gnn.strategy.self_checks import judged, outcomes_of_ranks
+            from lightning_gnn.strategy.self_checks import outcomes_of_ranks, report_outcomes
 
             self._outcomes = outcomes_of_ranks(run, world, shard)
-            self._seconds = judged(run, self._outcomes)
+            self._seconds = report_outcomes(run, self._outcomes)
         if predicts_memory(shard) and _may_lack_memory(run, shard):
             from lightning_gnn.strategy.memory_checks import check_own_memory
 

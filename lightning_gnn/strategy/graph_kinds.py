@@ -46,7 +46,7 @@ def predicts_memory(of: Shard | Cut) -> bool:
     return not of.types.is_hetero
 
 
-def described(shard: Shard) -> dict[str, Any]:
+def describe_graph(shard: Shard) -> dict[str, Any]:
     """Returns the entries of a run's configuration for the graph: its number of features, or its types."""
     types = shard.types
     if not types.is_hetero:

@@ -55,9 +55,9 @@ def check_own_memory(run: Run, world: World, shard: Shard) -> None:
     free = devices.available_bytes() if on_cpu else devices.free_bytes(run.device)
     here = sum(memory_of(shard.batch).values())  # bytes of the graph, which is not on a device yet
     found = [(free + here * on_cpu, own)] if free is not None and free < PLENTY * here else []
-    found = [each for of_rank in world.all_gather_object(found) for each in of_rank]
+    found = [pair for of_rank in world.all_gather_object(found) for pair in of_rank]
     if found and world.rank == 0:  # the largest rank, on the device with the least free memory
-        least, _ = min(found, key=lambda each: each[0])
+        least, _ = min(found, key=lambda pair: pair[0])
         warn_of_memory(run, shard, [max((sizes for _, sizes in found), key=sum)], least)
 
 
@@ -80,10 +80,10 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     def peaks(recompute: bool, times: int = 1) -> list[Peak]:
         return [steps.footprint(each.among(times), working_bytes).peak(recompute) for each in sizes]
 
-    def needed(recompute: bool, times: int = 1) -> int:
+    def sum_peaks(recompute: bool, times: int = 1) -> int:
         return sum(each.max_bytes for each in peaks(recompute, times))
 
-    total = needed(run.checkpoint_convs)
+    total = sum_peaks(run.checkpoint_convs)
     if total <= available:
         return
     largest = max(peaks(run.checkpoint_convs), key=lambda peak: peak.max_bytes)
@@ -91,16 +91,16 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
     of_one = f", at most {_gb(largest.max_bytes)} on one rank" if len(sizes) > 1 else ""
-    less = "; ".join(_ways(run, needed, available))
+    less = "; ".join(_ways(run, sum_peaks, available))
     rank_zero_warn(
         f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "
         f"become very slow, or the system may end it. To use less memory: {less}. See docs/memory.md."
     )
 
 
-def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]:
+def _ways(run: Run, sum_peaks: Callable[..., int], available: int) -> Iterator[str]:
     """Yields suggestions that would fit, and suggestions that reduce memory in any case."""
-    least = needed(True)
+    least = sum_peaks(True)
     if least <= available:
         yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
     replication = getattr(run.scheme, "replication_factor", None)
@@ -108,7 +108,7 @@ def _ways(run: Run, needed: Callable[..., int], available: int) -> Iterator[str]
         yield f"replication_factor below {replication}"
     for times in _TIMES_RANKS:
         # Assumes the current number of halo nodes for each rank, an upper bound.
-        least = needed(run.checkpoint_convs, times)
+        least = sum_peaks(run.checkpoint_convs, times)
         if least <= available:
             more, each = f"num_nodes={times * run.machines}", "a machine"
             if run.device.type != "cpu":

@@ -22,7 +22,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.partition.metrics import EdgeCutReport
 from lightning_gnn.registry import cutter_of
-from lightning_gnn.strategy.graph_kinds import described
+from lightning_gnn.strategy.graph_kinds import describe_graph
 
 _NOT_TOLD = (
     *("self", "scheme", "model", "optimizers", "lr_schedulers"),
@@ -50,7 +50,7 @@ def run_config(strategy: Any, shard: Shard) -> dict[str, Any]:
     """Returns the configuration of a run without its module: ``strategy``, ``graph``, ``partition``, and sizes."""
     nodes, edges = sum(shard.counts), sum(shard.edge_counts)
     graph: dict[str, Any] = {"nodes": nodes, "edges": edges, "mean_degree": edges / max(1, nodes)}
-    graph.update(described(shard))
+    graph.update(describe_graph(shard))
     graph["classes"] = shard.num_classes
     graph.update({mask.replace("_mask", "_nodes"): sum(shard.mask_counts[mask]) for mask in MASKS})
     return {

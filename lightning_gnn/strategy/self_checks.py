@@ -68,7 +68,7 @@ def outcome_of(run: Run, shard: Shard, stage: str) -> SelfCheck:
     return self_check(run.module, batch, bind, stage, run.trainer, scheme.layout(2), shard.num_classes, make)
 
 
-def judged(run: Run, outcomes: Outcomes) -> float:
+def report_outcomes(run: Run, outcomes: Outcomes) -> float:
     """Log the outcomes, or raise :class:`UnsupportedModelError`. Returns the seconds of the checks."""
     seconds, name = sum(outcome.seconds for outcome in outcomes.values()), type(run.module).__name__
     same: list[str] = []

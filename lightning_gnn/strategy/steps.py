@@ -182,7 +182,7 @@ class Steps:
             self.values.leave(output)
         return output
 
-    def predicted(self, output: Any, mode: Predictions) -> Any:
+    def gather_predictions(self, output: Any, mode: Predictions) -> Any:
         """Returns the predictions of one device; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
         assert self.rows is not None
         return PredictedRows(self._world, self.rows.mode, mode, self.predictions_folder)(output)

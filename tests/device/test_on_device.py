@@ -233,7 +233,7 @@ def on_cpu_and_device(rank: int, size: int) -> Any:
     for accelerator in (CPUAccelerator(), "emulated"):
         trainer = quiet_trainer("dgcl", size, accelerator=accelerator)
         found += trainer.test(module, datamodule=GraphDataModule(graph_with_links()), verbose=False)
-    return found, {key[1].type for key in module._known}
+    return found, {key[1].type for key in module._known_edges}
 
 
 def test_what_a_module_keeps_is_of_its_device(ranks):
