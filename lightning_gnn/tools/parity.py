@@ -45,7 +45,7 @@ from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
-from lightning_gnn.tools.advising.advice import coding, quiet_trainer, quietly
+from lightning_gnn.tools.advising.advice import coding, quiet_trainer, silence
 from lightning_gnn.tools.explanation import Explanation
 
 GROUPS = ("outputs", "loss", "gradients", "metrics")
@@ -217,14 +217,14 @@ def check_parity(
         raise ValueError(f"A check needs at least 2 ranks, got {devices * num_nodes}.")
     given = make_strategies() if strategies is None else strategies
     chosen = [each if isinstance(each, GNNStrategy) else make_strategies([each])[0] for each in given]
-    with progress_bar("Comparing with one device", len(chosen), "strategies") as told, isolate(), disable_compile(), quietly():
+    with progress_bar("Comparing with one device", len(chosen), "strategies") as advance, isolate(), disable_compile(), silence():
         check, schemes = _Check(module, datamodule, devices, num_nodes, nodes, seed), []
         check.run_references()
         for strategy in chosen:
             schemes.append(check.scheme(strategy))
-            told(1)
+            advance(1)
     graph, dtype = check.graph, "float64" if check.dtype is not None else "dtypes as they are"
-    sizes = len(graph.n_id), len(graph.e_id), check.of_nodes
+    sizes = len(graph.n_id), len(graph.e_id), check.graph_size
     seconds = time.perf_counter() - began
     return ParityReport(schemes, devices * num_nodes, *sizes, dtype, check.tolerance, seconds, check.notes)
 
@@ -246,7 +246,7 @@ def explain_steps(
         ValueError: for a graph with node or edge types, no step, or a scheme that does not support this number of ranks.
         RuntimeError: if a step does not run on parts of the graph; the cause is the error.
     """
-    with isolate(), disable_compile(), quietly():
+    with isolate(), disable_compile(), silence():
         check = _Check(module, datamodule, devices, num_nodes, nodes, seed)
         return [check.explain(stage, strategy) for stage in check.stages()]
 
@@ -293,7 +293,7 @@ class _Check:
         self._module, graph = module, datamodule.load()
         if isinstance(graph, HeteroData):
             raise ValueError("lightning-gnn check does not support HeteroData. Compare a few epochs with devices=1.")
-        self.of_nodes = graph.x.size(0)
+        self.graph_size = graph.x.size(0)
         self.notes: list[str] = []
         self.graph = some_of(graph, nodes, seed)
         self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
@@ -303,9 +303,9 @@ class _Check:
         if datamodule.partition is not None and not isinstance(datamodule.partition, str):
             self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
         self._data.setup("check")
-        if len(self.graph.n_id) < self.of_nodes:
+        if len(self.graph.n_id) < self.graph_size:
             self.notes.append(
-                f"A sample of {len(self.graph.n_id):,} of {self.of_nodes:,} nodes was compared: a ball around training nodes, "
+                f"A sample of {len(self.graph.n_id):,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
                 "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
             )
         if draws_random_numbers(module):
@@ -351,7 +351,7 @@ class _Check:
             tried.append((self.dtype, self.graph, found, errors))
             if not errors:
                 break
-        self.dtype, self.graph, found, errors = min(tried, key=lambda each: len(each[-1]))
+        self.dtype, self.graph, found, errors = min(tried, key=lambda attempt: len(attempt[-1]))
         if not found:
             stage, error = next(iter(errors.items()))
             raise RuntimeError(f"{STAGES[stage][0]} does not run on one device: {in_one_line(error)}") from error
@@ -439,17 +439,17 @@ class _Check:
         prepare = coding(strategy) if trial.training else None
         return trial.on_parts(shards, bind, prepare, steps, self._seed)
 
-    def _differences(self, whole: Outcome, found: Outcome) -> dict[str, float]:
+    def _differences(self, whole: Outcome, parts: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group that has something to compare."""
-        events = compare_events(whole.ranks[0].events, [each.events for each in found.ranks])
+        events = compare_events(whole.ranks[0].events, [each.events for each in parts.ranks])
         each: dict[str, list[float]] = {
             "outputs": [
                 *(size for _, size in events),
-                *(value for _, value in differing(found.buffers, whole.buffers, -1)),
+                *(value for _, value in differing(parts.buffers, whole.buffers, -1)),
             ],
-            "loss": [value for _, value in differing({"": found.loss}, {"": whole.loss}, -1)],
-            "gradients": [value for _, value in differing(found.gradients, whole.gradients, -1)],
-            "metrics": [each.size for each in differences(whole, found, -1) if each.group == "metrics"],
+            "loss": [value for _, value in differing({"": parts.loss}, {"": whole.loss}, -1)],
+            "gradients": [value for _, value in differing(parts.gradients, whole.gradients, -1)],
+            "metrics": [each.size for each in differences(whole, parts, -1) if each.group == "metrics"],
         }
         return {group: max(values) for group, values in each.items() if values}
 

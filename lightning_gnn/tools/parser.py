@@ -23,26 +23,26 @@ from typing_extensions import override
 import lightning_gnn
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``", did you mean ...?"`` with the nearest of the `known` words, or ``"."`` if none is near."""
-    return _ask(difflib.get_close_matches(word, list(known), n=1))
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Returns ``", did you mean ...?"`` with the nearest of the `choices`, or ``"."`` if none is near."""
+    return _suggest(difflib.get_close_matches(word, list(choices), n=1))
 
 
-def _ask(near: Sequence[str]) -> str:
-    return f", did you mean {near[0]!r}?" if near else "."
+def _suggest(matches: Sequence[str]) -> str:
+    return f", did you mean {matches[0]!r}?" if matches else "."
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key(key: str, keys: Iterable[str]) -> str:
     """Returns the error for the first unknown part of the dotted `key`, with the nearest known key."""
-    names = {".".join(parts[:end]) for parts in (k.split(".") for k in known) for end in range(1, len(parts) + 1)}
+    names = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts) + 1)}
     parts = key.split(".")
     wrong = next((p for end in range(1, len(parts) + 1) if (p := ".".join(parts[:end])) not in names), key)
     parent, _, last = wrong.rpartition(".")
     # Suggests siblings, or the same name elsewhere: a key may be given without its group, such as --max_epochs.
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
-    near = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
-    near += sorted(name for name in names if name.endswith(f".{last}"))
-    return f"unknown key {wrong!r}{_ask(near)}"
+    matches = [siblings[name] for name in difflib.get_close_matches(last, siblings, n=1)]
+    matches += sorted(name for name in names if name.endswith(f".{last}"))
+    return f"unknown key {wrong!r}{_suggest(matches)}"
 
 
 def given_values(arguments: Sequence[str]) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
 def _class_of(path: str) -> Any:
     module, _, name = path.rpartition(".")
     if not module:
-        if path not in lightning_gnn.__all__ and (near := did_you_mean(path, lightning_gnn.__all__)) != ".":
-            raise LookupError(f"there is no class {path!r}{near}")
+        if path not in lightning_gnn.__all__ and (suggestion := did_you_mean(path, lightning_gnn.__all__)) != ".":
+            raise LookupError(f"there is no class {path!r}{suggestion}")
         return getattr(lightning_gnn, path, None)
     try:
         there = importlib.import_module(module)

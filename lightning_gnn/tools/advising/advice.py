@@ -84,13 +84,13 @@ def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
             yield candidate
 
 
-def chosen(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
+def choose_candidates(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
     """Returns the :func:`candidates` with these strategy names, all for None; raises ValueError if there is none."""
     every = list(candidates(ranks, links_alike))
     found = [each for each in every if names is None or each.name in names]
     if not found:
-        known = ", ".join(dict.fromkeys(each.name for each in every))
-        raise ValueError(f"None of {', '.join(names or ())} runs on {ranks} ranks; {known} do.")
+        supported = ", ".join(dict.fromkeys(each.name for each in every))
+        raise ValueError(f"None of {', '.join(names or ())} runs on {ranks} ranks; {supported} do.")
     return found
 
 
@@ -154,8 +154,8 @@ class Advice:
         numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
         for name in ("peaks", "peaks_recomputed"):
             numbers[name] = [asdict(peak) for peak in getattr(self, name)]
-        chosen = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
-        return {**chosen, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
+        choice = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
+        return {**choice, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
 
 
 def advise(
@@ -169,7 +169,7 @@ def advise(
 ) -> list[Advice]:
     """Returns predictions of an epoch under each scheme: exact schemes first, then by time.
 
-    ``dgcl`` precedes schemes that are only slightly faster, see :func:`explained`.
+    ``dgcl`` precedes schemes that are only slightly faster, see :func:`explain_advice`.
 
     ::
 
@@ -208,7 +208,7 @@ def advise_on(
     """
     wanted = [*candidates(machine.ranks, machine.topology.uniform)] if only is None else only
     found = []
-    with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as told:
+    with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as advance:
         overhead = overhead_seconds() if overhead is None else overhead
         job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
         for candidate in wanted:
@@ -216,8 +216,8 @@ def advise_on(
                 found.append((_full_graph if candidate.full_graph else _in_batches)(candidate, job))
             except (ValueError, RuntimeError) as error:
                 found.append(Advice(candidate, reason=(str(error).splitlines() or [type(error).__name__])[0]))
-            told(1)
-    return explained(found)
+            advance(1)
+    return explain_advice(found)
 
 
 class _Job(NamedTuple):
@@ -240,7 +240,7 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     shards = [cut.shard(rank) for rank in range(ranks)]
     bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
-    return _priced(candidate, cut, rehearsal, job)
+    return _predict(candidate, cut, rehearsal, job)
 
 
 def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[None]]:
@@ -255,7 +255,7 @@ def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[No
     return prepare
 
 
-def _priced(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
+def _predict(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
     step, busy = timing(with_trainer_messages(rehearsal.events), job.machine), rehearsal.compute_seconds
     overhead = job.overhead * job.machine.crowding
     of_vertex_cut = cut.report.get("replication_factor")
@@ -290,7 +290,7 @@ class _Clock(pl.Callback):
 def _in_batches(candidate: Candidate, job: _Job) -> Advice:
     machine, ranks, clock = job.machine, job.machine.ranks, _Clock()
     strategy = candidate.strategy(self_check=False)
-    with quietly():
+    with silence():
         runner = quiet_trainer(max_epochs=-1, max_steps=TRAINED_BATCHES, strategy=strategy, callbacks=[clock])
         runner.fit(copy.deepcopy(job.module), datamodule=copy.copy(job.data))
     of_one = runner.num_training_batches  # infinite if workers share a pool of clusters
@@ -310,7 +310,7 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -324,24 +324,24 @@ def quietly() -> Iterator[None]:
 def overhead_seconds() -> float:
     """Returns the time of an epoch except the model's: for a tiny graph and one small layer, on a single device."""
     data, clock = planted_partition(64, 4.0, 2, 4), _Clock()
-    with quietly():
+    with silence():
         runner = quiet_trainer(max_epochs=30, strategy=DGCLStrategy(self_check=False), callbacks=[clock])
         runner.fit(NodeClassifier(GCN(4, 2, num_layers=1)), datamodule=GraphDataModule(data))
     return float(np.diff(clock.times).min())
 
 
-def explained(found: Sequence[Advice]) -> list[Advice]:
+def explain_advice(predictions: Sequence[Advice]) -> list[Advice]:
     """Returns predictions with explanations, sorted: exact schemes first, then by time.
 
     The default scheme precedes schemes that are less than `CLOSE` faster, as predictions are not accurate enough.
     """
-    usual = next((each for each in found if each.applies and each.candidate.name == "dgcl"), None)
+    usual = next((each for each in predictions if each.applies and each.candidate.name == "dgcl"), None)
 
-    def place(each: Advice) -> tuple[bool, bool, float]:
-        return not each.applies, not each.candidate.exact, each.seconds / (1 + CLOSE if each is usual else 1.0)
+    def place(advice: Advice) -> tuple[bool, bool, float]:
+        return not advice.applies, not advice.candidate.exact, advice.seconds / (1 + CLOSE if advice is usual else 1.0)
 
-    found = sorted(found, key=place)
-    return [replace(each, why=_why(each, usual)) if each.applies else each for each in found]
+    predictions = sorted(predictions, key=place)
+    return [replace(each, why=_why(each, usual)) if each.applies else each for each in predictions]
 
 
 def _why(advice: Advice, usual: Advice | None) -> str:
@@ -392,29 +392,29 @@ def extrapolate(
     `machines` are two or more, in ascending order of ranks. The other arguments are described in
     :func:`~lightning_gnn.tools.advising.advice.advise`.
     """
-    wanted, rehearsed = set(map(str, chosen(schemes, ranks, machines[-1].topology.uniform))), []
-    with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as told:
+    wanted, rehearsed = set(map(str, choose_candidates(schemes, ranks, machines[-1].topology.uniform))), []
+    with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as advance:
         overhead = overhead_seconds()
         for machine in machines:
             only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]
             advice = advise_on(machine, module, data, only=only, overhead=overhead)
             rehearsed.append({str(each.candidate): each for each in advice})
-            told(1)
+            advance(1)
     found = []
     for name, last in rehearsed[-1].items():
-        known = [
+        runs = [
             (machine.ranks, advice[name])
             for machine, advice in zip(machines, rehearsed)
             if name in advice and advice[name].applies
         ]
-        if len(known) < 2:
+        if len(runs) < 2:
             continue
 
-        def at(value: Callable[[Advice], float], known: Sequence[tuple[int, Advice]] = known) -> float:
-            values = np.array([value(advice) or 0 for _, advice in known], np.float64)
+        def at(value: Callable[[Advice], float], runs: Sequence[tuple[int, Advice]] = runs) -> float:
+            values = np.array([value(advice) or 0 for _, advice in runs], np.float64)
             if not values.all():
                 return float(values[-1])
-            sizes = np.log([size for size, _ in known])
+            sizes = np.log([size for size, _ in runs])
             slope, begin = np.polyfit(sizes, np.log(values), 1)
             return float(np.exp(begin + slope * np.log(ranks)))
 
@@ -427,8 +427,8 @@ def extrapolate(
         for kind in ("peaks", "peaks_recomputed"):
             if getattr(last, kind):
                 values[kind] = (Peak(**{phase: round(at(_largest(kind, phase))) for phase in PHASES}),)
-        found.append(replace(last, **values, extrapolated_from=tuple(size for size, _ in known)))
-    return explained(found)
+        found.append(replace(last, **values, extrapolated_from=tuple(size for size, _ in runs)))
+    return explain_advice(found)
 
 
 def _largest(kind: str, phase: str) -> Callable[[Advice], float]:

@@ -45,7 +45,7 @@ class AutoStrategy(GNNStrategy):
         super().__init__(DGCLScheme(), **options)
         self.topology = topology
         self.advice: list[Advice] = []
-        self._chosen: Candidate | None = None
+        self._candidate: Candidate | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -55,12 +55,12 @@ class AutoStrategy(GNNStrategy):
                 'strategy="dgcl"; lightning-gnn advise --speed predicts for devices of a given speed.'
             )
         super().setup_environment()
-        if self._chosen is None and self.world_size > 1:
-            chosen = self.world.broadcast_object(self._choose() if self.global_rank == 0 else "")
-            if isinstance(chosen, str):
-                raise RuntimeError(chosen)
-            self._chosen = chosen
-            self.scheme = chosen.strategy().scheme
+        if self._candidate is None and self.world_size > 1:
+            candidate = self.world.broadcast_object(self._choose() if self.global_rank == 0 else "")
+            if isinstance(candidate, str):
+                raise RuntimeError(candidate)
+            self._candidate = candidate
+            self.scheme = candidate.strategy().scheme
 
     def _choose(self) -> Candidate | str:
         module, ranks, hosts = self.lightning_module, self.world_size, self.num_nodes

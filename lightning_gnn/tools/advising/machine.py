@@ -194,12 +194,12 @@ def with_trainer_messages(events: Sequence[Sequence[Event]]) -> list[list[Event]
 def timing(events: Sequence[Sequence[Event]], machine: Machine) -> Timing:
     """Returns the time of a step in a sequence: ranks wait for each other as in `events`, but not between steps."""
 
-    def of_one(free: bool) -> float:
+    def step_seconds(free: bool) -> float:
         few, many = (_run([list(each) * steps for each in events], machine, free) for steps in (_FEW, _MANY))
         # A rank that waits at the end of few steps may not wait at the end of many: the difference can be slightly too small.
         return max((many - few) / (_MANY - _FEW), _least_seconds(events, machine))
 
-    return Timing(of_one(free=False), of_one(free=True))
+    return Timing(step_seconds(free=False), step_seconds(free=True))
 
 
 def _least_seconds(events: Sequence[Sequence[Event]], machine: Machine) -> float:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_gnn.console import text_table
 from lightning_gnn.extensions.plans.presets import PRESETS
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES
-from lightning_gnn.tools.advising.advice import Advice, advise_on, chosen, extrapolate, smaller
+from lightning_gnn.tools.advising.advice import Advice, advise_on, choose_candidates, extrapolate, smaller
 from lightning_gnn.tools.advising.machine import Machine
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.tools.commands.plan_report import memory_table
@@ -51,31 +51,31 @@ class AdviseCLI(GraphCLI):
             self.machines = smaller(parts, hosts, config.cores, config.speed)
         else:
             self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
-        self.chosen = chosen(config.schemes, parts, self.machines[0].topology.uniform)
+        self.candidates = choose_candidates(config.schemes, parts, self.machines[0].topology.uniform)
 
-    def found(self) -> list[Advice]:
+    def predictions(self) -> list[Advice]:
         if self.machines[-1].ranks < self.ranks:
             return extrapolate(self.ranks, self.machines, self.module, self.datamodule, self.config.schemes)
-        return advise_on(self.machines[0], self.module, self.datamodule, only=self.chosen)
+        return advise_on(self.machines[0], self.module, self.datamodule, only=self.candidates)
 
 
 def advise(arguments: Sequence[str]) -> None:
     cli = AdviseCLI(arguments)
     console = cli.console
     with in_a_line():
-        found = cli.found()
-    console.print(table(found, cli.ranks, cli.machines))
+        advice = cli.predictions()
+    console.print(table(advice, cli.ranks, cli.machines))
     most = partial(max, key=attrgetter("most"))
-    peaks = [(str(each.candidate), most(each.peaks), most(each.peaks_recomputed)) for each in found if each.peaks]
+    peaks = [(str(each.candidate), most(each.peaks), most(each.peaks_recomputed)) for each in advice if each.peaks]
     if peaks:
         console.print(memory_table("Predicted peak memory of the rank that holds most, by phase", "scheme", peaks))
-    for each in found:
+    for each in advice:
         why = f"{each.why}." if each.applies else f"does not apply. {each.reason}"
         console.print(f"{each.candidate}: {why}", soft_wrap=True)
-    cli.write_json([each.as_dict() for each in found])
+    cli.write_json([each.as_dict() for each in advice])
 
 
-def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> Table:
+def table(advice: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> Table:
     machine = machines[-1]
     cores = "one core each" if machine.cores is None else f"{machine.cores} cores a host"
     on = f"{ranks} ranks, {machine.topology.name}"
@@ -83,10 +83,10 @@ def table(found: Sequence[Advice], ranks: int, machines: Sequence[Machine]) -> T
         on = f"{ranks} ranks, extrapolated from {', '.join(str(each.ranks) for each in machines)}"
     title = f"An epoch on {on}, {cores}; predicted"
     heads = ("exact", "s/epoch", "computing", "messages take", "steps", "MB/epoch", "messages", "peak MB/rank")
-    made = text_table("scheme", *heads, title=title)
-    for each in found:
-        made.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
-    return made
+    rows = text_table("scheme", *heads, title=title)
+    for each in advice:
+        rows.add_row(str(each.candidate), "yes" if each.candidate.exact else "no", *_cells(each))
+    return rows
 
 
 def _cells(advice: Advice) -> Sequence[Any]:

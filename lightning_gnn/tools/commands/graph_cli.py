@@ -110,10 +110,10 @@ class GraphCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error))
 
-    def write_json(self, found: Any) -> None:
+    def write_json(self, result: Any) -> None:
         """Write the file of ``--json``, if given, and print its name."""
         if self._json is not None:
-            self._json.write_text(json.dumps(found, indent=1) + "\n")
+            self._json.write_text(json.dumps(result, indent=1) + "\n")
             self.console.print(f"Written: {self._json}", soft_wrap=True)
 
     def _strategy(self, strategy: Any) -> GNNStrategy:

@@ -44,8 +44,8 @@ def partition(arguments: Sequence[str]) -> None:
     data, layout, console = cli.datamodule, cli.layout, cli.console
     if cli.config.dry_run:
         with in_a_line():
-            found, method = data.predictions(layout)
-        console.print(*_predicted(found, method), sep="\n", soft_wrap=True)
+            predictions, method = data.predictions(layout)
+        console.print(*_prediction_lines(predictions, method), sep="\n", soft_wrap=True)
         return
     began = time.perf_counter()
     before = {manifest.parent.name for manifest in data.partition_dir.glob("*/manifest.json")}
@@ -60,22 +60,22 @@ def partition(arguments: Sequence[str]) -> None:
         console.print(f"Took {elapsed:.1f} s, of which the partitioner {partitioning:.2g} s", soft_wrap=True)
 
 
-def _predicted(found: Sequence[Prediction], method: str | np.ndarray) -> Iterator[Any]:
+def _prediction_lines(predictions: Sequence[Prediction], method: str | np.ndarray) -> Iterator[Any]:
     """Yields the table of predicted costs of partitioners, and the selected one with the reason."""
     free, taken, why = available_bytes(), None, "has no row: it takes little"
     if not isinstance(method, str):
         method, why = "as given", "cuts nothing"
     elif method == "auto":
         try:
-            taken, why = choose(found, free).method, "takes the first that fits"
+            taken, why = choose(predictions, free).method, "takes the first that fits"
         except MemoryError as error:
             why = f"would fail: {error}"
     else:
-        row = next((each for each in found if each.method == method.removesuffix("_masks").removesuffix("_cover")), None)
+        row = next((each for each in predictions if each.method == method.removesuffix("_masks").removesuffix("_cover")), None)
         if row is not None:
             taken = row.method
             why = "is asked for" if row.fits(free) else 'is asked for and does not fit: use "auto"'
-    yield table(found, free, taken)
+    yield table(predictions, free, taken)
     yield f"partition: {method}, {why}"
 
 

@@ -20,7 +20,7 @@ from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.memory import memory_advice
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
-from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, printed
+from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, report_lines
 from lightning_gnn.tools.parser import check_folder
 
 PAPER_LAYERS = 2
@@ -65,7 +65,7 @@ class PlanCLI(GraphCLI):
         self.topology = self._topology(parts)
         if isinstance(scheme, DGCLScheme) and self.topology is not None:
             self.scheme = scheme.over(self.topology)
-        layers, columns = (_of_model(config.model, name) for name in ("num_layers", "hidden_channels"))
+        layers, columns = (_model_option(config.model, name) for name in ("num_layers", "hidden_channels"))
         self.layers = config.layers or layers or PAPER_LAYERS
         self.layers_from = "--layers" if config.layers else "the model's" if layers else "DGCL's"
         self.columns = config.columns or columns or 0
@@ -103,13 +103,13 @@ class PlanCLI(GraphCLI):
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 
 
-def _of_model(config: Any, name: str) -> int | None:
+def _model_option(config: Any, name: str) -> int | None:
     """Returns the first positive integer with this name in the model's configuration, outermost first; None if there is none."""
     values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     value = values.get(name)
     if isinstance(value, int) and value > 0:
         return value
-    return next((found for each in values.values() if (found := _of_model(each, name)) is not None), None)
+    return next((found for each in values.values() if (found := _model_option(each, name)) is not None), None)
 
 
 def plan(arguments: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ def plan(arguments: Sequence[str]) -> None:
         report = PlanReport.of(cli.strategy.strategy_name, cli.scheme, work, cli.topology, cut)
         peaks, unknown = cli.peaks(cut)
         drawn = [] if cli.output is None else _draw(report, cli.output)
-    console.print(*printed(report, cli.layers_from, cli.columns_from), sep="\n")
+    console.print(*report_lines(report, cli.layers_from, cli.columns_from), sep="\n")
     if peaks:
         console.print("", memory_table("Predicted peak memory of a rank, by phase", "rank", peaks), sep="\n")
     else:
@@ -151,8 +151,8 @@ def _draw(report: PlanReport, folder: Path) -> list[Path]:
     from lightning_gnn.extensions.plans.pictures import draw_links, draw_stages
 
     assert report.topology is not None
-    row_bytes, followed = report.work.row_bytes, report.followed
-    title = f"{followed.scheme} over {report.topology.name}, rows of {row_bytes:,} bytes"
+    row_bytes, exchange = report.work.row_bytes, report.followed_exchange
+    title = f"{exchange.scheme} over {report.topology.name}, rows of {row_bytes:,} bytes"
     links = draw_links(report.links, report.topology, title)
     costs = {each.scheme: each.cost or each.reason for each in report.exchanges if each.scheme in ("p2p", "spst")}
     stages = draw_stages(costs, report.topology, row_bytes)

@@ -60,33 +60,33 @@ class PlanReport:
     @classmethod
     def of(cls, name: str, scheme: Scheme, work: Workload, topology: Topology | None, cut: Cut) -> PlanReport:
         """Returns the report on a strategy's scheme."""
-        own = [replace(each, scheme=each.scheme or name) for each in costs_of(scheme, work, topology)]
-        if not own:
+        costs = [replace(each, scheme=each.scheme or name) for each in costs_of(scheme, work, topology)]
+        if not costs:
             reason = f"no prediction, since {type(scheme).__name__} registers no exchange_costs (docs/own-scheme.md)"
-            own = [ExchangeCost(name, followed=True, reason=reason)]
-        report = cls(work, topology, (*own, *_others(own, scheme, work, topology)))
-        followed = report.followed
-        if followed.plan is None or topology is None:
-            if isinstance(scheme, DGCLScheme) and followed.reason:
-                raise ValueError(followed.reason)
+            costs = [ExchangeCost(name, followed=True, reason=reason)]
+        report = cls(work, topology, (*costs, *_other_costs(costs, scheme, work, topology)))
+        exchange = report.followed_exchange
+        if exchange.plan is None or topology is None:
+            if isinstance(scheme, DGCLScheme) and exchange.reason:
+                raise ValueError(exchange.reason)
             return report
-        ranks = [rank_plan(followed.plan, rank) for rank in range(topology.num_devices)]
+        ranks = [rank_plan(exchange.plan, rank) for rank in range(topology.num_devices)]
         peaks = (
             least_bytes(rows, halo_rows, edges, work.feature_bytes)
             + 2 * (work.num_layers * rows + halo_rows + rank.num_relayed) * work.row_bytes
             for (rows, halo_rows, edges), rank in zip(cut.sizes(), ranks)
         )
-        assert followed.cost is not None
+        assert exchange.cost is not None
         return replace(
             report,
-            links=tuple(link_loads(followed.plan, topology, work.row_bytes)),
-            balance=balance(followed.cost, work.row_bytes),
+            links=tuple(link_loads(exchange.plan, topology, work.row_bytes)),
+            balance=balance(exchange.cost, work.row_bytes),
             table_bytes=tuple(rank.table_bytes for rank in ranks),
             training_bytes=tuple(peaks),
         )
 
     @property
-    def followed(self) -> ExchangeCost:
+    def followed_exchange(self) -> ExchangeCost:
         return next(each for each in self.exchanges if each.followed)
 
     @property
@@ -96,7 +96,7 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns a dict of plain numbers and lists, for JSON: seconds, bytes, rows; None for unknown values."""
-        work, plan, cost = self.work, self.followed.plan, self.followed.cost
+        work, plan, cost = self.work, self.followed_exchange.plan, self.followed_exchange.cost
         found = {
             "topology": self.topology and self.topology.name,
             "parts": work.relation.num_devices,
@@ -106,7 +106,7 @@ class PlanReport:
             "columns": work.columns,
             "features": work.features,
             "row_bytes": work.row_bytes,
-            "follows": self.followed.scheme,
+            "follows": self.followed_exchange.scheme,
             "exchanges": [each.as_dict() for each in self.exchanges],
             "replication_factors": list(work.replication_factors),
         }
@@ -126,8 +126,8 @@ class PlanReport:
         }
 
 
-def _others(own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None) -> list[ExchangeCost]:
-    found, seen = {each.scheme: each for each in own}, {type(scheme)}
+def _other_costs(costs: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topology: Topology | None) -> list[ExchangeCost]:
+    found, seen = {each.scheme: each for each in costs}, {type(scheme)}
     kind = scheme.layout(work.relation.num_devices).kind
     for candidate in candidates(work.relation.num_devices):
         other = candidate.strategy().scheme
@@ -137,19 +137,19 @@ def _others(own: Sequence[ExchangeCost], scheme: Scheme, work: Workload, topolog
         for each in costs_of(other, work, topology):
             name = each.scheme or candidate.name
             found.setdefault(name, replace(each, scheme=name, followed=False))
-    return list(found.values())[len(own) :]
+    return list(found.values())[len(costs) :]
 
 
-def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator[Any]:
+def report_lines(report: PlanReport, layers_from: str, columns_from: str) -> Iterator[Any]:
     """Yields tables and lines; `layers_from` and `columns_from` are the origins of the two numbers."""
-    work, topology, followed = report.work, report.topology, report.followed
+    work, topology, exchange = report.work, report.topology, report.followed_exchange
     yield (
         f"{work.relation.offsets[-1]:,} nodes and {work.edge_index.shape[1]:,} edges in {work.relation.num_devices} parts"
         f"{'' if topology is None else f' on {topology.name}'}; {work.num_layers} layers ({layers_from}), rows of "
         f"{work.columns:,} columns ({columns_from}), {work.row_bytes:,} bytes"
     )
-    if followed.plan is not None and followed.cost is not None:
-        yield _link_table(followed.plan, followed.cost, report.links, work.row_bytes)
+    if exchange.plan is not None and exchange.cost is not None:
+        yield _link_table(exchange.plan, exchange.cost, report.links, work.row_bytes)
     if topology is None:
         yield "No times, since there is no topology: give --topology, such as uniform, to see them."
     yield _exchange_table(report)
@@ -159,7 +159,7 @@ def printed(report: PlanReport, layers_from: str, columns_from: str) -> Iterator
         yield f"{', '.join(schemes)} {'does' if len(schemes) == 1 else 'do'} not apply: {reason}"
     yield from _notes(report)
     if report.balance is not None:
-        yield _balance_table(followed.scheme, report.balance)
+        yield _balance_table(exchange.scheme, report.balance)
     factors = (f"{factor:.2f} after {hop}" for hop, factor in enumerate(work.replication_factors, 1))
     yield f"Replication factor by hops (DGCL Figure 4): {', '.join(factors)}"
     if not report.table_bytes:
@@ -183,12 +183,12 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     table = text_table("link", "over", *names, "all", "bytes", "busiest hop", "busy", title=title, num_left=2)
     table.columns[-2].justify = "left"
 
-    def together(by_stage: NDArray[Any]) -> list[Any]:
+    def sum_stages(by_stage: NDArray[Any]) -> list[Any]:
         return [by_stage[low:high].sum() for low, high in pairwise(bounds)]
 
     def line(name: str, loads: Sequence[LinkLoad], over: str, *end: str) -> None:
         by_stage = np.array([load.rows for load in loads], np.int64).reshape(-1, count).sum(0)
-        rows = (f"{rows:,}" if rows else "-" for rows in (*together(by_stage), by_stage.sum()))
+        rows = (f"{rows:,}" if rows else "-" for rows in (*sum_stages(by_stage), by_stage.sum()))
         table.add_row(name, over, *rows, _bytes(by_stage.sum() * row_bytes), *end)
 
     for load in links[:BUSIEST]:
@@ -200,9 +200,9 @@ def _link_table(plan: Plan, cost: PlanCost, links: Sequence[LinkLoad], row_bytes
     table.add_section()
     line("all", links, "", "", "")
     by_stage = plan.traffic.sum((1, 2)) * row_bytes
-    table.add_row("bytes", "", *map(_bytes, together(by_stage)), _bytes(by_stage.sum()), "", "", "")
+    table.add_row("bytes", "", *map(_bytes, sum_stages(by_stage)), _bytes(by_stage.sum()), "", "", "")
     seconds = cost.stage_seconds(row_bytes)
-    table.add_row("time", "", *map(_seconds, together(seconds)), _seconds(seconds.sum()), "", "", "")
+    table.add_row("time", "", *map(_seconds, sum_stages(seconds)), _seconds(seconds.sum()), "", "", "")
     table.caption = f"{len(links)} links are used. busy: a link's busiest hop in all stages, with what other links send over it"
     return table
 
@@ -263,17 +263,17 @@ def _notes(report: PlanReport) -> Iterator[str]:
     yield "What epochs would take: lightning-gnn advise."
 
 
-def _balance_table(plan: str, found: Balance) -> Table:
+def _balance_table(plan: str, balance: Balance) -> Table:
     heads = ("kind of hop", "time of an exchange if other kinds took none")
     table = text_table(*heads, title=f"Plan {plan}: balance between kinds")
-    for kind, seconds in found.kinds.items():
+    for kind, seconds in balance.kinds.items():
         table.add_row(kind, _seconds(seconds))
-    if found.others_seconds is not None:
-        table.add_row("all but nvlink", _seconds(found.others_seconds))
-    spread = "a kind is idle" if found.spread is None else f"{found.spread:.1%}"
+    if balance.others_seconds is not None:
+        table.add_row("all but nvlink", _seconds(balance.others_seconds))
+    spread = "a kind is idle" if balance.spread is None else f"{balance.spread:.1%}"
     table.caption = f"slowest over fastest kind: {spread}"
-    if found.paper_spread is not None:
-        table.caption += f"; nvlink and all others: {found.paper_spread:.1%} (DGCL Table 7: within 12.6%)"
+    if balance.paper_spread is not None:
+        table.caption += f"; nvlink and all others: {balance.paper_spread:.1%} (DGCL Table 7: within 12.6%)"
     return table
 
 

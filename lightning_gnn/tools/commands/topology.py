@@ -99,13 +99,13 @@ def measure_command(arguments: Sequence[str]) -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
-def _num_ranks(given: int | None) -> int:
-    """Returns the number of ranks, from the launcher or as `given`."""
+def _num_ranks(num_ranks: int | None) -> int:
+    """Returns the number of ranks, from the launcher or as `num_ranks`."""
     there = [name for name in LAUNCHED if name in os.environ]
     if not there:
-        if given is None:
+        if num_ranks is None:
             raise ValueError("the number of ranks is unknown. Pass --ranks N, or use the launcher that training will use")
-        return given
+        return num_ranks
     missing = [name for name in LAUNCHED if name not in os.environ]
     if missing:
         raise ValueError(
@@ -113,8 +113,8 @@ def _num_ranks(given: int | None) -> int:
             "start ranks on this machine with --ranks N"
         )
     size = int(os.environ["WORLD_SIZE"])
-    if given not in (None, size):
-        raise ValueError(f"--ranks {given}, but the launcher has started {size}: remove --ranks under a launcher")
+    if num_ranks not in (None, size):
+        raise ValueError(f"--ranks {num_ranks}, but the launcher has started {size}: remove --ranks under a launcher")
     return size
 
 
@@ -134,13 +134,13 @@ def _reporter() -> Callable[[int, int], None]:
     """Returns a function that prints the progress of the measurement to standard error."""
     began = reported = time.monotonic()
 
-    def report(done: int, total: int) -> None:
+    def report(num_done: int, total: int) -> None:
         nonlocal reported
         now = time.monotonic()
-        if done in (1, total) or now - reported > 10:
-            reported, left = now, (now - began) / done * (total - done)
-            soon = f", about {left:.0f} s left" if done < total else ""
-            print(f"messages from rank to rank: {done} of {total}{soon}", file=sys.stderr, flush=True)
+        if num_done in (1, total) or now - reported > 10:
+            reported, left = now, (now - began) / num_done * (total - num_done)
+            soon = f", about {left:.0f} s left" if num_done < total else ""
+            print(f"messages from rank to rank: {num_done} of {total}{soon}", file=sys.stderr, flush=True)
 
     return report
 
@@ -168,7 +168,7 @@ def _measure_as_rank(options: Any, size: int) -> None:
             world,
             options.seconds,
             int(options.megabytes * 1e6),
-            _reporter() if rank == 0 else lambda done, total: None,
+            _reporter() if rank == 0 else lambda num_done, total: None,
             path.stem,
         )
         if rank == 0:

@@ -63,7 +63,7 @@ class Cell:
         given = ", ".join(f"{name}={_short(value)}" for name, value in self.arguments.items())
         return f"{self.strategy}{f' {given}' if given else ''} x {self.devices}"
 
-    def configured(self) -> str | dict[str, Any]:
+    def trainer_strategy(self) -> str | dict[str, Any]:
         """Returns the strategy in the form that the Trainer, or its parser, takes."""
         kind = registered().get(self.strategy)
         if kind is None:
@@ -112,12 +112,12 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     return made
 
 
-def _check_plain(values: Any, what: str) -> None:
+def _check_plain(values: Any, name: str) -> None:
     try:
         json.dumps(values)
     except TypeError as error:
         raise ValueError(
-            f"{what} must be numbers, texts, lists and dicts, which can be sent to other processes ({error}). Pass an object as "
+            f"{name} must be numbers, texts, lists and dicts, which can be sent to other processes ({error}). Pass an object as "
             "{'class_path': ..., 'init_args': ...}."
         ) from error
 
@@ -183,7 +183,7 @@ class Comparison:
         return {
             **{name: dict(getattr(self, name)) for name in ("model", "data", "trainer")},
             **{name: getattr(self, name) for name in ("epochs", "seed", "loss")},
-            "strategy": cell.configured(),
+            "strategy": cell.trainer_strategy(),
             "devices": cell.devices,
             "versions": {
                 "lightning_gnn": importlib.import_module("lightning_gnn").__version__,
@@ -233,7 +233,7 @@ def add_task(parser: Parser) -> None:
     parser.add_lightning_class_args(GraphDataModule, "data", subclass_mode=True, required=False)
 
 
-def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sections of a task as plain values, with defaults filled in."""
     parser = task_parser()
     try:
@@ -245,36 +245,36 @@ def checked(sections: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if MAKES in value else plain[name] for name, value in sections.items()}
 
 
-def section_of(value: Any, what: str) -> dict[str, Any]:
+def section_of(value: Any, name: str) -> dict[str, Any]:
     """Returns a model or datamodule given to the Python function as a section of a task.
 
     Args:
         value: ``{"class_path": ..., "init_args": ...}``, the import path of a class or function, or a class or function that
             takes no arguments. For data, also the arguments of GraphDataModule.
-        what: ``"model"`` or ``"data"``, for errors.
+        name: ``"model"`` or ``"data"``, for errors.
     """
     if isinstance(value, Mapping):
-        if "class_path" in value or what == "model":
+        if "class_path" in value or name == "model":
             return dict(value)
         return {"class_path": "lightning_gnn.GraphDataModule", "init_args": dict(value)}
     if isinstance(value, str):
         return {MAKES: value}
     if not callable(value) or isinstance(value, torch.nn.Module):
         raise ValueError(
-            f"{what} must be a function of a module that returns it, its import path, or {{'class_path': ..., 'init_args': ...}}"
+            f"{name} must be a function of a module that returns it, its import path, or {{'class_path': ..., 'init_args': ...}}"
             f", got a {type(value).__name__}. Each cell's processes create it."
         )
-    return {MAKES: _path_of(value, what)}
+    return {MAKES: _path_of(value, name)}
 
 
-def _path_of(function: Callable[..., Any], what: str) -> str:
+def _path_of(function: Callable[..., Any], section: str) -> str:
     name, module = getattr(function, "__qualname__", "<"), getattr(function, "__module__", "")
     if module == "__main__":  # the script's module name, under which runs import it
         module = Path(getattr(sys.modules["__main__"], "__file__", None) or "<").stem
     path = f"{module}.{name}"
     if "<" in path:
         raise ValueError(
-            f"{what}: {path} cannot be imported by the cells' processes. Write a function at the top of a file, not a lambda, "
+            f"{section}: {path} cannot be imported by the cells' processes. Write a function at the top of a file, not a lambda, "
             "a function inside another, or one in a notebook."
         )
     return path

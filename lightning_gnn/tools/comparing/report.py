@@ -19,22 +19,22 @@ from lightning_gnn.tools.comparing.results import PARTS, columns, number
 
 Cells = Sequence[Mapping[str, Any]]
 
-PART_COLOURS = dict(zip(PARTS, ("#2f6fb5", "#e07b39", "#c9ccd1")))
+PART_COLORS = dict(zip(PARTS, ("#2f6fb5", "#e07b39", "#c9ccd1")))
 STYLES = ("-", "--", ":", "-.")
 BAR = 0.36
 """Inches per run in a bar plot."""
 
 
-def report_html(found: Mapping[str, Any]) -> str:
+def report_html(comparison: Mapping[str, Any]) -> str:
     """Returns the report as HTML with embedded SVG pictures."""
-    done = [cell for cell in found["runs"] if cell["status"] == "finished"]
+    finished = [cell for cell in comparison["runs"] if cell["status"] == "finished"]
     template = Environment(loader=PackageLoader("lightning_gnn.tools.comparing", ""), autoescape=True)
     return template.get_template("report.html.jinja").render(
-        found=found,
-        done=done,
-        columns=columns(found["runs"], found["loss"]),
-        plots=[(title, note, _svg(figure, title)) for title, note, figure in plots(done, found)] if done else [],
-        settings=json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=1),
+        comparison=comparison,
+        finished=finished,
+        columns=columns(comparison["runs"], comparison["loss"]),
+        plots=[(title, note, _svg(figure, title)) for title, note, figure in plots(finished, comparison)] if finished else [],
+        settings=json.dumps({name: value for name, value in comparison.items() if name != "runs"}, indent=1),
     )
 
 
@@ -46,25 +46,25 @@ def _svg(figure: Figure, title: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def plots(cells: Cells, found: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
+def plots(cells: Cells, comparison: Mapping[str, Any]) -> Iterator[tuple[str, str, Figure]]:
     """Yields title, note and figure of each plot of the finished runs."""
     yield (
         "Loss",
         "Against epochs, and against seconds of training, without validation; an epoch of warm-up counts as the mean of the "
         "others.",
-        draw_loss(cells, found["loss"], found["warmup"]),
+        draw_loss(cells, comparison["loss"], comparison["warmup"]),
     )
     yield (
         "Time per epoch",
         "Means over ranks. Waiting is for other ranks and for batches, communication the rest of what exchanges of rows and "
         "sums of gradients took, compute all else. Communication that is hidden behind computation is not seen.",
-        _stacked(cells, ((part, [cell["seconds"][part] for cell in cells], PART_COLOURS[part]) for part in PARTS), "s"),
+        _draw_stacked(cells, ((part, [cell["seconds"][part] for cell in cells], PART_COLORS[part]) for part in PARTS), "s"),
     )
     rows, gradients = ([cell[name] / 1e6 for cell in cells] for name in ("row_bytes", "gradient_bytes"))
     yield (
         "Bytes per epoch",
         "Sent by all ranks: rows of nodes, and gradients handed to their sum.",
-        _stacked(cells, (("rows", rows, KINDS[0]), ("gradients", gradients, KINDS[2])), "MB"),
+        _draw_stacked(cells, (("rows", rows, KINDS[0]), ("gradients", gradients, KINDS[2])), "MB"),
     )
     yield (
         "Memory per rank",
@@ -100,12 +100,12 @@ def draw_loss(cells: Cells, loss: str, warmup: int) -> Figure:
     return figure
 
 
-def _stacked(cells: Cells, pieces: Iterable[tuple[str, Sequence[float], str]], unit: str) -> Figure:
+def _draw_stacked(cells: Cells, pieces: Iterable[tuple[str, Sequence[float], str]], unit: str) -> Figure:
     """Draw a stacked bar per run; each piece has a label, a value for each run, and a color."""
     figure, axes = _bars(cells, f"{unit} per epoch")
     left = np.zeros(len(cells))
-    for name, values, colour in pieces:
-        axes.barh(range(len(cells)), values, left=left, color=colour, label=name, height=0.7)
+    for name, values, color in pieces:
+        axes.barh(range(len(cells)), values, left=left, color=color, label=name, height=0.7)
         left += values
     _number_bars(axes, left, [f"{number(value)} {unit}" for value in left])
     _legend(figure)
@@ -125,7 +125,7 @@ def draw_memory(cells: Cells) -> Figure:
         axes.barh(places, memory, height=0.85 * height, color=KINDS[0])
         if not cell["memory_cuda_bytes"]:
             libraries = np.array(cell["memory_at_start_bytes"]) / 1e6
-            axes.barh(places, libraries, height=0.85 * height, color=PART_COLOURS["waiting"])
+            axes.barh(places, libraries, height=0.85 * height, color=PART_COLORS["waiting"])
     most = np.array([max(_memory(cell)) / 1e6 for cell in cells])
     _number_bars(axes, most, [f"{number(value)} MB" for value in most])
     return figure

@@ -23,7 +23,7 @@ from lightning_gnn.console import text_table
 PARTS = ("compute", "communication", "waiting")
 
 
-def summarise(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
+def summarize(ranks: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
     """Returns the results of a finished run.
 
     Args:
@@ -132,7 +132,7 @@ def partition_quality(report: Mapping[str, Any], counts: Mapping[str, int]) -> d
 
 
 def parity(
-    found: Mapping[str, Any],
+    result: Mapping[str, Any],
     reference: Mapping[str, Any] | None,
     weights: Mapping[str, Tensor] | None,
     reference_weights: Mapping[str, Tensor] | None,
@@ -142,7 +142,7 @@ def parity(
     """Returns the differences of a run to the reference.
 
     Args:
-        found, reference: results of :func:`summarise`; None for a failed reference.
+        result, reference: results of :func:`summarize`; None for a failed reference.
         weights, reference_weights: final weights.
         loss: name of the loss curve.
         tolerance: maximum difference of losses at which an exact scheme matches.
@@ -153,16 +153,16 @@ def parity(
             reference's largest loss; ``weights``: the norm of the difference divided by the norm of the reference; ``metrics``:
             differences of the test metrics; ``why``: reason of the approximation.
     """
-    why = found["approximation"]
+    why = result["approximation"]
     none: dict[str, Any] = {"ok": None, "loss": None, "weights": None, "metrics": {}}
     if reference is None:
         return {"kind": "unknown", "why": "the reference has failed", **none}
-    if found["initial_weights"] != reference["initial_weights"]:
+    if result["initial_weights"] != reference["initial_weights"]:
         return {"kind": "unknown", "why": "it began with other weights than the reference", **none}
-    distance = curve_distance(found["curves"][loss], reference["curves"][loss])
+    distance = curve_distance(result["curves"][loss], reference["curves"][loss])
     test = reference["test"]
-    metrics = {name: value - test[name] for name, value in found["test"].items() if name in test}
-    kind = "approximate" if why else "random" if found["dropout"] else "exact"
+    metrics = {name: value - test[name] for name, value in result["test"].items() if name in test}
+    kind = "approximate" if why else "random" if result["dropout"] else "exact"
     ok = None
     if kind == "exact":
         losses = [abs(each) / max(abs(test[name]), 1e-12) for name, each in metrics.items() if "loss" in name]
@@ -211,7 +211,7 @@ def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
     """Returns the columns of a table of these runs; `loss` is the logged value whose curves are compared."""
     accuracy = accuracy_name(cells) or "test"
 
-    def of_partition(cell: Cell, name: str) -> str:
+    def partition_text(cell: Cell, name: str) -> str:
         value = (cell["partition"] or {}).get(name)
         return f"{value:.1%}" if value is not None and name == "cut_fraction" else number(value)
 
@@ -231,16 +231,16 @@ def columns(cells: Sequence[Cell], loss: str = "loss") -> list[Column]:
         ("rows, MB", "rows, MB", lambda cell: number(cell["row_bytes"] / 1e6)),
         ("gradients, MB", "grads, MB", lambda cell: number(cell["gradient_bytes"] / 1e6)),
         ("messages", "messages", lambda cell: number(cell["messages"])),
-        ("edges cut", "cut", lambda cell: of_partition(cell, "cut_fraction")),
-        ("replication", "replic.", lambda cell: of_partition(cell, "replication")),
-        ("edges, max / mean", "edges max/mean", lambda cell: of_partition(cell, "edge_balance")),
+        ("edges cut", "cut", lambda cell: partition_text(cell, "cut_fraction")),
+        ("replication", "replic.", lambda cell: partition_text(cell, "replication")),
+        ("edges, max / mean", "edges max/mean", lambda cell: partition_text(cell, "edge_balance")),
         ("peak MB per rank", "peak MB", peak),
         ("set-up, s", "set-up, s", lambda cell: number(cell["setup_seconds"])),
     ]
     return [Column(*each) for each in made]
 
 
-SPARED = (
+OPTIONAL_HEADS = (
     "set-up, s",
     "edges max/mean",
     "replic.",
@@ -264,32 +264,32 @@ class ComparisonTable:
     title: str
 
     def __post_init__(self) -> None:
-        self._of_width: dict[int, tuple[int, bool]] = {}  # bars redraw the table ten times a second
+        self._layouts: dict[int, tuple[int, bool]] = {}  # bars redraw the table ten times a second
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width not in self._of_width:
-            self._of_width[options.max_width] = self._spared(console, options)
-        spared, fits = self._of_width[options.max_width]
-        yield self._table(spared, folded=not fits)
-        if spared:
-            left_out = [column.head for column in columns(self.cells) if column.head in SPARED[:spared]]
+        if options.max_width not in self._layouts:
+            self._layouts[options.max_width] = self._fit_columns(console, options)
+        num_omitted, fits = self._layouts[options.max_width]
+        yield self._table(num_omitted, folded=not fits)
+        if num_omitted:
+            left_out = [column.head for column in columns(self.cells) if column.head in OPTIONAL_HEADS[:num_omitted]]
             yield Text(f"In a wider terminal, and in the report: {'; '.join(left_out)}.")
 
-    def _spared(self, console: Console, options: ConsoleOptions) -> tuple[int, bool]:
+    def _fit_columns(self, console: Console, options: ConsoleOptions) -> tuple[int, bool]:
         """Returns the number of omitted columns, and whether the others fit."""
-        for spared in range(len(SPARED) + 1):
-            if self._needs(console, options, spared) <= options.max_width:
-                return spared, True
-        return len(SPARED), False
+        for num_omitted in range(len(OPTIONAL_HEADS) + 1):
+            if self._needs(console, options, num_omitted) <= options.max_width:
+                return num_omitted, True
+        return len(OPTIONAL_HEADS), False
 
-    def _needs(self, console: Console, options: ConsoleOptions, spared: int) -> int:
+    def _needs(self, console: Console, options: ConsoleOptions, num_omitted: int) -> int:
         """Returns the minimum width at which only names of runs are wrapped, after 24 letters."""
-        table = self._table(spared)
+        table = self._table(num_omitted)
         table.columns[0].max_width = 24
         return console.measure(table, options=options.update(max_width=10_000)).maximum
 
-    def _table(self, spared: int, folded: bool = True) -> Table:
-        shown = [column for column in columns(self.cells) if column.head and column.head not in SPARED[:spared]]
+    def _table(self, num_omitted: int, folded: bool = True) -> Table:
+        shown = [column for column in columns(self.cells) if column.head and column.head not in OPTIONAL_HEADS[:num_omitted]]
         table = text_table(*(column.head for column in shown), title=self.title, num_left=2)
         for column in table.columns[1:]:
             column.no_wrap = not folded
@@ -305,14 +305,14 @@ def accuracy_name(cells: Sequence[Cell]) -> str | None:
     return next((name for name in tested if "loss" not in name), None)
 
 
-def parity_text(found: Mapping[str, Any]) -> str:
+def parity_text(result: Mapping[str, Any]) -> str:
     """Returns a short text for a run's parity."""
-    kind, ok = found["kind"], found["ok"]
+    kind, ok = result["kind"], result["ok"]
     if kind == "reference":
         return "reference"
-    if found["loss"] is None:
+    if result["loss"] is None:
         return "unknown"
-    return MARKS[kind] + ("" if ok is None else "ok " if ok else "differs ") + f"{found['loss']:.1e}"
+    return MARKS[kind] + ("" if ok is None else "ok " if ok else "differs ") + f"{result['loss']:.1e}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

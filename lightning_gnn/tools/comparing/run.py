@@ -22,8 +22,8 @@ from rich.console import Group
 
 from lightning_gnn.console import plain_width, progress_bar, shows_bars, text_console
 from lightning_gnn.data.store import write_atomically
-from lightning_gnn.tools.comparing.cells import Again, Cell, Comparison, checked, make_cells, section_of
-from lightning_gnn.tools.comparing.results import ComparisonTable, number, parity, parity_text, summarise
+from lightning_gnn.tools.comparing.cells import Again, Cell, Comparison, make_cells, resolve_sections, section_of
+from lightning_gnn.tools.comparing.results import ComparisonTable, number, parity, parity_text, summarize
 from lightning_gnn.tools.local_ranks import LAUNCHER_VARIABLES
 from lightning_gnn.tools.parser import check_folder
 
@@ -114,29 +114,29 @@ def run(comparison: Comparison) -> dict[str, Any]:
             states = ["has to run" if comparison.rerun == "all" or state != "finished" else state for state in states]
         title = f"{len(folders)} cells, {comparison.epochs} epochs each ({comparison.warmup} of warm-up), seed {comparison.seed}"
 
-        def found() -> dict[str, Any]:
+        def collect_results() -> dict[str, Any]:
             return collect(comparison, folders, states)
 
         above: list[ComparisonTable] = []
-        with progress_bar("Comparing", states.count("has to run"), "runs", above=lambda: Group(*above)) as told:
+        with progress_bar("Comparing", states.count("has to run"), "runs", above=lambda: Group(*above)) as advance:
             for index, (cell, folder) in enumerate(zip(comparison.runs, folders)):
                 if states[index] != "has to run":
                     continue
-                shown = found()["runs"]
+                rows = collect_results()["runs"]
 
-                def report(state: str, row: dict[str, Any] = shown[index], shown: Any = shown) -> None:
+                def report(state: str, row: dict[str, Any] = rows[index], rows: Any = rows) -> None:
                     row["status"] = state
-                    above[:] = [ComparisonTable(shown, title)]
+                    above[:] = [ComparisonTable(rows, title)]
 
                 report("starts")
                 states[index] = _run_cell(comparison, cell, folder, report)["status"]
-                told(1)
-                result = found()
+                advance(1)
+                result = collect_results()
                 write_json(output, result)
                 if not (console.is_terminal and shows_bars()):
                     place = f"[{index + 1} of {len(folders)}] {cell.name}: "
                     console.print(place + _in_a_line(result["runs"][index]), markup=False, highlight=False)
-        result = found()
+        result = collect_results()
         write_json(output, result)
         # Imported late: matplotlib takes long to import.
         from lightning_gnn.tools.comparing.report import report_html
@@ -153,12 +153,12 @@ def run(comparison: Comparison) -> dict[str, Any]:
 
 def check(comparison: Comparison) -> Comparison:
     """Returns the comparison with defaults of model and data filled in, so that explicit defaults do not change keys."""
-    comparison = replace(comparison, **checked({"model": comparison.model, "data": comparison.data}))
+    comparison = replace(comparison, **resolve_sections({"model": comparison.model, "data": comparison.data}))
     for cell in comparison.runs:
-        configured = cell.configured()
-        if not isinstance(configured, str):
+        strategy = cell.trainer_strategy()
+        if not isinstance(strategy, str):
             try:
-                checked({"strategy": configured})
+                resolve_sections({"strategy": strategy})
             except ValueError as error:
                 raise ValueError(f"cell {cell.name!r}: {error}") from error
     names: dict[str, str] = {}
@@ -253,7 +253,7 @@ def collect(comparison: Comparison, folders: Sequence[Path], states: Sequence[st
             files = (folder / f"rank-{rank}.json" for rank in range(each.devices))
             # Workers of gossip may have been lost.
             ranks = [json.loads(file.read_text()) for file in files if file.exists()]
-            numbers = summarise(ranks, comparison.warmup)
+            numbers = summarize(ranks, comparison.warmup)
             row |= {**numbers, "final_loss": numbers["curves"][comparison.loss][-1]}
         cells.append(row)
     reference = cells[0] if cells[0]["status"] == "finished" else None
@@ -274,9 +274,9 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "weights.pt", weights_only=True)
 
 
-def write_json(output: Path, found: Mapping[str, Any]) -> None:
+def write_json(output: Path, results: Mapping[str, Any]) -> None:
     """Write ``comparison.json`` atomically; values that are not finite become null."""
-    finite = json.loads(json.dumps(found), parse_constant=lambda name: None)  # for NaN and infinities
+    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)  # for NaN and infinities
     write_atomically(output / "comparison.json", json.dumps(finite, indent=1) + "\n")
 
 

@@ -182,7 +182,7 @@ def main() -> None:
     if first:
         end_with_parent(task["parent"])
     L.seed_everything(task["seed"], verbose=False)
-    model, data, strategy = _made(task, "model"), _made(task, "data"), _made(task, "strategy")
+    model, data, strategy = _make_object(task, "model"), _make_object(task, "data"), _make_object(task, "strategy")
     if not isinstance(model, L.LightningModule) or not isinstance(data, GraphDataModule):
         raise ValueError(
             f"model must be a LightningModule, and data a GraphDataModule (got {type(model).__name__}, {type(data).__name__})."
@@ -232,13 +232,13 @@ def main() -> None:
         torch.save({name: value.cpu() for name, value in model.state_dict().items()}, folder / "weights.pt")
 
 
-def _made(task: dict[str, Any], what: str) -> Any:
-    section = task[what]
+def _make_object(task: dict[str, Any], key: str) -> Any:
+    section = task[key]
     if isinstance(section, str):  # a Lightning strategy
         return section
     if MAKES not in section:
         parser = task_parser()
-        return parser.instantiate(parser.parse_object({what: section}))[what]
+        return parser.instantiate(parser.parse_object({key: section}))[key]
     module, _, name = section[MAKES].rpartition(".")
     return getattr(importlib.import_module(module), name)()
 

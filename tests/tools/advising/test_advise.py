@@ -31,7 +31,7 @@ from lightning_gnn.tools.advising.advice import (
     advise_on,
     candidates,
     chosen,
-    explained,
+    explain_advice,
     extrapolate,
     smaller,
 )
@@ -220,7 +220,7 @@ def test_any_run_ends_and_takes_no_less_than_its_parts(messages, cores):
 def test_the_usual_scheme_goes_before_what_is_hardly_faster():
     seconds = {"dgcl": 1.0, "spmm_1d": 0.95, "spmm_15d": 0.99, "spmm_2d": 0.85, "vertex_cut": 1.01}
     known = {each.name: each for each in candidates(4) if each.exact}
-    found = explained([Advice(known[name], seconds=each) for name, each in seconds.items()])
+    found = explain_advice([Advice(known[name], seconds=each) for name, each in seconds.items()])
     assert [each.candidate.name for each in found] == ["spmm_2d", "dgcl", "spmm_1d", "spmm_15d", "vertex_cut"]
 
 

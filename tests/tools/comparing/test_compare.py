@@ -33,7 +33,7 @@ from lightning_gnn import (
 )
 from lightning_gnn.checks.stand_ins import draws_random_numbers
 from lightning_gnn.tools.commands.compare import compare as command
-from lightning_gnn.tools.comparing.cells import Cell, Comparison, checked, make_cells, section_of
+from lightning_gnn.tools.comparing.cells import Cell, Comparison, make_cells, resolve_sections, section_of
 from lightning_gnn.tools.comparing.report import report_html
 from lightning_gnn.tools.comparing.results import (
     PARTS,
@@ -43,7 +43,7 @@ from lightning_gnn.tools.comparing.results import (
     parity,
     parity_text,
     split_time,
-    summarise,
+    summarize,
 )
 from lightning_gnn.tools.comparing.run import write_json
 
@@ -160,9 +160,9 @@ def test_sections_are_checked():
         ({"class_path": "lightning_gnn.NodeClassifier", "init_args": {"modle": 1}}, "did you mean 'model'"),
     ):
         with pytest.raises(ValueError, match=message):
-            checked({"model": wrong})
+            resolve_sections({"model": wrong})
     with pytest.raises(ValueError, match="has no argument 'codek', did you mean 'codec'"):
-        checked({"strategy": Cell("dgcl", 2, {"codek": "int8"}).configured()})
+        resolve_sections({"strategy": Cell("dgcl", 2, {"codek": "int8"}).trainer_strategy()})
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def rank(number: int, epochs: list[dict[str, Any]], **changes: Any) -> dict[str,
 def test_summary_leaves_out_the_warm_up():
     slow = [epoch(9.0, 4.0, loss=3.0), epoch(1.0, 0.2, 0.1, loss=2.0), epoch(1.0, 0.2, 0.1, loss=1.0)]
     fast = [epoch(8.0, 4.0), *[epoch(1.0, 0.5, 0.3, 0.05, 0.1, waited=0.6)] * 2]
-    found = summarise([rank(0, slow), rank(1, fast)], warmup=1)
+    found = summarize([rank(0, slow), rank(1, fast)], warmup=1)
     assert found["epoch_seconds_by_epoch"] == [9.0, 1.0, 1.0] and found["epoch_seconds"] == 1.0
     assert found["seconds_by_rank"]["communication"] == pytest.approx([0.3, 0.3])
     assert found["seconds_by_rank"]["waiting"] == pytest.approx([0.0, 0.65])
@@ -270,10 +270,10 @@ def test_middle_half():
 
 
 def test_parity():
-    found = summarise([rank(0, [epoch(1.0, loss=2.0)] * 2)], 0)
+    found = summarize([rank(0, [epoch(1.0, loss=2.0)] * 2)], 0)
 
     def held(loss: float = 2.0, test: float = 0.5, **changes: Any) -> dict[str, Any]:
-        other = summarise([rank(0, [epoch(1.0, loss=loss)] * 2, test={"test_loss": test}, **changes)], 0)
+        other = summarize([rank(0, [epoch(1.0, loss=loss)] * 2, test={"test_loss": test}, **changes)], 0)
         return parity(other, found, {"w": torch.ones(4)}, {"w": torch.full((4,), 2.0)}, "train_loss", 1e-4)
 
     assert held(2.0001)["ok"] is True and held(2.0001)["weights"] == 0.5
