@@ -74,7 +74,7 @@ _REFUSED = {
     "HypergraphConv": "its second step runs against the direction of the edges",
     "MeshCNNConv": "it works on the edges of a mesh, not on nodes",
     "PANConv": "it multiplies the whole graph's adjacency with itself",
-    "SparseLinear": "it has a row of weights for each node of the whole graph; docs/recipes.md, 'LINKX', picks those of a rank",
+    "SparseLinear": "it has a row of weights for each node of the graph; docs/recipes.md, 'LINKX', selects the rows of a rank",
     "SplineConv": "its kernel is in compiled extras; use GMMConv",
     "WLConv": "it hashes colors in an order that all nodes share",
     "XConv": "it finds neighbors among all nodes",
