@@ -23,7 +23,7 @@ STRATEGIES = {
     "cluster_allreduce": ("lightning_gnn.strategies.gossip.strategy", "ClusterAllReduceStrategy"),
     "auto_gnn": ("lightning_gnn.tools.advising.auto", "AutoStrategy"),
 }
-"""Module and class of each strategy, by its name in ``Trainer(strategy=...)``."""
+"""Module and class of each strategy, by name in ``Trainer(strategy=...)``."""
 
 _OF_STRATEGIES = {"GNNStrategy": "lightning_gnn.strategy.base", "Scheme": "lightning_gnn.strategy.scheme"}
 
@@ -46,7 +46,7 @@ _NAMES = {
 """Public names by their modules; other public names are strategies, or in :mod:`lightning_gnn.nn`."""
 
 PARTITIONERS = {"streaming": ("lightning_gnn.extensions.graph_files.partitioner", "Streaming")}
-"""Module and class of each extension that partitions nodes, by its name as a ``partition``."""
+"""Module and class of each extension that partitions nodes, by name as a ``partition``."""
 
 _CUTTERS = {"vertex_cut": "lightning_gnn.strategies.vertex_cut.cutters"}
 _BASELINES = {"hdrf": "hdrf", "dbh": "hashed", "grid": "hashed", "dne": "dne"}

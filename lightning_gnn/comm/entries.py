@@ -1,6 +1,6 @@
 """Transfer of partitioned graphs to machines that lack them: broadcast in pieces, with verification on arrival.
 
-A partition directory entry is sent as a whole. The rows of all ranks are in one file per attribute, and any rank may read any
+A partition directory entry is sent as a whole, because the rows of all ranks are in one file per attribute. Any rank may read any
 row: for predictions in the original order, samples, clusters, or the graph on one device. A machine with the files of some ranks
 only would have an entry that looks complete but is not.
 """

@@ -118,7 +118,7 @@ class Exchange(ABC):
 
     Attributes:
         own_lengths: number of this rank's own rows, by the number of rows of a tensor of nodes or edges; set if a rank also has
-            rows of other ranks. Own rows come first, and only they count in sums over ranks.
+            rows of other ranks. Own rows are first, and only they count in sums over ranks.
         most_propagations: maximum number of propagations along edges in a step; None for no limit.
         products: matrices of edges that several ranks hold; None if a rank computes all edges of its local nodes.
         present: mask of the halo rows received in this step, bool ``[H]``; None for all. Absent rows are 0 and layers leave out

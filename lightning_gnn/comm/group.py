@@ -171,8 +171,8 @@ class World:
         self._owns_default = not dist.is_initialized()
         if not self._owns_default and dist.get_world_size() != size:
             raise RuntimeError(
-                f"A process group of {dist.get_world_size()} ranks exists already, but this Trainer asks for {size}. "
-                "End the other one first with torch.distributed.destroy_process_group(), or ask for as many devices."
+                f"A process group of {dist.get_world_size()} ranks exists already, but this Trainer needs {size}. "
+                "End the other one first with torch.distributed.destroy_process_group(), or set devices to that number."
             )
         if self._owns_default:
             store = self._store()
@@ -406,7 +406,7 @@ class World:
                 waited = f"for {self.timeout.total_seconds():.1f} s"
                 if self.rank:
                     raise PeerError(0, f"nothing from rank 0 {waited}", astray=True) from None
-                raise RuntimeError(f"timed out: another rank has not asked {waited}") from None
+                raise RuntimeError(f"timed out: another rank has not called this operation {waited}") from None
         return bool(self.to_host(flag, operation))
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:

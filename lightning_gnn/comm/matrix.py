@@ -161,8 +161,8 @@ class SparseMatrix(Matrix):
     """Matrix product that sends only rows read by a nonzero and only partial sums of a nonzero, for any distribution of nonzeros.
 
     On a process grid, this is the later sparsity-aware communication of CAGNET's authors. For a vertex cut, it is the scatter
-    from masters to mirrors and the gather back (CDFGNN section 3). Rows go between their owner and each rank that reads or adds
-    to them, directly or down the trees of a plan. Partial results go up such trees, and relays add them.
+    from masters to mirrors and the gather back (CDFGNN section 3). Rows are sent between their owner and each rank that reads
+    or adds to them, directly or down the trees of a plan. Partial results are sent up such trees, and relays add them.
 
     Args:
         entries, offsets: see :class:`~lightning_gnn.strategies.spmm.matrices.BlockMatrix`.
@@ -308,7 +308,7 @@ class _Part:
 def spread_edges(
     shard: Shard, holders: Ids, world: World, meter: Meter, make_exchange: MakeExchange = send_directly
 ) -> Callable[[Triples], SparseMatrix]:
-    """Returns a matrix factory of a rank whose in-edges other ranks compute: rows go there, partial results come back.
+    """Returns a matrix factory of a rank whose in-edges other ranks compute: they receive rows and return partial results.
 
     Args:
         shard: shard of this rank.

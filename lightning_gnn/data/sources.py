@@ -108,7 +108,7 @@ def check_kinds(ambiguous: Sequence[str], num_nodes: int) -> None:
 
 
 def kind_by_rows(name: str, value: Tensor, num_nodes: int | None, num_edges: int | None) -> Kind:
-    """Returns the kind of a tensor by its number of rows; with as many nodes as edges, by its name."""
+    """Returns the kind of a tensor by its number of rows; with as many nodes as edges, by name."""
     rows = value.size(0) if value.dim() else None
     if rows is None or rows not in (num_nodes, num_edges):
         return "graph"
@@ -149,7 +149,7 @@ def why_left_out(name: str, value: Any, num_nodes: int | None, num_edges: int | 
 
 
 def _holds_ids(name: str, value: Tensor) -> bool:
-    """Returns whether a tensor contains ids of nodes or edges by its name, with PyG's naming rules."""
+    """Returns whether a tensor has a name of ids of nodes or edges, with PyG's naming rules."""
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         return False
     return "index" in name or name == "face" or re.search(r"(^|_)(idx|indices)(_|\d*$)", name) is not None
@@ -291,7 +291,7 @@ _LABELS_NAME = re.compile(f"{_PART}_(?:y|labels?)")
 
 
 def split_ids(name: str, value: Any) -> dict[str, Any]:
-    """Returns the id lists, by split part, of an attribute that is a split by its name, or a dict of parts; else empty."""
+    """Returns the id lists, by split part, of an attribute with the name of a split, or of a dict of parts; else empty."""
     if isinstance(value, Mapping):
         return dict(value) if "train" in value and all(part in SPLITS for part in value) else {}
     found = _SPLIT_NAME.fullmatch(name)
@@ -299,7 +299,7 @@ def split_ids(name: str, value: Any) -> dict[str, Any]:
 
 
 def split_labels(name: str) -> str | None:
-    """Returns the split part whose labels an attribute contains by its name, such as ``train_y``; else None."""
+    """Returns the split part of an attribute with a name of labels, such as ``train_y``; else None."""
     found = _LABELS_NAME.fullmatch(name)
     return found and found[1]
 

@@ -94,7 +94,7 @@ class GraphDataModule(L.LightningDataModule):
     the stored partition receive it from other machines.
 
     A datamodule has one graph, in all stages and on all ranks. This includes sources that draw at random, such as a dataset with
-    ``transform=T.RandomNodeSplit()``: their draws depend on torch's seed and on `seed`, and leave the random streams of the run
+    ``transform=T.RandomNodeSplit()``. Their draws depend on torch's seed and on `seed`, and leave the random streams of the run
     unchanged.
 
     Args:

@@ -242,8 +242,10 @@ def statistics(indptr, indices, x, total, square, top, tops, bottom, bottoms, ac
 def statistics_grad(indptr, indices, x, total, square, top, top_grad, bottom, bottom_grad, out, low, high):
     """Compute the gradient of `statistics` over a transposed matrix: rows are sources, columns targets.
 
-    x, out ``[R, F]``; total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``; top, bottom: extrema; top_grad,
-    bottom_grad: gradients of extrema, divided by the number of edges that attain them, or ``[0, F]``.
+    - x, out ``[R, F]``.
+    - total, square: gradients of the sums, ``[K, F]`` or ``[0, F]``.
+    - top, bottom: extrema.
+    - top_grad, bottom_grad: gradients of extrema, divided by the number of edges that attain them, or ``[0, F]``.
     """
     columns, last = x.shape[1], len(indices) - 1
     # A literal 0 or 2 would be an integer, and with float32 give float64.
@@ -444,9 +446,10 @@ def quantise(x, ends, packed, squares, bits, rounding, key, stochastic, low, hig
 
     Entry f is in byte ``f % B``, at bit ``bits * (f // B)``. Entries of one byte are B apart, so that packing vectorizes.
 
-    x ``[R, F]``; ends ``[R, 2]``: minimum and maximum, NaN for rows that are not finite; packed uint8 ``[R, B]``; squares ``[R,
-    2]``: sums of squares of errors and of entries; rounding: relative error bound for entries that were quantized before; key
-    uint64.
+    - x ``[R, F]``; packed uint8 ``[R, B]``; key uint64.
+    - ends ``[R, 2]``: minimum and maximum, NaN for rows that are not finite.
+    - squares ``[R, 2]``: sums of squares of errors and of entries.
+    - rounding: relative error bound for entries that were quantized before.
     """
     columns, num_bytes, per_byte = x.shape[1], packed.shape[1], 8 // bits
     levels = 2**bits - 1

@@ -98,7 +98,7 @@ def report_ended_ranks(rank: int, event: str, wait_s: float = 0.0) -> str:
 
     Args:
         rank: this rank.
-        event: what this rank reports about itself.
+        event: event of this rank, in the form that follows "Rank 0", such as "cannot go on".
         wait_s: seconds to wait for a rank that ended.
     """
     lines = []

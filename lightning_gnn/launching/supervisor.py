@@ -150,7 +150,7 @@ class Supervisor:
     """The child processes of this process.
 
     Attributes:
-        stopping: whether the ranks were asked to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
+        stopping: whether the ranks received a request to end, and may take :data:`~lightning_gnn.launching.failures.STOP_S`.
         ending: whether they are being terminated.
     """
 

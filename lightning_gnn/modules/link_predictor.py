@@ -33,9 +33,9 @@ _EVALUATION = -1
 class MeanOfRanks(Metric):
     """Mean of a function of each edge's rank among its negatives.
 
-    The values equal torchmetrics' RetrievalMRR and RetrievalHitRate, which gather all scores on every rank and iterate over
-    edges. torchmetrics' MeanMetric adds in float32, because moving it to a device resets ``set_dtype``. A float32 sum depends on
-    the partition of the edges.
+    The values equal RetrievalMRR and RetrievalHitRate of torchmetrics, which gather all scores on every rank and iterate over
+    edges. This class does not use MeanMetric of torchmetrics. MeanMetric adds in float32, because moving it to a device resets
+    ``set_dtype``, and a float32 sum depends on the partition of the edges.
     """
 
     full_state_update = False

@@ -40,8 +40,8 @@ class NodeClassifier(GraphModule):
             ``x_dict``.
 
     Raises:
-        ValueError: from ``setup``, if the model does not match the graph: labels are missing, do not match `task`, or have more
-            than C classes; or ``model.in_channels`` differs from the number of features.
+        ValueError: from ``setup``, if labels are missing, do not match `task`, or have more than C classes. Also if
+            ``model.in_channels`` differs from the number of features.
         UnsupportedModelError: the model does not return ``[N, C]``. Raised from a step, and from the strategy's self-check before
             it.
     """

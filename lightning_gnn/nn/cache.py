@@ -62,7 +62,7 @@ class BatchCache:
         self._batch_tensors.update({id(tensor): tensor for tensor in tensors})
 
     def derive(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T], strict: bool = False) -> T | None:
-        """Returns ``make()``, cached by its name and its tensors; None if a tensor changes between steps.
+        """Returns ``make()``, cached by name and tensors; None if a tensor changes between steps.
 
         Trainable tensors may change. With `strict`, all tensors must satisfy :meth:`is_own`.
         """

@@ -593,8 +593,8 @@ class GraphContext:
         """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
         row_bytes, width = self.exchange.world.transport.row_bytes, x.size(1)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # Sums go to the owner. Maxima and minima go to the owner and back, then the number of edges that have them, exactly. All
-        # gradients come back.
+        # Sums are sent to the owner. Maxima and minima are sent to the owner and back, then the number of edges that have them,
+        # exactly. The owner returns all gradients.
         sums = sum(name in ("sum", "squares") for name in wanted)
         exact = 3 * (len(wanted) - sums) * width * dtype.itemsize
         result = sums * row_bytes(width, dtype) + exact + row_bytes(len(wanted) * width, dtype)

@@ -1,7 +1,7 @@
 """Checkpointed convs: store their arguments only, and recompute activations and gather halo rows in the backward pass.
 
-Source: SAR, Mostafa, "Sequential Aggregation and Rematerialization: Distributed Full-batch Training of Graph Neural Networks on
-Large Graphs" (MLSys'22), whose backward pass receives the rows of other ranks again if gradients depend on them.
+Source: SAR, whose backward pass receives the rows of other ranks again if gradients depend on them. Mostafa, "Sequential
+Aggregation and Rematerialization: Distributed Full-batch Training of Graph Neural Networks on Large Graphs" (MLSys'22).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class MemoryAdvice:
 
     Attributes:
         rehearsed: the scheme of the trial steps on two ranks, which measure the memory of each rank.
-        working_bytes: function of the number of local nodes of each rank and of the bytes of a node's features; returns the
-            minimal memory of a rank in addition to its part of the graph.
+        working_bytes: function that returns the minimal memory of a rank in addition to its part of the graph. Its arguments are
+            the number of local nodes of each rank, and the bytes of a node's features.
         less: function of the number of ranks; returns advice on using less memory.
     """
 

@@ -103,7 +103,7 @@ class Refinement:
 
     Attributes:
         load: weights of the parts, int64 ``[P, W]``.
-        before, after: cost of the entries between parts: 2 each, or 1 if their parts are on the same of several machines.
+        before, after: cost of the entries between parts: 2 each, or 1 if both parts are on one of several machines.
     """
 
     load: NDArray[np.int64]

@@ -224,8 +224,8 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
     """Context manager that makes ranks of this machine compute in turns, within `most_bytes` of total memory. Collective.
 
     As many ranks compute at the same time as there are cores. One more rank has room in memory, so that cores are not idle during
-    reads and writes. Of the memory that the rank processes do not need themselves, two thirds are for tensors of ranks in their
-    turns. A sixteenth is for tensors of the other ranks. The rest is for results of ops before anything can be moved.
+    reads and writes. Ranks in their turns store tensors in two thirds of the memory that the rank processes do not need
+    themselves. A sixteenth is for tensors of the other ranks. The rest is for results of ops before anything can be moved.
 
     Raises:
         ValueError: if the rank processes alone need the memory; also see :class:`Pager`.

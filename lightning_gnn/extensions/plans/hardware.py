@@ -374,7 +374,7 @@ def local_machine(
     found = _ports(cuda, sysfs) if several else []
     if several and not found:
         assumed.append(f"one network port of {ETHERNET} GB/s, because Linux does not report which port ranks use, and its speed")
-    # Of ports of several kinds, for example for storage and messages, NCCL prefers the fastest.
+    # If ports have several kinds, for example for storage and messages, NCCL prefers the fastest.
     most = max((port.gb_per_s for port in found), default=0.0)
     found = [port for port in found if port.gb_per_s >= most]
     ports = tuple(Port(port.name, port.gb_per_s, _ancestors(port.device, devices)) for port in found)

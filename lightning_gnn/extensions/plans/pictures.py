@@ -181,7 +181,7 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
         step = 2 * math.pi / (sum(map(len, sockets)) + gap * len(sockets))
         angle = math.pi / 2 + step * (gap / 2 + 0.5)  # counterclockwise from the top
         for index, socket in enumerate(sockets):
-            # Of two sockets, both count from the top, so that corresponding devices are side by side.
+            # With two sockets, both count from the top, so that corresponding devices are side by side.
             ordered = socket[::-1] if len(sockets) == 2 and index == 1 else socket
             for device in ordered:
                 places[device] = center + radius * np.array([math.cos(angle), math.sin(angle)])

@@ -97,12 +97,12 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
     for edge in range(len(u)):
         adjacent[place[u[edge]]] = v[edge]
         place[u[edge]] += 1
-    # Of an edge: its source, its flow, and the next edge in its target's list of edges with flow; -2 if not in a list.
+    # Per edge: its source, its flow, and the next edge in its target's list of edges with flow; -2 if not in a list.
     edges = np.empty((len(u), 3), np.int32)
     for source in range(sources):
         for edge in range(indptr[source], indptr[source + 1]):
             edges[edge, ORIGIN], edges[edge, FLOW], edges[edge, AFTER] = source, 0, -2
-    # Of a target: the last phase that reached it, the first edge of its list, and the next edge for backtracking along a path.
+    # Per target: the last phase that reached it, the first edge of its list, and the next edge for backtracking along a path.
     ends = np.empty((targets, 3), np.int32)
     ends[:, REACHED], ends[:, FIRST] = 0, -1
     gives, takes = np.full(sources, copy_cost, np.int32), np.full(targets, result_cost, np.int32)  # remaining supply and capacity

@@ -402,7 +402,7 @@ class ClusterStrategy(GNNStrategy):
             patches.release()
 
     def _end_epoch(self) -> None:
-        """End the epoch in place of a batch; runs what is due after the last batch, above all validation."""
+        """End the epoch in place of a batch, with the work that is due after the last batch, above all validation."""
         loop: Any = self._module.trainer.fit_loop
         loop.epoch_loop.on_advance_end(batches_of(loop))
         raise StopIteration

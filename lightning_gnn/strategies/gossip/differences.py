@@ -4,9 +4,9 @@ Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and G
 (ICML 2019), Algorithm 1 (CHOCO-Gossip). A worker i sends Q(x_i - y_i), where y_i is the others' copy of x_i. It moves by the
 difference of the copies, y_j - y_i. There, each neighbor stores a y for each other neighbor.
 
-Here, any two workers may meet, and a pair meets the less often the more workers there are. The two of a pair store one vector:
-the mean of their copies of each other at the end of their last meeting. Rounding errors remain in x_i, and so in the next
-difference.
+Here, any two workers may meet. The number of meetings of a pair decreases with the number of workers. The two workers of a pair
+store one vector: the mean of their copies of each other at the end of their last meeting. Rounding errors remain in x_i, and so
+in the next difference.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Historical embeddings: rows of all nodes as last computed, for batches whose halo nodes are computed in other batches.
 
-Source: Fey et al., "GNNAutoScale: Scalable and Expressive Graph Neural Networks via Historical Embeddings" (ICML 2021), section
-3; Chen et al., "Stochastic Training of Graph Convolutional Networks with Variance Reduction" (ICML 2018), section 4.
+Sources:
 
-The inputs of a layer for halo nodes are historical; what the layer computes from them is not. Gradients of weights therefore
-include all messages into the batch; only the history of a halo row is constant. A conv therefore computes on N + H rows, of the
-batch and of its halo, and returns N.
+- Fey et al., "GNNAutoScale: Scalable and Expressive Graph Neural Networks via Historical Embeddings" (ICML 2021), section 3.
+- Chen et al., "Stochastic Training of Graph Convolutional Networks with Variance Reduction" (ICML 2018), section 4.
+
+The inputs of a layer for halo nodes are historical; the layer's computations on these inputs are not. Gradients of weights
+therefore include all messages into the batch; only the history of a halo row is constant. A conv therefore computes on N + H
+rows, of the batch and of its halo, and returns N.
 
 N nodes of the batch, its local rows; H halo nodes; ``...`` stands for any trailing dimensions.
 """
@@ -129,7 +131,7 @@ def _folder() -> str:
 class HistoryExchange(Exchange):
     """Exchange in which S reads halo rows from the history, and in training writes local rows; S^T returns no gradients.
 
-    Gradients come from a batch's own nodes only: rows that were computed earlier are constant.
+    Only nodes of the batch contribute gradients: rows that were computed earlier are constant.
 
     Args:
         history: history of this machine.
@@ -241,7 +243,7 @@ class HistoryBinding(Binding):
 
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
         several_hops = rule_of(type(conv)).several_hops
-        if several_hops:  # halo rows come from the history in each hop
+        if several_hops:  # each hop reads halo rows from the history
             super()._bind(conv, layer, context)
             return
         super()._bind(conv, layer, self._halo_graph)

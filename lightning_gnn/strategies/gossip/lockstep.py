@@ -32,8 +32,8 @@ class Lockstep(Worker):
 
     In the thesis, a worker with one batch less than another would never reach the last average. Here all workers make the same
     number of batches: if it does not divide an epoch's batches, some are done twice. Only the items of the pool are used; workers
-    do not share what they have taken or done. Sums use process groups that are separate from torch's default one. Each worker
-    waits `timeout` seconds for the others.
+    do not share records of taken or completed batches. Sums use process groups that are separate from torch's default group. Each
+    worker waits `timeout` seconds for the others.
 
     Raises:
         CommunicationError: a worker does not answer; also raised by `meet` and `agrees`.

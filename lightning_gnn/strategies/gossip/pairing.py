@@ -82,7 +82,7 @@ class Pairing:
         return self.rule != "any" and self.is_chosen
 
     def enter(self) -> Steps[Meeting | None]:
-        """Join, before any worker meets or after a restart; then meet a worker that still waits for the previous process."""
+        """Join, before any meeting or after a restart; then meet a worker that still waits for the previous process."""
         to = self._free() if self.is_chosen else _OFF
         while True:
             state = yield Get(_key(self.me))
@@ -96,8 +96,8 @@ class Pairing:
     def meet(self, due: bool) -> Steps[Meeting]:
         """Meet another worker after a batch, if possible.
 
-        This is a worker that chose this worker. Without one, if `due`, this worker chooses a free worker, waits for it, and meets
-        it.
+        The partner is a worker that chose this worker. Without such a worker, if `due`, this worker chooses a free worker and
+        waits for the meeting.
         """
         if self.size == 1 or not ((self.is_prompt and (yield Notified())) or due):
             return Meeting()

@@ -1,8 +1,8 @@
 """Communication of independent workers: a store of keys, heartbeats and peer servers, without collectives.
 
 The store is a TCPStore in a separate process: any rank may die, and so may the process that starts the ranks. Vectors are sent
-over plain sockets. multiprocessing.connection has no deadlines for connecting, for its handshake or within a message. asyncio's
-streams have deadlines, but copy received data, and took 2 to 4 times the CPU time.
+over plain sockets. The module ``multiprocessing.connection`` has no deadlines for connecting, for its handshake or within a
+message. Streams of asyncio have deadlines, but copy received data, and took 2 to 4 times the CPU time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MessageSource(Protocol):
     """Source of the messages of a meeting.
 
     Attributes:
-        state_id: id of what it stores of the partner; both sides compare it. 0 if nothing is stored.
+        state_id: id of the stored state of the partner; both sides compare it. 0 if nothing is stored.
     """
 
     state_id: int

@@ -32,7 +32,7 @@ from lightning_gnn.strategies.gossip.pool import Pool
 T = TypeVar("T")
 
 Scores: TypeAlias = tuple[float | None, ...]
-"""Values by which workers are compared; the first one that any of them has decides, and the lowest is best."""
+"""Values by which workers are compared: the first value that any worker has decides, and the lowest is best."""
 
 _LOOK_S = 0.5
 """Seconds between two checks whether an awaited partner is alive."""

@@ -1,7 +1,11 @@
 """Graph store of a sampler: neighbors, features and other rows of any node, regardless of its machine.
 
-Source: DistDGL (2020) sections III-C (features: local rows through shared memory, remote rows in bulk) and III-D (samplers: the
-owner of a node draws its neighbors); GNNLab (Yang et al., EuroSys 2022), whose cache has the nodes that samples drew most often.
+Sources:
+
+- DistDGL (2020) section III-C (features: local rows through shared memory, remote rows in bulk) and section III-D (samplers: the
+  owner of a node draws its neighbors).
+- GNNLab (Yang et al., EuroSys 2022), whose cache has the nodes that samples drew most often.
+
 Partitions of this machine are read from the memory-mapped store, which all of its ranks share. Other partitions are requested
 from their owners, once for all nodes of a hop.
 
@@ -394,8 +398,8 @@ class GraphStore:
         For a node i, ids i + N, i + 2 N, ... are copies with separate draws. Sources are nodes, not copies.
 
         Args:
-            seeds: random seed for the batch of each rank. A rank that answers a request draws what the requesting rank would
-                draw.
+            seeds: random seed for the batch of each rank. A rank that answers a request makes the same draws as the requesting
+                rank would make.
             replace: whether to draw with replacement.
             until: with times, the latest time of each copy, int64 ``[copies]``.
         """

@@ -1,7 +1,8 @@
 """Loops of sampling, compiled by numba at first use and cached on disk.
 
-Random numbers are counter-based: a target's numbers depend on (seed, key of the target), not on threads or on other draws (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The mixing function is splitmix64's (Steele et al., OOPSLA 2014).
+Random numbers are counter-based: a target's numbers depend on (seed, key of the target), not on threads or on other draws.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The mixing function is from splitmix64 (Steele et
+al., OOPSLA 2014).
 
 R rows (targets) and E slots of a CSR matrix of in-edges, T targets, S edges drawn.
 """

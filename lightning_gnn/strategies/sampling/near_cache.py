@@ -1,7 +1,9 @@
 """Local cache of a machine's own features in memory, for stores larger than memory.
 
-Source: GNNLab (Yang et al., EuroSys 2022): samples read a few rows far more often than the others; PaGraph (Lin et al., SoCC
-2020): before requests are counted, rows of the highest out-degree are cached.
+Sources:
+
+- GNNLab (Yang et al., EuroSys 2022): samples read a few rows far more often than the others.
+- PaGraph (Lin et al., SoCC 2020): before requests are counted, rows of the highest out-degree are cached.
 
 N nodes of a type in the whole graph, K of them cached.
 """

@@ -191,10 +191,10 @@ def sample_neighbors(
         strategy: ``"uniform"``, or ``"last"`` for the latest edges; with equal times, the earlier slots.
         of_sources: whether `time` is per column, ``[C]``: an edge has the time of its source.
         source_keys: keys of the columns, int64 ``[C]``. Targets share one random number per source, and draw the edges from
-            sources with the smallest numbers (LABOR-0 with the same number of edges: Balin and Catalyurek, NeurIPS 2023, appendix
-            A.3). The probabilities for a single target do not change; several targets draw the same sources more often. The time
-            is proportional to the targets' in-edges, not to the edges drawn. The second of two edges from one source uses the
-            source's second number, and so on.
+            sources with the smallest numbers. This is LABOR-0 with the same number of edges (Balin and Catalyurek, NeurIPS 2023,
+            appendix A.3). The probabilities for a single target do not change; several targets draw the same sources more often.
+            The time is proportional to the targets' in-edges, not to the edges drawn. The second of two edges from one source
+            uses the source's second number, and so on.
 
     Raises:
         ValueError: targets outside the matrix, sizes or options that do not fit.

@@ -302,8 +302,8 @@ def saint_norms(sampler: NeighborSampler, draw: Callable[[int], Tensor], samples
 
     Returns:
         For each node, the factor of its loss in a sum over a batch, float32 ``[N]``. For each edge, the factor of its message in
-            a sum over in-edges, float32 ``[E]`` in list order: the inverse of the share of its target's samples that include the
-            edge. Nodes and edges that were never drawn count as drawn 0.1 times, as in PyG.
+            a sum over in-edges, float32 ``[E]`` in list order. This factor is the inverse of the share of its target's samples
+            that include the edge. Nodes and edges that were never drawn count as drawn 0.1 times, as in PyG.
     """
     [csr] = sampler.csr.values()
     nodes, edges = torch.zeros(csr.num_rows), torch.zeros(csr.num_edges)

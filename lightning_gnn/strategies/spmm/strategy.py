@@ -210,9 +210,11 @@ def _(scheme: CubeScheme) -> MemoryAdvice:
 class SpMMStrategy(GNNStrategy):
     """Full-graph training with the cheapest algorithm for each product, exact; ``Trainer(strategy="spmm")``.
 
-    The algorithms come from the other ``spmm_`` strategies, if all ranks multiply: 1D, and 1.5D with c up to sqrt(P), both
-    sparsity-aware; 2D if P is a square, and 3D if P is a cube. 1D and 1.5D are also available mirrored: partial sums are sent in
-    place of features, and features in place of partial sums.
+    The algorithms are the algorithms of the other ``spmm_`` strategies in which all ranks multiply:
+
+    - 1D, and 1.5D with c up to sqrt(P), both sparsity-aware. Both are also available mirrored: partial sums are sent in place of
+      features, and features in place of partial sums.
+    - 2D if P is a square, and 3D if P is a cube.
 
     For each width, dtype and direction, a product uses the algorithm with the fewest bytes sent or received by the busiest rank.
     A matrix is distributed only for the algorithms that are used. Layers that are not products exchange halo features, as under

@@ -2,12 +2,16 @@
 
 Source: CAGNET (GNNSys'21) Algorithms 1 and 2 and section 4.2, (SC'20) sections 4.3 and 4.4, as implemented in
 ``strategies/spmm/matrices.py``. Messages are counted without running ranks. All counts are for a forward product. A backward
-product multiplies with the transpose: in the sparse form, its rows go in the opposite direction; in the other forms, in the same
-direction.
+product multiplies with the transpose: in the sparse form, its rows are sent in the opposite direction; in the other forms, in the
+same direction.
 
-n nodes, f columns, E edges, P ranks, S stages. c is the replication factor, with R = P / c block rows. q is the side of a square
-or cube, and L its number of layers. Traffic is ``[S, P, P]``: stage, sender, receiver. `offsets` is the first node of each rank
-and the end, ``[P + 1]``. `edge_index` has relabeled ids, source and target, ``[2, E]``.
+Symbols:
+
+- n nodes, f columns, E edges, P ranks, S stages.
+- c: replication factor, with R = P / c block rows. q: side of a square or cube. L: its number of layers.
+- Traffic is ``[S, P, P]``: stage, sender, receiver.
+- `offsets` is the first node of each rank and the end, ``[P + 1]``.
+- `edge_index` has relabeled ids, source and target, ``[2, E]``.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class AdaptiveThreshold:
     require the opposite. ``rule="text"`` is the default, ``rule="printed"`` is the equation.
 
     The paper's rule uses the accuracy, which rises from 0 towards 1. A loss falls, and its scale depends on the task. Therefore
-    its progress replaces the accuracy: (l_0 - l) / abs(l_0), 0 in the first epoch, 1 for a loss of 0. mu1 and mu2 are then shares
-    of the first loss. With the default rule, epsilon rises in an epoch whose loss is below its moving average by more than 2 % of
-    the first loss. It falls if the loss is above the average by more than 0.1 %.
+    the progress of the loss, ``(l_0 - l) / abs(l_0)``, replaces the accuracy. It is 0 in the first epoch, and 1 for a loss of 0.
+    mu1 and mu2 are then shares of the first loss. With the default rule, epsilon rises in an epoch whose loss is below its moving
+    average by more than 2 % of the first loss. It falls if the loss is above the average by more than 0.1 %.
 
     Args:
         epsilon: initial threshold. The paper does not give it; in Figure 7 it is small at first. From 0.1 on, fewer rows are

@@ -39,7 +39,7 @@ class GraphCLI(LightningCLI):
         name, usage, description, options: description of the command, set by subclasses.
         width: width of output to a file, in characters; None for rich's default.
         wants_module, needs_module: whether the command creates a module if given, and whether it requires one.
-        datamodule, module, strategy: configured objects; module is None if not wanted or not given.
+        datamodule, module, strategy: configured objects; module is None if the command creates none or none is given.
         scheme, layout: scheme of the strategy, and its layout for the number of parts.
         console: console for output.
     """

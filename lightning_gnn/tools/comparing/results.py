@@ -148,10 +148,14 @@ def parity(
         tolerance: maximum difference of losses at which an exact scheme matches.
 
     Returns:
-        ``kind``: ``"exact"``, ``"approximate"``, ``"random"`` for exact schemes with dropout, or ``"unknown"``; ``ok``: whether
-            an exact scheme matches, None for others; ``loss``: the largest difference of the loss curves divided by the
-            reference's largest loss; ``weights``: the norm of the difference divided by the norm of the reference; ``metrics``:
-            differences of the test metrics; ``why``: reason of the approximation.
+        A dict:
+
+            - ``kind``: ``"exact"``, ``"approximate"``, ``"random"`` for exact schemes with dropout, or ``"unknown"``.
+            - ``ok``: whether an exact scheme matches; None for others.
+            - ``loss``: the largest difference of the loss curves, divided by the reference's largest loss.
+            - ``weights``: the norm of the difference, divided by the norm of the reference.
+            - ``metrics``: differences of the test metrics.
+            - ``why``: reason of the approximation.
     """
     why = result["approximation"]
     none: dict[str, Any] = {"ok": None, "loss": None, "weights": None, "metrics": {}}
