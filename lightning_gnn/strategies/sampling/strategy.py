@@ -63,7 +63,7 @@ from lightning_gnn.strategy.scheme import EdgeCutScheme
 
 T = TypeVar("T")
 
-_NEIGHBOURHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
+_NEIGHBORHOODS, _OF_NEIGHBORS = METHODS[:2], METHODS[:3]
 
 
 class SamplingScheme(EdgeCutScheme):
@@ -200,7 +200,7 @@ class SamplingStrategy(GNNStrategy):
                 "edge_score_fn must be a function of in-edges that selects edges without replacement, got "
                 f"{quote(edge_score_fn)} with replace={replace}, temporal_strategy={temporal_strategy!r}. Remove the others."
             )
-        if sampler not in (_NEIGHBOURHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or edge_score_fn):
+        if sampler not in (_NEIGHBORHOODS if time_attr else _OF_NEIGHBORS) and (weight_attr or time_attr or edge_score_fn):
             raise ValueError(
                 f"weight_attr, time_attr and edge_score_fn are not supported with sampler={sampler!r}. Use sampler='neighbor'."
             )
@@ -392,9 +392,9 @@ class SamplingStrategy(GNNStrategy):
                 f"evaluation='layerwise' does not support {type(module).__name__}, which predicts edges of a HeteroData in "
                 "batches. Remove it."
             )
-        if self.sampler not in _NEIGHBOURHOODS and types.is_hetero:
+        if self.sampler not in _NEIGHBORHOODS and types.is_hetero:
             raise ValueError(f'sampler={self.sampler!r} does not support a HeteroData. Use sampler="neighbor".')
-        if self.sampler not in _NEIGHBOURHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
+        if self.sampler not in _NEIGHBORHOODS and counted_mask("train_mask", module) in EDGE_MASKS:
             raise ValueError(
                 f"sampler={self.sampler!r} does not support {type(module).__name__}: it samples batches of nodes, not of "
                 'edges. Use sampler="neighbor".'
@@ -441,7 +441,7 @@ class SamplingStrategy(GNNStrategy):
     def _compare_depth(self, propagations: int) -> None:
         """Warn once if num_neighbors has fewer or more hops than the model."""
         # The depth of ego graphs is an independent choice, and subgraphs have none.
-        if self._depth_known or not propagations or self.sampler not in _NEIGHBOURHOODS:
+        if self._depth_known or not propagations or self.sampler not in _NEIGHBORHOODS:
             return
         self._depth_known = True
         if propagations != self.num_hops:
