@@ -3,8 +3,9 @@
     python benchmarks/epoch_time.py [--model gcn|sage|gat] [--nodes 200000] [--runs 2x1 4x1] [--epochs 8] [--json FILE]
 
 Every row runs in processes of its own. Losses must be those that the graph's generator states for GCN, and for other models
-those of the plain loop. ``anew`` rows keep nothing of what the first layer makes of constant input, ``lean`` ones give memory
-back that they free, ``gloo`` ones exchange over loopback instead of shared memory. DGL's rows come where it is installed:
+those of the plain loop. ``anew`` rows do not cache the first layer's aggregation of constant input, ``lean`` rows return freed
+memory, ``gloo`` rows exchange over loopback, not shared memory. ``precomputed`` rows are loops that aggregate the input once,
+before the first epoch. DGL's rows need an installed DGL:
 ``pip install --no-deps dgl==2.1.0 torchdata==0.7.1 pandas pytz python-dateutil``, of which GraphBolt is left out.
 """
 
@@ -34,7 +35,7 @@ from torch_geometric.nn.models import GAT, GCN, GraphSAGE
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.strategy.base import GNNStrategy
 
-RUNS = ["1x1", "1x2", "2x1", "2x1 anew", "2x1 lean", "2x1 gloo", "4x1"]
+RUNS = ["1x1", "1x2", "2x1", "1x1 anew", "1x2 anew", "2x1 anew", "2x1 lean", "2x1 gloo", "4x1"]
 
 
 def make_model(kind: str, path: str) -> torch.nn.Module:
@@ -53,9 +54,14 @@ def make_model(kind: str, path: str) -> torch.nn.Module:
 
 
 def plain_loop(
-    kind: str, build: Callable[[], torch.nn.Module], load: Callable[[], Data], layout: str, epochs: int
+    kind: str,
+    build: Callable[[], torch.nn.Module],
+    load: Callable[[], Data],
+    layout: str,
+    epochs: int,
+    variant: str,
 ) -> dict[str, Any]:
-    """The loop that a PyG user writes on one device; GCNConv normalises once (``cached=True``)."""
+    """Loop of a PyG user on one device; GCNConv normalizes once (``cached=True``)."""
     memory = PeakMemory()
     data = load()
     model = build().to(data.x.dtype)
@@ -75,13 +81,30 @@ def plain_loop(
         adjacency = torch.sparse_csr_tensor(pointer, edge_index[0][order], weight[order], (data.num_nodes,) * 2)
         for conv in convs:
             conv.normalize = False
-    return loop(lambda: model(data.x, adjacency), model, data, epochs, memory)
+    if not variant:
+        return loop(lambda: model(data.x, adjacency), model, data, epochs, memory)
+    first, second = convs
+    sums = adjacency @ data.x
+    if kind == "sage":
+        sums = sums / counts.clamp(min=1).unsqueeze(1)
+
+    def forward() -> Tensor:
+        x = first.lin_l(sums) + first.lin_r(data.x) if kind == "sage" else first.lin(sums)
+        found: Tensor = second(F.relu(x), adjacency)
+        return found
+
+    return loop(forward, model, data, epochs, memory)
 
 
 def dgl_loop(
-    kind: str, build: Callable[[], torch.nn.Module], load: Callable[[], Data], layout: str, epochs: int
+    kind: str,
+    build: Callable[[], torch.nn.Module],
+    load: Callable[[], Data],
+    layout: str,
+    epochs: int,
+    variant: str,
 ) -> dict[str, Any]:
-    """The loop that a DGL user writes on one device, from the same weights."""
+    """Loop of a DGL user on one device, from the same weights."""
     sys.modules["dgl.graphbolt"] = types.ModuleType("dgl.graphbolt")  # its library is compiled for one torch
     import dgl
     from dgl.nn import GATConv, GraphConv
@@ -111,10 +134,19 @@ def dgl_loop(
             )
         convs.append(conv)
     model = torch.nn.ModuleList(convs).to(data.x.dtype)
+    if variant and kind == "gcn":
+        sums = GraphConv(*data.x.shape[1:] * 2, weight=False, bias=False)(graph, data.x)
+    elif variant:
+        graph.ndata["x"] = data.x
+        graph.update_all(dgl.function.copy_u("x", "message"), dgl.function.mean("message", "mean"))
+        sums = graph.ndata["mean"]
 
     def forward() -> Tensor:
         x = data.x
         for conv, peer in zip(convs, peers):
+            if variant and conv is convs[0]:
+                x = sums @ conv.weight if kind == "gcn" else conv.fc_neigh(sums) + conv.fc_self(x)
+                continue
             x = conv(graph, x if conv is convs[0] else F.relu(x))
             if kind == "gat":
                 x = x.flatten(1) if peer.concat else x.mean(1)
@@ -265,7 +297,7 @@ def main() -> None:
 
         loops = {"pyg": plain_loop, "dgl": dgl_loop}
         row = (
-            loops[system](options.model, build, load, value, options.epochs)
+            loops[system](options.model, build, load, value, options.epochs, variant)
             if system in loops
             else dgcl(
                 build, "common.load_planted", {"path": path, "double": double}, int(value), options.epochs, variant
@@ -276,11 +308,15 @@ def main() -> None:
         return
 
     graph = str(planted_file(options.nodes))
-    plan = [] if options.skip_coo else [("PyG, edge_index", "pyg:coo:", 1, 1)]
-    if options.model != "gat":  # whose conv takes no CSR
-        plan.append(("PyG, torch.sparse_csr", "pyg:csr:", 1, 1))
+    plan = [] if options.skip_coo else [("PyG, edge_index", "pyg:coo:", 1, threads) for threads in (1, 2)]
+    has_csr = options.model != "gat"  # whose conv takes no CSR, and whose first aggregation is learned
+    if has_csr:
+        plan += [("PyG, torch.sparse_csr", "pyg:csr:", 1, threads) for threads in (1, 2)]
+        plan += [("PyG, torch.sparse_csr, precomputed", "pyg:csr:precomputed", 1, threads) for threads in (1, 2)]
     if find_spec("dgl") is not None:
-        plan += [(f"DGL {version('dgl')}", "dgl::", 1, threads) for threads in (1, 2)]
+        name = f"DGL {version('dgl')}"
+        plan += [(name, "dgl::", 1, threads) for threads in (1, 2)]
+        plan += [(f"{name}, precomputed", "dgl::precomputed", 1, threads) for threads in (1, 2) if has_csr]
     for run in options.runs:
         ranks, threads = map(int, run.split()[0].split("x"))
         variant = run.partition(" ")[2]
