@@ -1,4 +1,4 @@
-"""Control over memory that glibc caches after it is freed: kept during training on the CPU, returned during partitioning.
+"""Tensors of this process, and memory that glibc caches: kept during training on the CPU, returned during partitioning.
 
 A full-graph step allocates and frees the same few large tensors each time. glibc returns each of them to the system and requests
 new pages, which the system clears. On the benchmark machine this took as long as the products that fill the tensors.
@@ -7,9 +7,13 @@ new pages, which the system clears. On the benchmark machine this took as long a
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from torch import Tensor
 
 # Parameters of glibc's mallopt, see `man mallopt`, and their defaults.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -18,6 +22,21 @@ _MOST_KEPT = 32 * 1024 * 1024
 """Maximal block size with a separate mapping to which glibc raises its threshold; it caches twice as much (64-bit systems)."""
 _LARGEST = 2**31 - 1
 _MOST_BLOCKS = 1 << 16
+
+
+_frozen: list[weakref.ref[Tensor]] = []
+
+
+def freeze_objects() -> None:
+    """Exclude all objects of this process from garbage collection; their tensors remain in :func:`tensors_now`."""
+    _frozen.extend(map(weakref.ref, tensors_now()))
+    gc.freeze()
+
+
+def tensors_now() -> list[Tensor]:
+    """Returns all tensors of this process."""
+    found = [x for x in gc.get_referrers(Tensor) if type(x) is Tensor]  # faster than a pass over all objects
+    return found + [x for known in _frozen if (x := known()) is not None]
 
 
 @contextmanager

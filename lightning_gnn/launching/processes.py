@@ -24,6 +24,7 @@ from lightning_gnn.callbacks.loggers import begin_runs
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.listening import hold
 from lightning_gnn.comm.processes import current_progress, end_with_parent
+from lightning_gnn.heap import freeze_objects
 from lightning_gnn.launching.changes import Shared, warn_of_lost
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, Failure, set_report, show_once
 from lightning_gnn.launching.supervisor import Child, Launchable, Reporter, Supervisor, ignoring_interrupts, listener_of
@@ -133,7 +134,7 @@ class ProcessLauncher(Launcher):
         kwargs: Any,
     ) -> None:
         """Main function of each started process."""
-        gc.freeze()
+        freeze_objects()
         end_with_parent(parent)
         reporter = self._reporter = Reporter(local_rank, connection)
         reporter.send("arrived", current_progress().address)

@@ -15,6 +15,7 @@ from torch_geometric.nn.aggr import Aggregation
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import BatchRows, Shard
 from lightning_gnn.data.sources import kinds_of
+from lightning_gnn.heap import tensors_now
 from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,
@@ -23,7 +24,6 @@ from lightning_gnn.rows.mode import (
     placement_of,
     rows_of,
     tensors_in,
-    tensors_now,
     unknown_origin,
 )
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, RowPlacement, RowSet

@@ -6,7 +6,6 @@ is exact for any function. Rules save messages and memory if rows need not be ga
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
@@ -195,11 +194,6 @@ def place(x: Any, placement: Placement) -> Any:
     """Set the placement of a tensor; returns the tensor."""
     x.__dict__[ATTRIBUTE] = placement
     return x
-
-
-def tensors_now() -> list[Tensor]:
-    """Returns all tensors of this process."""
-    return [x for x in gc.get_referrers(Tensor) if type(x) is Tensor]  # faster than a pass over all objects
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -442,7 +436,7 @@ class RowsMode(TorchFunctionMode):
         return found
 
     def note_constants(self, tensors: Iterable[Tensor], local_tensors: Iterable[Tensor] = ()) -> None:
-        """Record tensors from before the run, see :func:`tensors_now`.
+        """Record tensors from before the run, see :func:`~lightning_gnn.heap.tensors_now`.
 
         `local_tensors` are tensors of this rank's part of the graph, which are skipped.
         """
@@ -702,9 +696,5 @@ def name_of(func: Any) -> str:
 
 def has_counts(args: Any, kwargs: Any) -> bool:
     """Returns whether numbers of rows are among the arguments, or in lists and tuples there."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, RowCount):
-            return True
-        if isinstance(value, (list, tuple)) and any(isinstance(each, RowCount) for each in value):
-            return True
-    return False
+    values = (value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values()))
+    return any(isinstance(each, RowCount) for value in values for each in value)

@@ -218,6 +218,51 @@ def test_what_callbacks_and_the_module_keep_comes_back(ran, strategy):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+CONSTANTS = """
+import sys, lightning as L, torch, torch.nn.functional as F
+from torch_geometric.nn.models import GCN
+from lightning_gnn import GraphDataModule, planted_partition
+
+WEIGHTS = torch.linspace(0.5, 2, 8)
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = GCN(32, 16, 2, 8)
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self.model(batch.x, batch.edge_index)[batch.train_mask], batch.y[batch.train_mask], WEIGHTS)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+if __name__ == "__main__":
+    options = dict(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = L.Trainer(strategy=sys.argv[1], devices=1 if sys.argv[1] == "auto" else 2, **options)
+    trainer.fit(Module(), datamodule=GraphDataModule(planted_partition(200)))
+    print("loss", float(trainer.callback_metrics["loss"]))
+"""
+
+
+def trained_with_constants(folder: Path, strategy: str) -> list[float]:
+    (folder / "constants.py").write_text(CONSTANTS)
+    outputs = [run(folder / "constants.py", each, cwd=folder).succeeded().output for each in ("auto", strategy)]
+    return [float(re.search("loss (.*)", each)[1]) for each in outputs]
+
+
+@pytest.mark.program(runs=trained_with_constants)
+@pytest.mark.parametrize("strategy", ["dgcl_spawn", "dgcl_notebook"])
+def test_started_ranks_know_tensors_from_before_the_run(ran, strategy):
+    """Started processes exclude objects from garbage collection, which hid class weights that a script makes."""
+    expected, found = ran[1]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 THIEF = """
 import socket, sys, lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
