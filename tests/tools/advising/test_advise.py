@@ -30,7 +30,7 @@ from lightning_gnn.tools.advising.advice import (
     Candidate,
     advise_on,
     candidates,
-    chosen,
+    choose_candidates,
     explain_advice,
     extrapolate,
     smaller,
@@ -132,7 +132,7 @@ class OfAUser(DGCLStrategy):
 def test_a_registered_strategy_is_advised_on():
     register(OfAUser)
     try:
-        [own] = chosen(["of_a_user"], 2)
+        [own] = choose_candidates(["of_a_user"], 2)
         assert str(own) == "of_a_user cache_input_aggregation=False" and own.exact and own.full_graph
         [found] = advise_on(
             Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=[own], overhead=0.0
@@ -260,7 +260,7 @@ def test_more_ranks_are_continued_from_fewer():
     found = {
         str(each.candidate): each for each in extrapolate(12, smaller(12, 1, 1, 1.0, [2, 3, 6]), module, data, ["dgcl"])
     }
-    [itself] = advise_on(Machine.of(12, cores=1), module, data, only=chosen(["dgcl"], 12))
+    [itself] = advise_on(Machine.of(12, cores=1), module, data, only=choose_candidates(["dgcl"], 12))
     advice = found["dgcl plan=p2p"]
     assert advice.extrapolated_from == (2, 3, 6) and not itself.extrapolated_from
     assert advice.bytes_sent == pytest.approx(itself.bytes_sent, rel=0.5) and advice.messages > 36
