@@ -172,7 +172,7 @@ def trained_over_measured_links(
     rank: int, size: int, graph: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    tell = scheme._followed
+    tell = scheme._describe_plan
 
     def noted(*args: Any) -> dict[str, Any]:
         found.append(tell(*args))
@@ -182,7 +182,7 @@ def trained_over_measured_links(
         return 0.01 if {a, b} == {0, 1} else 10.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheme, "_followed", noted)
+        patch.setattr(scheme, "_describe_plan", noted)
         patch.setattr("lightning_gnn.extensions.plans.measure.rate", rate)
         patch.setattr("lightning_gnn.extensions.plans.measure.fixed_seconds", lambda world: (0.0, 0.0))
         return train(rank, size, graph, "gcn", options=options), found[-1] if found else {}
