@@ -65,7 +65,7 @@ def _fails_as_it_is_asked_to_end(connection: Connection) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, as Lightning's does
         raise ValueError("spoilt")
 
-    Reporter.failed = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
+    Reporter.send_failure = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
     launcher = ProcessLauncher(DGCLStrategy(), "fork")
     launcher._run(0, os.getppid(), connection, None, None, fail, (), {})
 
