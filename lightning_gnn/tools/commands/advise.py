@@ -65,8 +65,8 @@ def advise(arguments: Sequence[str]) -> None:
     with in_a_line():
         advice = cli.predictions()
     console.print(table(advice, cli.ranks, cli.machines))
-    most = partial(max, key=attrgetter("most"))
-    peaks = [(str(each.candidate), most(each.peaks), most(each.peaks_recomputed)) for each in advice if each.peaks]
+    largest = partial(max, key=attrgetter("max_bytes"))
+    peaks = [(str(each.candidate), largest(each.peaks), largest(each.peaks_recomputed)) for each in advice if each.peaks]
     if peaks:
         console.print(memory_table("Predicted peak memory of the rank that holds most, by phase", "scheme", peaks))
     for each in advice:
