@@ -28,14 +28,13 @@ from torch import Tensor
 
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.comm.transport import Rows
 from lightning_gnn.extensions.plans.measure import fixed_seconds
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
 from lightning_gnn.extensions.plans.planned_exchange import PlannedExchange
 from lightning_gnn.extensions.plans.spst import spst
 from lightning_gnn.extensions.plans.tables import rank_plan
 
-StartEach = Callable[[Sequence[tuple[int, Rows]], Sequence[tuple[int, Tensor]]], Callable[[], None]]
+StartEach = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], Callable[[], None]]
 
 COLUMNS = ["topology", "delay ms", "columns", "stages", "predicted ms", "measured ms", "chosen", "fastest", "/ fastest"]
 
@@ -44,7 +43,7 @@ def late(start_each: StartEach, seconds: float) -> StartEach:
     """Returns :meth:`Transport.start_each` whose messages are handed over some seconds after they have arrived."""
 
     def start_each_late(
-        sends: Sequence[tuple[int, Rows]], receives: Sequence[tuple[int, Tensor]]
+        sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
         wait = start_each(sends, receives)
         if not receives:

@@ -56,7 +56,7 @@ def copy_to_host(tensor: Tensor, deadline_s: float) -> Tensor:
     began = time.monotonic()
     while not copied.query():
         if time.monotonic() - began > deadline_s:
-            raise TimeoutError(f"timed out: {tensor.device} has not come to it in {deadline_s:.0f} s")
+            raise TimeoutError(f"timed out: {tensor.device} did not finish a copy within {deadline_s:.0f} s")
         time.sleep(1e-5)
     return host
 

@@ -38,4 +38,4 @@ partition_memory=partition_memory_limit source_args=source_kwargs split_column=s
 def check_argument_names(kind: type, names: Iterable[str]) -> None:
     """Raises TypeError for an argument of an earlier version; the error has its replacement."""
     for name in OF_ARGUMENTS.keys() & set(names):
-        raise TypeError(f"{kind.__name__}({name}=...) was removed. {OF_ARGUMENTS[name]}.")
+        raise TypeError(f"The argument {name} of {kind.__name__} was removed. {OF_ARGUMENTS[name]}.")

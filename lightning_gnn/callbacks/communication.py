@@ -232,7 +232,7 @@ def explain_waiting(waited: Sequence[float], seconds: float, parts: Sequence[Par
     if waited[slowest] > waited[most] / 2:
         return (
             f"{found}, and no rank waited less than {waited[slowest] / seconds:.0%}: communication is the bottleneck. Use "
-            "fewer ranks, or send less: another strategy, or codec (docs/codecs.md)."
+            "fewer ranks or another strategy; between machines, also a codec (docs/choosing.md)."
         )
     shares = [own * len(parts) / max(1, sum(of)) for own, of in zip(astuple(parts[slowest]), zip(*map(astuple, parts)))]
     size = ", ".join(

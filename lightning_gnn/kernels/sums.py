@@ -42,7 +42,7 @@ def spmm(
         scale: scale of each row, ``[R]``; None for ones.
     """
     if x.size(0) != csr.num_cols:
-        raise ValueError(f"x has {x.size(0)} rows, but the matrix has {csr.num_cols} columns.")
+        raise ValueError(f"x must have one row for each of the matrix's {csr.num_cols} columns, got {x.size(0)} rows.")
     if weight is not None and len(weight) != csr.num_edges:
         raise ValueError(f"weight has {len(weight)} entries, but the matrix has {csr.num_edges} edges.")
     if out is None:

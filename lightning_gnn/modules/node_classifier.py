@@ -108,7 +108,7 @@ class NodeClassifier(GraphModule):
                 )
             if classes > self.num_classes:
                 raise ValueError(
-                    f"The graph's labels run from 0 to {classes - 1}, {classes} classes, but {self._name} has "
+                    f"The graph has {classes} classes, with labels 0 to {classes - 1}, but {self._name} has "
                     f"{self.num_classes} outputs. Create the model with out_channels={classes}, or correct the labels."
                 )
         elif y.dim() != 2:

@@ -262,9 +262,9 @@ def check_metis(edge_index: NDArray[np.int64], num_nodes: int, num_parts: int) -
     others = ", ".join(f'"{each.method}" ({each.bytes / 1e9:.1f} GB)' for each in found[1:] if each.fits(free))
     raise MemoryError(
         f"METIS needs about {needed.bytes / 1e9:.1f} GB for {num_edges:,} edges, and {free / 1e9:.1f} GB are free. "
-        + (f'Use partition="auto"; these fit: {others}. ' if others else 'None of the others fits. Use partition="random". ')
+        + (f'Use partition="auto"; these fit: {others}. ' if others else 'Only partition="random" fits. ')
         + "Or partition elsewhere and pass the rank of every node, partition=array."
-        + ("" if kaminpar.is_installed() else f" More may fit with KaMinPar ({kaminpar.INSTALL}).")
+        + ("" if kaminpar.is_installed() else f" KaMinPar may need less ({kaminpar.INSTALL}).")
     )
 
 

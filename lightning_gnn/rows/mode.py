@@ -484,7 +484,7 @@ class RowsMode(TorchFunctionMode):
             by_rank = self.ranks.gather(digests, "constant")
         if bool((by_rank != by_rank[0]).any()):
             raise self.refuse(
-                f"rows are combined with a tensor {tuple(x.shape)} from before the run that differs between ranks. "
+                f"rows are combined with a tensor of shape {tuple(x.shape)} from before the run, which differs between ranks. "
                 "Make it equal on all ranks: seed random numbers with lightning.seed_everything(0)"
             )
         for each in constants:

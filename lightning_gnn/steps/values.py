@@ -99,7 +99,7 @@ class StepValues:
             self.logs.leave_rows()
             return
         if trains and output is None and self._module.automatic_optimization:
-            raise ValueError("training_step returned None. To skip a step, return a loss times 0 on all ranks.")
+            raise ValueError("training_step returned None. To skip a step, return `0 * out.sum()` of the model's output.")
         self.scale = self.logs.leave(output, self._loss_reduction if trains else "mean")
 
     def check_loss(self, loss: Tensor, mean: Tensor | None) -> None:

@@ -687,7 +687,7 @@ def fit_bad(rank: int, world_size: int, kind: str, root: str) -> None:
     ("kind", "words"),
     [
         ("graph", "x holds NaN or infinite values in 1 of 6 rows, first in row 4"),
-        ("classes", "labels run from 0 to 2, 3 classes, but GCN has 2 outputs"),
+        ("classes", "The graph has 3 classes, with labels 0 to 2, but GCN has 2 outputs"),
         ("rows", "Returns returned ["),  # found by the self-check
         ("rows_unchecked", "Returns returned ["),
         ("store", "node.x.npy has been altered or damaged"),

@@ -138,7 +138,7 @@ def stuck(rank: int, size: int) -> None:
     from lightning_gnn.comm.group import CommunicationError, World
 
     device = torch.device("emulated", 0)
-    with pytest.raises(TimeoutError, match="timed out: emulated:0 has not come to it in 0 s"):
+    with pytest.raises(TimeoutError, match="timed out: emulated:0 did not finish a copy within 0 s"):
         emulated.Event.stuck = True
         copy_to_host(torch.ones(2, device=device), 0.1)
     world = World(rank, size, device, timedelta(seconds=1))

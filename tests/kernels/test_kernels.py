@@ -170,7 +170,7 @@ def test_errors_say_what_does_not_fit():
     with pytest.raises(ValueError, match="Ids from 0 to 5 are outside a matrix of 5 columns"):
         CSR.from_coo(torch.tensor([0, 1]), torch.tensor([0, 5]), 2, 5)
     csr = CSR.from_coo(torch.tensor([0]), torch.tensor([0]), 1, 2)
-    with pytest.raises(ValueError, match="x has 3 rows, but the matrix has 2 columns"):
+    with pytest.raises(ValueError, match="x must have one row for each of the matrix's 2 columns, got 3 rows"):
         spmm(csr, torch.ones(3, 1))
     with pytest.raises(ValueError, match="weight has 2 entries"):
         spmm(csr, torch.ones(2, 1), torch.ones(2))

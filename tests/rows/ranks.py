@@ -14,11 +14,11 @@ from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import split_graph
 from lightning_gnn.data.sources import GraphData
+from lightning_gnn.heap import tensors_now
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.rows import gather_global
 from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import tensors_now
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.scheme import bind_module
 from rows.programs import Net, Program, Result, assert_same, make_graph

@@ -81,7 +81,7 @@ class TypedGraph(GraphContext):
             if kind is not None:
                 return kind
         raise UnsupportedModelError(
-            f"'{layer}' was called without edges of the batch, which is not supported on a graph with types. Pass "
+            f"'{layer}' was called with other edges than the batch's, which is not supported on a graph with types. Pass "
             "batch[...].edge_index or batch.edge_index_dict unchanged, and select edges in the data."
         )
 

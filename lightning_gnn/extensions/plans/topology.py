@@ -107,7 +107,7 @@ class Topology:
                 raise ValueError(f"Link {a}-{b} has no hops. Set gb_per_s or via.")
         for title, groups in (("hosts", self.hosts), ("sockets", self.sockets)):
             if sorted(device for group in groups for device in group) != list(devices):
-                raise ValueError(f"{title} must name each device 0 to {self.num_devices - 1} once (got {quote(groups)}).")
+                raise ValueError(f"{title} must contain each device 0 to {self.num_devices - 1} once (got {quote(groups)}).")
         for socket in self.sockets:
             if not any(set(socket) <= set(host) for host in self.hosts):
                 raise ValueError(f"The devices {quote(socket)} of a socket belong to several hosts.")

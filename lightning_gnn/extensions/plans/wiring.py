@@ -193,7 +193,7 @@ def topology_from_dict(description: Any, name: str = "topology") -> Topology:
             raise ValueError(f"{where}: device {device} is defined twice.")
         memory[device] = way(entry, where)
     if memory and sorted(memory) != list(range(num_devices)):
-        raise ValueError(f"'memory' must name each device 0 to {num_devices - 1} (got {quote(sorted(memory))}).")
+        raise ValueError(f"'memory' must have an entry for each device 0 to {num_devices - 1} (got {quote(sorted(memory))}).")
     return Topology(
         _get(description, "name", str, "topology", name),
         num_devices,

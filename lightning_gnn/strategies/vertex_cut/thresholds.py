@@ -113,9 +113,7 @@ class AdaptiveThreshold:
         if min(self.factors.values(), default=0) < 0:
             raise ValueError(f"factors must be at least 0, got {quote(self.factors)}.")
         if not (0 <= self.nu2 <= self.epsilon <= self.nu1):
-            raise ValueError(
-                f"epsilon must lie between nu2 and nu1 (got nu2={self.nu2}, epsilon={self.epsilon}, nu1={self.nu1})."
-            )
+            raise ValueError(f"epsilon must satisfy nu2 <= epsilon <= nu1 (got {self.nu2}, {self.epsilon} and {self.nu1}).")
         if not (self.lambda2 <= 1 <= self.lambda1) or self.lambda2 <= 0:
             raise ValueError(f"lambda1 must be at least 1 and lambda2 in (0, 1], got {self.lambda1} and {self.lambda2}.")
 

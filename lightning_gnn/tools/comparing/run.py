@@ -165,7 +165,7 @@ def check(comparison: Comparison) -> Comparison:
     for cell in comparison.runs:
         other = names.setdefault(comparison.key(cell), cell.name)
         if other != cell.name:
-            raise ValueError(f"Cells {other!r} and {cell.name!r} are the same run. Remove one.")
+            raise ValueError(f"The runs {other!r} and {cell.name!r} are equal. Remove one.")
     check_folder("output", comparison.output)
     return comparison
 

@@ -473,7 +473,7 @@ def looped(conv: Any, x: Any, edges: Any) -> Any:
 STEPS: dict[str, tuple[Any, str]] = {
     "some edges": (
         some_edges,
-        r"'model.model.conv.convs.<paper___cites___paper>' was called without edges of the batch",
+        r"'model.model.conv.convs.<paper___cites___paper>' was called with other edges than the batch's",
     ),
     "expand": (expanded, "gather_halo does not support graphs with types"),
     "self-loops": (looped, r"does not support self-loops on edges \('author', 'writes', 'paper'\), whose ends have two types"),

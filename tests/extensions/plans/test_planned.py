@@ -340,7 +340,7 @@ def test_refused_at_once(options, message):
 
 
 def test_new_plans_between_epochs_were_removed():
-    with pytest.raises(TypeError, match=r"replan=\.\.\.. was removed.*topology= .*`lightning-gnn topology measure`"):
+    with pytest.raises(TypeError, match=r"argument replan of \w+ was removed.*topology= .*`lightning-gnn topology measure`"):
         DGCLStrategy(plan="spst", replan=2)
 
 

@@ -179,10 +179,10 @@ BAD = [
     ({"devices": 2, "links": [{"a": 0, "b": 1, "via": ["bus"]}]}, "via names the hop 'bus'; the hops are none"),
     ({"devices": 2, "links": [LINK], "hops": [{"name": "x"}]}, "hops[0]: 'gb_per_s' must be int or float (it is missing)"),
     ({"devices": 2, "links": [LINK], "hops": [{"name": "x", "gb_per_s": 1}] * 2}, "hops[1]: name must be unique"),
-    ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}]}, "hosts must name each device 0 to 1 once"),
+    ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}]}, "hosts must contain each device 0 to 1 once"),
     ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0, "1"]}]}, "'devices' must be a list of integers"),
     ({"devices": 2, "links": [LINK], "hosts": [{"devices": [0]}, {"devices": [1], "sockets": [[0], [1]]}]}, "sockets"),
-    ({"devices": 2, "links": [LINK], "memory": [{"device": 0, "via": []}]}, "'memory' must name each device 0 to 1"),
+    ({"devices": 2, "links": [LINK], "memory": [{"device": 0, "via": []}]}, "'memory' must have an entry for each device 0 to 1"),
 ]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_sections_are_checked():
         ({"model": None}, "the section model is missing"),
         ({"runs": [{"strategy": "dgcl", "plan": "fastest"}]}, "cell 'dgcl plan=fastest x 2'"),
         ({"epoch": 3}, "did you mean 'epochs'"),
-        ({"runs": ["dgcl", {"strategy": "dgcl", "label": "again"}]}, "are the same run"),
+        ({"runs": ["dgcl", {"strategy": "dgcl", "label": "again"}]}, "are equal. Remove one"),
         ({"output": "file/folder"}, "cannot be written"),
     ],
 )
