@@ -583,16 +583,16 @@ def without_last(out: torch.Tensor) -> torch.Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], NodeClassifier], dict[str, Any], str]] = {
-    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "from 0 to 2, 3 classes, but GCN has 2 outputs. Create"),
+    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "3 classes, with labels 0 to 2, but GCN has 2 outputs. Create"),
     "fewer_classes": (
         lambda: NodeClassifier(Returns(lambda out: out), num_classes=2),
         {},
-        "from 0 to 2, 3 classes, but Returns has 2 outputs",
+        "3 classes, with labels 0 to 2, but Returns has 2 outputs",
     ),
     "label_is_an_id": (
         lambda: NodeClassifier(GCN(2, 8, 2, 3)),
         {"y": set_(Y, 5, 1000)},
-        "1001 classes, but GCN has 3 outputs",
+        "1001 classes, with labels 0 to 1000, but GCN has 3 outputs",
     ),
     "no_labels": (lambda: NodeClassifier(GCN(2, 8, 2, 3)), {"y": None}, "needs labels, but the graph has no y"),
     "float_labels": (
