@@ -583,7 +583,7 @@ def without_last(out: torch.Tensor) -> torch.Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], NodeClassifier], dict[str, Any], str]] = {
-    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "3 classes, with labels 0 to 2, but GCN has 2 outputs. Create"),
+    "fewer_outputs": (lambda: NodeClassifier(GCN(2, 8, 2, 2)), {}, "with labels 0 to 2, but GCN has 2 outputs. Create"),
     "fewer_classes": (
         lambda: NodeClassifier(Returns(lambda out: out), num_classes=2),
         {},

@@ -64,7 +64,7 @@ def test_equals_one_device(ranks, graph, trained, world_size):
 
 PRODUCTS = {
     "1.5d": (SpMM15DStrategy, {}),
-    "1.5d in blocks": (SpMM15DStrategy, {"replication": 2, "sparsity_aware": False}),
+    "1.5d in blocks": (SpMM15DStrategy, {"replication_factor": 2, "sparsity_aware": False}),
     "2d": (SpMM2DStrategy, {}),
 }
 
