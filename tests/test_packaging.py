@@ -53,7 +53,7 @@ def test_types_of_the_public_api(tmp_path):
     """`mypy --strict` finds nothing in a program that uses it well, and what is wrong in one that does not."""
     wrong = tmp_path / "wrong.py"
     text = PROGRAM.read_text().replace("epsilon=0.01", 'epsilon="little"')
-    wrong.write_text(text.replace("store=folder", "stores=folder"))
+    wrong.write_text(text.replace("partition_dir=folder", "partition_dirs=folder"))
     command = [*(sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull, "--cache-dir", str(tmp_path))]
     command += ["--ignore-missing-imports", "--follow-imports", "silent"]
     found = [
@@ -62,4 +62,4 @@ def test_types_of_the_public_api(tmp_path):
     ]
     assert found[0].startswith("Success"), found[0]
     errors = re.findall(r'error: .*?"(\w+)".*\[([\w-]+)\]', found[1])
-    assert sorted(errors) == [("epsilon", "arg-type"), ("stores", "call-arg")], found[1]
+    assert sorted(errors) == [("epsilon", "arg-type"), ("partition_dirs", "call-arg")], found[1]
