@@ -215,7 +215,7 @@ def main() -> None:
 
         for assignment, halo, per_batch in product(asked.assignments, asked.halos, asked.per_batch):
             words = {"graph": name, "assignment": assignment, "halo": halo, "per batch": per_batch}
-            options = {"assignment": assignment, "clusters": asked.clusters, "clusters_per_batch": per_batch}
+            options = {"assignment": assignment, "num_clusters": asked.clusters, "clusters_per_batch": per_batch}
             options["historical_embeddings"] = halo != "none"
             if asked.alone:
                 add({"trained": "one device", **words}, 1, options)

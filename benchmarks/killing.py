@@ -66,7 +66,7 @@ class Kind:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-_CLUSTERS = (("clusters", 12), ("average_every_n_batches", 1))
+_CLUSTERS = (("num_clusters", 12), ("average_every_n_batches", 1))
 KINDS = {
     "dgcl": Kind(lightning_gnn.DGCLStrategy),
     "spmm_1d": Kind(lightning_gnn.SpMM1DStrategy),
@@ -77,7 +77,7 @@ KINDS = {
     "vertex_cut_cached": Kind(lightning_gnn.CachedVertexCutStrategy, repeats=False),  # caches begin anew
     "sampling": Kind(lightning_gnn.SamplingStrategy, options=(("num_neighbors", (4, 4)), ("batch_size", 40))),
     "gossip": Kind(
-        lightning_gnn.GossipStrategy, 3, False, True, options=(*_CLUSTERS, ("lease", 3.0), ("patience", 10.0))
+        lightning_gnn.GossipStrategy, 3, False, True, options=(*_CLUSTERS, ("heartbeat_timeout", 3.0), ("partner_timeout", 10.0))
     ),
     "cluster_allreduce": Kind(lightning_gnn.ClusterAllReduceStrategy, dropout=0.0, options=_CLUSTERS),
 }

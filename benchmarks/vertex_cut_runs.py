@@ -162,12 +162,12 @@ def strategy_of(options: dict[str, Any], cluster: bool) -> GNNStrategy:
     if "products" in options:
         return SpMM15DStrategy(options.pop("products"), sparsity_aware=False, **options)
     stale = options.pop("stale", False)
-    hosts: dict[str, Any] = {} if cluster else {"hosts": 2, "cache_within_hosts": True}
+    machines: dict[str, Any] = {} if cluster else {"num_machines": 2, "cache_within_hosts": True}
     if stale:
-        made = VertexCutStrategy(**hosts, **options)
+        made = VertexCutStrategy(**machines, **options)
         made.scheme = StaleScheme(made.scheme.partition, made.scheme.num_machines, 0.1, 0.0, "train_acc", True, not cluster)
         return made
-    return VertexCutStrategy(**hosts, **{"monitor": "train_acc", **options})
+    return VertexCutStrategy(**machines, **{"monitor": "train_acc", **options})
 
 
 class Watch(L.Callback):

@@ -60,9 +60,9 @@ def keeping_freed_memory() -> Iterator[bool]:
 
 @contextmanager
 def freed_at_once(least_bytes: int) -> Iterator[bool]:
-    """Context manager in which blocks of at least `least_bytes` have separate mappings, which are unmapped when freed.
+    """Context manager in which allocated blocks of at least `least_bytes` have their own memory mapping, unmapped when freed.
 
-    Yields whether this works.
+    Yields whether the C library supports it.
     """
     found = _malloc()
     if found is None:

@@ -88,7 +88,7 @@ class CommunicationMetrics(pl.Callback):
         self._pause()
 
     def _pause(self) -> None:
-        """Exclude the time since the last batch."""
+        """Exclude the time since the last batch from the training time."""
         self._since, self._waited_since = time.perf_counter(), self._world.waited_s or 0.0
 
     def _take_steps(self) -> tuple[int, int]:

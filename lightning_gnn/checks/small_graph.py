@@ -74,7 +74,7 @@ class SmallGraph:
 def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0) -> SmallGraph:
     """Returns a small graph with sampled rows of the user's node and edge attributes; other attributes are unchanged.
 
-    Each part has rows of each class, and of each value of other attributes with few values, as far as they exist. Further rows
+    Each part has rows of each class, and of each value of other attributes with few values, if the rank has them. Further rows
     are ordered by label, so that classes and losses of the parts differ. Repeated rows of real-valued attributes are scaled down
     slightly; otherwise the maximum would be equal on both parts.
 

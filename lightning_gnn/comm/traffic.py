@@ -17,7 +17,7 @@ from lightning_gnn.private_torch import profiler_is_on
 
 @dataclass
 class Traffic:
-    """Traffic and waiting time of one rank; sums with ``+``."""
+    """Traffic and waiting time of one rank; supports ``+`` and ``-``."""
 
     bytes_sent: int = 0
     """Payload bytes passed to the transport."""

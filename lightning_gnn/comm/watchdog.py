@@ -52,7 +52,7 @@ _LIBRARIES = (
 
 
 class PeerError(RuntimeError):
-    """A peer has ended, or runs another operation than this rank expects.
+    """Error raised if a peer has ended, or runs an operation that differs from this rank's.
 
     Attributes:
         peer: rank of the peer.

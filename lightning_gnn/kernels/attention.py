@@ -92,7 +92,7 @@ def _to_loop_dtypes(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _slots(csr: CSR) -> tuple[Tensor, bool]:
-    """Returns the positions of a transposed matrix's slots in its edge list, and whether they differ from slot order."""
+    """Returns the edge-list position of each nonzero of the transpose, and whether these differ from the nonzeros' order."""
     return (csr.indptr.new_empty(0, dtype=torch.int32), False) if csr.edge is None else (csr.edge, True)
 
 

@@ -378,7 +378,7 @@ class GraphContext:
         )
 
     def _attention_bytes(self, sources: Sequence[Tensor], targets: Tensor) -> tuple[int, int]:
-        """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
+        """Returns two byte counts per training step: of a copy of a source's features, and of a target's partial result."""
         row_bytes, dtype = self.exchange.world.transport.row_bytes, targets.dtype
         widths = [rows.shape[1:].numel() for rows in sources]
         # Forward rows and backward gradients. The maxima and sums of a softmax go to the owner and back, exactly. The same holds
@@ -590,7 +590,7 @@ class GraphContext:
         return compute() if kept is None else kept
 
     def _statistics_bytes(self, x: Tensor, wanted: Sequence[str]) -> tuple[int, int]:
-        """Returns the bytes that a training step sends for a copy of a source's row, and for a target's partial result."""
+        """Returns two byte counts per training step: of a copy of a source's features, and of a target's partial result."""
         row_bytes, width = self.exchange.world.transport.row_bytes, x.size(1)
         dtype = torch.promote_types(x.dtype, torch.float32)
         # Sums are sent to the owner. Maxima and minima are sent to the owner and back, then the number of edges that have them,

@@ -27,7 +27,7 @@ Made = TypeVar("Made")
 class RowSet:
     """Rows that are distributed over ranks: all nodes or edges of a type, or a selection of them.
 
-    Two tensors with the same row set combine element by element without communication. A rank has its own rows first, then
+    Tensors with the same row set can be combined element by element without communication. A rank has its own rows first, then
     replicas of rows that other ranks own. Sums exclude replicas.
 
     Args:
@@ -36,17 +36,17 @@ class RowSet:
         keys: function that returns a number for each row of this rank, int64 ``[count]``; the numbers define the order over all
             ranks.
         owned: number of rows of this rank without replicas.
-        total: number of rows of all ranks; None if it takes a message to compute.
-        all_keys: function that returns the keys of all ranks in rank order, and the number of keys per rank; None if it takes a
-            message.
+        total: number of rows of all ranks; None if it is not known yet, and computing it needs communication.
+        all_keys: function that returns the keys of all ranks in rank order, and the number of keys per rank; None if this
+            needs communication.
         name: name of the rows in errors.
         replicas: whether any rank has replicas; None if all ranks are like this rank.
 
     Attributes:
         targets: for edges, the row set of their target nodes.
         places: for a selection, the positions of its rows in the original rows on this rank, int64 ``[count]``.
-        entries_of: for entries of rows, see :meth:`flatten_entries`, the rows and the number of entries per row.
-        known_total: number of rows of all ranks; None if it takes a message to compute.
+        entries_of: for flattened entries (:meth:`flatten_entries`), the original row set and the number of entries per row.
+        known_total: `total` if it is known without communication; otherwise None.
     """
 
     targets: RowSet | None = None

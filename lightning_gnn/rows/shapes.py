@@ -562,7 +562,7 @@ def _index_table(mode: RowsMode, x: Tensor, items: list[Any]) -> Any:
 
 
 def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], index: Any) -> Any:
-    """Returns entries of a row tensor; None if all rows are needed."""
+    """Returns the entries of a row tensor that an index selects; None if this needs the rows of all ranks."""
     rows, dim = of.rows, of.dim
     # Item for the dimension of the rows.
     widths = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]

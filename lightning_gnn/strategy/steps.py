@@ -148,7 +148,7 @@ class Steps:
 
     @property
     def gradient_seconds(self) -> tuple[float, float]:
-        """Seconds spent so far on gradient sums after backward passes, and the share in collectives."""
+        """Seconds spent so far on gradient sums after backward passes, and the seconds of these in collectives."""
         gradients = self.shared.gradients
         return gradients.seconds, gradients.collective_seconds
 

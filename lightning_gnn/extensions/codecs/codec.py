@@ -30,7 +30,7 @@ def packed_bytes(width: int, bits: int) -> int:
 
 
 def quantise(rows: Tensor, bits: int, noise: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the minimum and maximum of each row, its entries in steps between them, packed, and sums of squares.
+    """Returns the minimum and maximum of each row, packed quantized entries, and sums of squares of errors and entries.
 
     Args:
         rows: floating-point, ``[R, F]``, F above 0.

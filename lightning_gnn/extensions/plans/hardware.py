@@ -330,7 +330,7 @@ def _port(name: str, gb_per_s: float, link: Path) -> NetworkPort:
 
 
 def _device(folder: Path) -> PCIeDevice | None:
-    """Returns the PCIe device described by a folder or by a parent folder, as for virtio."""
+    """Returns the PCIe device of a sysfs folder; a parent folder describes a virtio device."""
     while folder.name and not _ADDRESS.fullmatch(folder.name):
         folder = folder.parent
     bridge = next((number for number, part in enumerate(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None)

@@ -35,13 +35,13 @@ _WHOLE_SMALL_GRAPH = 1000
 
 
 class ReplicatedExchange(Exchange):
-    """S and S^T inside a group of ranks, with one halo row of zeros appended.
+    """Halo exchange (S, and S^T in the backward pass) inside a group of ranks, with one halo row of zeros appended.
 
     The row of zeros is the source of edges from nodes outside the group. Rows that depend on it are incorrect. No correct row
     depends on them (:mod:`lightning_gnn.partition.replicas`).
 
     Args:
-        inner: exchange between the ranks of the group; idle if each group is a single rank.
+        inner: exchange between the ranks of the group; not used if each group is a single rank.
         own_lengths, most_propagations: see :class:`~lightning_gnn.comm.exchange.Exchange`.
     """
 

@@ -143,7 +143,7 @@ class WorkerFit(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hook called at the start of an epoch; enables validation in the last epoch.
 
-        Workers are compared by their last weights, so ``check_val_every_n_epoch`` is ignored there.
+        The best worker is chosen by its last weights, so the last epoch always validates.
         """
         self.leave_snapshot(trainer)
         epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch

@@ -74,7 +74,7 @@ class Numbering:
         return self._known_ids[: self._count].clone()
 
     def since(self, first: int) -> Tensor:
-        """Returns the ids of the numbers from `first` on, int64; a copy."""
+        """Returns a copy of the ids with local numbers `first` and higher, int64."""
         return self._known_ids[first : self._count].clone()
 
     def clear(self) -> None:

@@ -196,7 +196,7 @@ class ProductMessages:
         return out
 
     def end(self) -> None:
-        """Wait for all messages that were started."""
+        """Wait for all asynchronous messages."""
         for finish in list(self._open):
             finish()
 

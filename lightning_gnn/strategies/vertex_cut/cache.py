@@ -89,7 +89,7 @@ class MessageCache:
         counts.rows, counts.total = counts.rows + rows, counts.total + total
 
     def take(self) -> dict[tuple[str, str], RowCounts]:
-        """Returns the counts since the last call and resets them."""
+        """Returns the numbers of sent and skipped rows since the last call, and resets them."""
         taken, self.row_counts = self.row_counts, {}
         return taken
 
