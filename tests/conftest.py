@@ -5,6 +5,7 @@ Test tiers: without ranks; gloo ranks in the pool; GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -41,6 +42,7 @@ def _serve(connection: Any, rank: int, begin: Callable[[], None] | None, forked:
         warnings.filterwarnings("error", category=deprecated, module="lightning_gnn")
     if begin is not None:
         begin()
+    gc.freeze()  # each run looks for the tensors of its process: those of imported modules are no one's
     while True:
         job = connection.recv()
         if job is None:
