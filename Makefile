@@ -1,6 +1,6 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
-# make test   linter, type checker and the tests of every day, some minutes: the core, and that each scheme keeps the contract
-# make test-schemes  the full tests of each scheme, some minutes more
+# make test   linter, type checker and daily tests, about 8 minutes: the core, and the conformance of each scheme
+# make test-edge  full tests of schemes, extensions and tools, some minutes more
 # make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
 # make test-install PYTHON=python3.12  what is built, in an empty environment of that Python: installed, and tried
 # make docs   the site, in build/site, with the tutorials, which run for some minutes; a broken link is an error
@@ -8,10 +8,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SCHEMES := $(filter-out %__pycache__/,$(wildcard tests/strategies/*/))
+EDGE := $(filter-out %__pycache__/,$(wildcard tests/strategies/*/)) tests/extensions/ tests/tools/
 TUTORIALS := $(patsubst docs/%.py,build/%.md,$(wildcard docs/tutorials/*.py))
 
-.PHONY: demo test test-schemes test-all test-only test-install lint docs clean
+.PHONY: demo test test-edge test-all test-only test-install lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -19,10 +19,10 @@ demo: $(STAMP)
 test: lint test-only
 
 test-only: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not campaign" $(addprefix --ignore=,$(SCHEMES))
+	$(BIN)/python -m pytest -n 2 -m "not campaign" $(addprefix --ignore=,$(EDGE))
 
-test-schemes: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not campaign" $(SCHEMES)
+test-edge: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not campaign" $(EDGE)
 
 test-all: lint
 	LIGHTNING_GNN_TEST_ALL=1 $(BIN)/python -m pytest -n 2
