@@ -320,7 +320,7 @@ def test_factors_that_name_nothing():
 def test_threshold_refuses_what_it_cannot_follow():
     with pytest.raises(ValueError, match="rule must be"):
         AdaptiveThreshold(rule="equation")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="between nu2 and nu1"):
+    with pytest.raises(ValueError, match="nu2 <= epsilon <= nu1"):
         AdaptiveThreshold(epsilon=0.5)
     with pytest.raises(ValueError, match="lambda1"):
         AdaptiveThreshold(lambda1=0.5)
