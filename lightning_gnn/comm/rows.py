@@ -172,7 +172,7 @@ class AnyRows(OwnedRows):
 
 
 class _Pull(torch.autograd.Function):
-    """:meth:`OwnedRows.pull`; its backward pass is the transpose. It communicates on every rank, also for empty requests."""
+    """:meth:`OwnedRows.pull`; the backward pass is its transpose. Both communicate on every rank, also for empty requests."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: OwnedRows, request: Request, layer: str) -> Tensor:

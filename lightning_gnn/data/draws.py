@@ -38,7 +38,7 @@ def draw_others(keys: Tensor, nodes: Tensor, count: int, num_nodes: int | Tensor
         count: number of draws for each key.
         num_nodes: number of nodes of the whole graph, at least 2. Or a number for each key, int64 ``[n, 1]``, to draw from the
             first nodes only.
-        seeds: other numbers that the draws depend on.
+        seeds: random seeds; equal seeds give equal draws.
     """
     x = keys.view(-1, 1)
     for seed in seeds:
@@ -68,7 +68,7 @@ class OtherNodes:
             self._times = time[self._order]
 
     def draw(self, keys: Tensor, targets: Tensor, until: Tensor | None, count: int, *seeds: int) -> Tensor:
-        """Returns nodes for each edge, int64 ``[n, count]``, with replacement.
+        """Returns `count` nodes per edge, such as negative samples, int64 ``[n, count]``, with replacement.
 
         Args:
             keys: keys of the edges, see :func:`draw_others`.

@@ -552,7 +552,7 @@ def labels(y: Tensor, num_nodes: int) -> Tensor:
         return labels(torch.where(y.isnan(), -1, y).long(), num_nodes)  # OGB's unlabeled nodes
     raise ValueError(
         f"y holds NaN or infinite targets in {len(bad)} of {num_nodes} rows, first in row {bad[0]}. NaN marks an unlabeled "
-        "node only if y is [N] and holds integers. Replace these targets, and exclude the rows from the masks."
+        "node only if y is [N] and all else is whole numbers. Replace these targets, and exclude the rows from the masks."
     )
 
 

@@ -311,8 +311,8 @@ class GraphDataModule(L.LightningDataModule):
         callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
             raise ValueError(
-                "BatchSizeFinder requires GraphDataModule(batch_size=...): without it, the whole graph is one batch. Remove the "
-                "callback."
+                "BatchSizeFinder requires GraphDataModule(batch_size=...): without it, the whole graph is one batch. Set "
+                "batch_size, or remove the callback."
             )
         given = {"num_neighbors": self.num_neighbors, "batch_size": self.batch_size}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)

@@ -51,9 +51,9 @@ def ask_for_clusters(values, extra_values, of, source, target, edge):  # type: i
 
 
 def edge_pieces(edge_index: NDArray[np.integer]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yields the index of the first edge, sources and targets, int64 ``[n]``, in pieces of edges ``[2, E]``.
+    """Splits edges ``[2, E]``: yields the index of each piece's first edge, and its sources and targets, int64 ``[n]``.
 
-    The edges may be memory-mapped. Pieces are views of int64 edges, else copies.
+    The edges may be memory-mapped. Pieces are views if the edges are int64, and copies otherwise.
     """
     for begin in range(0, edge_index.shape[1], COPIED):
         source, target = (np.ascontiguousarray(ends[begin : begin + COPIED], np.int64) for ends in edge_index)

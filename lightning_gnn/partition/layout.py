@@ -196,7 +196,7 @@ class LayoutSpec:
         return self.takes_types or not has_types
 
     def reads_edges(self, types: Types) -> bool:
-        """Returns whether a rank's batch has its edges."""
+        """Returns whether a batch contains the edges of the rank's nodes."""
         return self.in_batches is False or (self.in_batches is None and not types.is_hetero)
 
     @property

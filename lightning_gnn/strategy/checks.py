@@ -172,6 +172,6 @@ def _check_graph(data: GraphDataModule) -> None:
         raise ValueError(
             f"{', '.join(changed)} of the graph that was given to GraphDataModule changed in place during fit. Ranks "
             "train on the graph as it was at the start of fit; a single device would train on the changed graph. Change the "
-            "graph between calls of the Trainer or, for one step, change a copy in its batch: "
+            "graph between calls of the Trainer or, for one step, replace it in the step's batch first: "
             f"batch.{changed[0]} = batch.{changed[0]}.clone()."
         )

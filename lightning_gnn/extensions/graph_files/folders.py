@@ -377,7 +377,7 @@ def _check_one(kind: str, names: Sequence[Any], file: Path) -> None:
     if len(names) > 1:
         raise ValueError(
             f"{file} must have one type of {kind}, got {len(names)}: {', '.join(map(str, names[:5]))}. Load a graph with types "
-            "as a HeteroData: GraphDataModule(function)."
+            "with a function that returns a HeteroData: GraphDataModule(function)."
         )
 
 

@@ -378,7 +378,7 @@ def _count_pairs(first, row, indptr, indices, cluster, keys, counts, used, capac
 
 @compile_loop
 def _keep_ties(counts, threshold, room, selected):  # type: ignore[no-untyped-def]
-    """Keep `room` pairs with count `threshold`, spread evenly over the table, as clustered slots make searches very long."""
+    """Keep `room` of the pairs with count `threshold`, at even distances: long runs of full slots make searches slow."""
     ties, seen, taken = np.count_nonzero(counts == threshold), 0, 0
     for place in range(len(counts)):
         if counts[place] == threshold:

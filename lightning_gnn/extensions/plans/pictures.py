@@ -191,7 +191,7 @@ def _places(topology: Topology) -> tuple[Point, Point, list[float]]:
 
 
 def _draw_busiest(axes: Axes, loads: Sequence[LinkLoad], topology: Topology, longest: float, colormap: Colormap) -> None:
-    """Draw the busiest hops of links as bars in the colors of the links: a legend, with names of shared hops."""
+    """Draw one bar for the busiest hop of each link, in the link's color, so that the bars are a legend of the links."""
     kind = dict(zip(hop_labels(topology), (hop.kind for hop in topology.hops)))
     seconds: dict[str, float] = {}
     for load in loads:

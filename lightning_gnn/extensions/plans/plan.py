@@ -43,7 +43,8 @@ class Plan:
     Attributes:
         name: name of the planner, such as ``"spst"``.
         relation: communication relation: which devices need which rows.
-        bounds: first index of each group in ``relation.nodes``, and the end; no group spans two classes; int64 ``[G + 1]``.
+        bounds: first index of each group in ``relation.nodes``, and the end, int64 ``[G + 1]``. The nodes of a
+            group have one owner and are needed on the same devices.
         parent: device that sends the group's rows to each device, -1 for none, int8 ``[G, P]``.
         stage: stage in which each device receives them, -1 for never, int8 ``[G, P]``; also -1 for the owner, which has them
             before stage 0.
@@ -115,7 +116,7 @@ def check_devices(relation: Relation, topology: Topology) -> None:
     if relation.num_devices != topology.num_devices:
         raise ValueError(
             f"Topology {topology.name!r} must have one device per part of the graph, {relation.num_devices}, got "
-            f"{topology.num_devices}. Use topology.for_ranks({relation.num_devices}), or a larger topology."
+            f"{topology.num_devices}. Use topology.for_ranks({relation.num_devices}) if it has too many devices."
         )
 
 

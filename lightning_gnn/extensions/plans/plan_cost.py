@@ -45,7 +45,7 @@ class PlanCost:
 
     @cached_property
     def hop_seconds(self) -> NDArray[np.float64]:
-        """Seconds of each hop in each stage for rows of one byte, ``[K, H]``."""
+        """Seconds that each of H hops takes in each of K stages, if a row has one byte, ``[K, H]``."""
         return self.hop_rows / (self.topology.gb_per_s * 1e9)
 
     @property
@@ -89,7 +89,7 @@ def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topo
     if traffic.shape[1] != topology.num_devices:
         raise ValueError(
             f"Topology {topology.name!r} must have one device per rank, {traffic.shape[1]}, got {topology.num_devices}. Use "
-            f"topology.for_ranks({traffic.shape[1]}), or a larger topology."
+            f"topology.for_ranks({traffic.shape[1]}) if it has too many devices."
         )
     advice = ', and products on a process grid are not relayed. Use strategy="dgcl", which relays.'
     check_links(traffic.sum(0), topology, advice)

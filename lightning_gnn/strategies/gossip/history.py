@@ -264,7 +264,7 @@ class HistoryBinding(Binding):
             if several_hops is None and self._halo_graph.propagations[layer] > before + 1:
                 raise UnsupportedModelError(
                     f"'{layer}' ({type(conv).__name__}) propagates several times in a call, which historical_embeddings=True "
-                    "does not support: later ones have no halo nodes. Use one conv each, or historical_embeddings=False."
+                    "does not support: later propagations have no halo nodes. Use a conv for each, or remove the option."
                 )
             rows = slice(0, self.context.num_owned)
             return out[rows] if isinstance(out, Tensor) else (out[0][rows], *out[1:])

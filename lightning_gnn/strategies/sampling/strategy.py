@@ -509,7 +509,7 @@ class SamplingStrategy(GNNStrategy):
                 if not isinstance(leaf, Tensor) or found[:1] not in ([len(nodes.n_id)], [nodes.batch_size]):
                     raise ValueError(
                         f"predict_step returned {found} for a batch of {len(nodes.n_id)} nodes of type {self._input_type!r}. "
-                        f"Return a row for each of them, such as out['{self._input_type}'], or for the first batch_size."
+                        f"Return a row for each of them, such as out['{self._input_type}'], or for the batch.batch_size seeds."
                     )
             pieces.append([leaf[: batch.seed_counts[self.global_rank]] for leaf in leaves])
         return tree_unflatten([torch.cat(each) for each in zip(*pieces)], spec)

@@ -124,8 +124,8 @@ class AdaptiveThreshold:
             known = layer in layers and direction in DIRECTIONS if slash else name in (*layers, *DIRECTIONS)
             if not known:
                 raise ValueError(
-                    f"factors has {name!r}, which names no messages. Use a layer of {', '.join(map(repr, layers))}, 'forward' "
-                    f"or 'backward', or both, as in '{next(iter(layers), 'convs.1')}/backward'."
+                    f"factors has {name!r}, which is no layer or direction. Use a layer ({', '.join(map(repr, layers))}), "
+                    f"'forward', 'backward', or both, as in '{next(iter(layers), 'convs.1')}/backward'."
                 )
 
     def update(self, accuracy: float) -> None:

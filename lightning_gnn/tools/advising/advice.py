@@ -370,7 +370,7 @@ SIZES = (16, 32, 64)
 
 
 def smaller(ranks: int, hosts: int, cores: int | None, speed: float, sizes: Sequence[int] = SIZES) -> list[Machine]:
-    """Returns machines of `sizes` ranks with the same number of ranks per host, or with all on one host."""
+    """Returns a model of each cluster of `sizes` ranks: with as many ranks per host, or with one host if fewer ranks suffice."""
     on_each = ranks // hosts
     if ranks % hosts or any(size % on_each and on_each % size for size in sizes):
         raise ValueError(

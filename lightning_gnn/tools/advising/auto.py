@@ -51,8 +51,8 @@ class AutoStrategy(GNNStrategy):
     def setup_environment(self) -> None:
         if self.root_device.type != "cpu":
             raise ValueError(
-                f"auto_gnn does not support {self.root_device.type}: it rehearses on the CPU. Name a scheme, such as "
-                'strategy="dgcl"; lightning-gnn advise --speed predicts for devices of a given speed.'
+                f"auto_gnn does not support {self.root_device.type}: it measures steps on the CPU. Set a strategy, such as "
+                'strategy="dgcl". To predict times on faster devices, run lightning-gnn advise --speed SPEED.'
             )
         super().setup_environment()
         if self._candidate is None and self.world_size > 1:

@@ -62,7 +62,7 @@ def _size(cli: CheckCLI) -> tuple[int, int, int | None, int]:
 
 
 def explain(cli: CheckCLI) -> None:
-    """Print the messages of the ranks in each step under the configured strategy."""
+    """Print the rows and bytes that ranks send each other in each step under the configured strategy."""
     with in_a_line():
         found = explain_steps(cli.module, cli.datamodule, cli.strategy, *_size(cli))
     cli.console.print(explanation_table(found, f"{cli.strategy.strategy_name}: what {cli.ranks} ranks send each other"))
