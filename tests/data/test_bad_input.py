@@ -132,7 +132,7 @@ GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
     "y_targets_below": ({"y": set_(TARGETS.long(), (2, 1), -100)}, "y holds labels down to -100, first in row 2"),
     "y_targets_nan": ({"y": set_(TARGETS, (1, 3), NAN)}, "y holds NaN or infinite targets in 1 of 6 rows, first in row 1"),
     "y_inf": ({"y": set_(Y.float(), 2, INF)}, "y holds NaN or infinite targets in 1 of 6 rows, first in row 2"),
-    "y_nan_and_fractions": ({"y": torch.tensor([0.5, NAN, 1, 2, 3, 4])}, "only if y .* holds integers"),
+    "y_nan_and_fractions": ({"y": torch.tensor([0.5, NAN, 1, 2, 3, 4])}, "only if y .* is whole numbers"),
     "y_float_below": ({"y": torch.tensor([-3.0, NAN, 1, 2, 3, 4])}, "y holds labels down to -3, first in row 0"),
     # masks
     "no_masks": (dict.fromkeys(("train_mask", "val_mask", "test_mask")), "no train_mask. Use a random split"),
