@@ -62,4 +62,4 @@ def test_types_of_the_public_api(tmp_path):
     ]
     assert found[0].startswith("Success"), found[0]
     errors = re.findall(r'error: .*?"(\w+)".*\[([\w-]+)\]', found[1])
-    assert sorted(errors) == [("epsilon", "arg-type"), ("partition_dirs", "call-arg")], found[1]
+    assert sorted(errors) == [("epsilon", "arg-type"), ("partition_dirs", "arg-type")], found[1]

@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
-from typing_extensions import override
+from typing_extensions import Never, override
 
 from lightning_gnn.arguments import checked_batches, checked_bytes, checked_dtype, quote
 from lightning_gnn.comm.entries import spread_entry
@@ -157,7 +157,7 @@ class GraphDataModule(L.LightningDataModule):
         input_type: str | None = None,
         partition_memory_limit: int | str | None = None,
         feature_dtype: str | torch.dtype | None = None,
-        **removed: Any,
+        **removed: Never,
     ) -> None:
         if removed:
             from lightning_gnn.old_names import check_argument_names
