@@ -39,7 +39,7 @@ def lower_bound(relation: Relation, topology: Topology, hops: NDArray[np.integer
     Raises:
         ValueError: more than 16 devices, or another number than the relation's.
     """
-    check_devices(relation, topology)
+    check_devices(relation.num_devices, topology)
     if topology.num_devices > TREE_DEVICES:
         raise ValueError(f"The bound is computed for up to {TREE_DEVICES} devices (got {topology.num_devices}).")
     if not len(relation.nodes):
@@ -158,7 +158,7 @@ def staged_bound(relation: Relation, topology: Topology) -> float:
     Raises:
         RuntimeError: HiGHS did not solve it.
     """
-    check_devices(relation, topology)
+    check_devices(relation.num_devices, topology)
     devices, stages = topology.num_devices, max(1, topology.num_devices - 1)
     links = [(stage, a, b, via) for stage in range(stages) for (a, b), via in topology.links.items()]
     waits = [(stage, a, a, ()) for stage in range(stages) for a in range(devices)]

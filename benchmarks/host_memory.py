@@ -1,6 +1,6 @@
 """Training a graph that is larger than memory: ranks that compute in turns, with what there is no room for in files.
 
-python benchmarks/memory_limit.py --folder FOLDER --nodes 2.45e6 --edges 124e6 --memory none 20GB 3GB --json memory_limit.json
+python benchmarks/host_memory.py --folder FOLDER --nodes 2.45e6 --edges 124e6 --memory none 20GB 3GB --json host_memory.json
 
 Each run has `--devices` ranks; those with a memory are in a control group of `--limit` times as much, pages of files counted.
 Prints seconds of an epoch beside those of the run before that has all in memory, bytes written and read, what the

@@ -13,7 +13,7 @@ OF_PACKAGE = {
     "CommunicationTrace": "Trainer(profiler=PyTorchProfiler(...)) writes a trace with the same spans (docs/profiling.md)",
     "StagedStrategy": "Fit under the first strategy, and continue under the second with another Trainer, "
     "fit(..., ckpt_path=...): docs/stages.md",
-    "labelled": "Write batch.train_mask: a rank without labelled nodes needs none to stand for them",
+    "labelled": "Use batch.train_mask: a rank may have no labeled nodes",
     "mean_over_ranks": "Inside a step, x.mean(0) is the mean over the rows of all ranks",
     "sum_over_ranks": "Inside a step, x.sum(0) is the sum over the rows of all ranks",
     **_parse_pairs("""LargestChanges=TopKChanges choose_edges=select_edges expand=gather_halo fetch_rows=gather_nodes

@@ -239,7 +239,8 @@ def in_turns(world: World, folder: Path, most_bytes: int) -> Iterator[Pager]:
             raise RuntimeError("memory_limit needs the malloc of glibc, but this process uses another. Remove memory_limit.")
         own = world.all_gather_object(own_bytes())
         used = sum(own[rank] for rank in local_ranks)
-        if (room := most_bytes - used) < _LEAST_ROOM * rooms:
+        room = most_bytes - used
+        if room < _LEAST_ROOM * rooms:
             raise ValueError(
                 f"memory_limit must exceed the {used / 1e9:.3g} GB that {len(local_ranks)} ranks use "
                 f"themselves, got {most_bytes / 1e9:.3g} GB. Increase it, use fewer ranks, or use less memory per rank "

@@ -140,7 +140,7 @@ def sent_directly(scheme: str, traffic: NDArray[Any], work: Workload, topology: 
     more.setdefault("rows", int(traffic.sum()))
     if topology is None:
         return ExchangeCost(scheme, **more)
-    check_devices(work.relation, topology)
+    check_devices(work.relation.num_devices, topology)
     try:
         cost = direct_cost(traffic, topology)
     except ValueError as error:  # two ranks without a link

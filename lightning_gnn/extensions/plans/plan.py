@@ -105,18 +105,18 @@ def p2p(relation: Relation, topology: Topology) -> Plan:
     Raises:
         ValueError: if two devices that exchange rows have no link, or the topology has another number of devices.
     """
-    check_devices(relation, topology)
+    check_devices(relation.num_devices, topology)
     check_links(relation.pair_rows, topology, '. Use plan="spst", which relays them.')
     parent = np.where(relation.needs, relation.owner[:, None], -1).astype(np.int8)
     return Plan("p2p", relation, relation.bounds, parent, np.where(relation.needs, 0, -1).astype(np.int8))
 
 
-def check_devices(relation: Relation, topology: Topology) -> None:
-    """Raises ValueError unless the relation and the topology have the same number of devices."""
-    if relation.num_devices != topology.num_devices:
+def check_devices(num_devices: int, topology: Topology, unit: str = "part of the graph") -> None:
+    """Raises ValueError unless a topology has `num_devices` devices, one per `unit`."""
+    if num_devices != topology.num_devices:
         raise ValueError(
-            f"Topology {topology.name!r} must have one device per part of the graph, {relation.num_devices}, got "
-            f"{topology.num_devices}. Use topology.for_ranks({relation.num_devices}) if it has too many devices."
+            f"Topology {topology.name!r} must have one device per {unit}, {num_devices}, got {topology.num_devices}. Use "
+            f"topology.for_ranks({num_devices}) if it has too many devices."
         )
 
 

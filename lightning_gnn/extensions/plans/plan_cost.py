@@ -80,17 +80,13 @@ class PlanCost:
 
 def plan_cost(plan: Plan, topology: Topology) -> PlanCost:
     """Returns the cost of `plan` on `topology`; raises ValueError if their numbers of devices differ."""
-    check_devices(plan.relation, topology)
+    check_devices(plan.relation.num_devices, topology)
     return PlanCost.of(plan.traffic, topology)
 
 
 def direct_cost(traffic: NDArray[np.int64] | NDArray[np.float64], topology: Topology) -> PlanCost:
     """Returns the cost of `traffic` sent directly: rows from each device to each other device, in stages, ``[K, P, P]``."""
-    if traffic.shape[1] != topology.num_devices:
-        raise ValueError(
-            f"Topology {topology.name!r} must have one device per rank, {traffic.shape[1]}, got {topology.num_devices}. Use "
-            f"topology.for_ranks({traffic.shape[1]}) if it has too many devices."
-        )
+    check_devices(traffic.shape[1], topology, "rank")
     advice = ', and products on a process grid are not relayed. Use strategy="dgcl", which relays.'
     check_links(traffic.sum(0), topology, advice)
     return PlanCost.of(traffic, topology)
@@ -102,7 +98,7 @@ def swap_cost(relation: Relation, topology: Topology) -> PlanCost:
     A device is assumed to read over the hops to the memory of its own socket. Reads from another socket take longer, so this is a
     lower bound.
     """
-    check_devices(relation, topology)
+    check_devices(relation.num_devices, topology)
     if len(topology.hosts) > 1:
         raise ValueError(f'plan="swap" needs the memory of one machine, but topology {topology.name!r} has several.')
     if not topology.memory:

@@ -59,7 +59,7 @@ def spst(
     Raises:
         ValueError: if the number of devices differs from the topology, or a device is not reachable in `max_stages`.
     """
-    check_devices(relation, topology)
+    check_devices(relation.num_devices, topology)
     bounds = _split(relation, max(1, -(-len(relation.nodes) // max(1, chunks))))
     group_class = np.searchsorted(relation.bounds, bounds[:-1], side="right") - 1
     rng = np.random.default_rng(seed)

@@ -30,7 +30,7 @@ def _(scheme: DGCLScheme, work: Workload, topology: Topology | None) -> Sequence
 
 def plan_exchanges(work: Workload, topology: Topology) -> list[ExchangeCost]:
     """Returns the exchanges of ``DGCLStrategy(plan=...)``: p2p, spst, swap, replicate and dgcl_r."""
-    check_devices(work.relation, topology)
+    check_devices(work.relation.num_devices, topology)
     parts = edge_exchange("", work, None)  # nodes and edges of each rank under plans that do not replicate
     found = []
     try:
