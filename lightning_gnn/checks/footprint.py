@@ -380,7 +380,7 @@ class Predicted:
                     found.append(footprint)
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
-            raise RuntimeError("steps on small graphs store different numbers of tensors")
+            raise RuntimeError("The number of tensors that a step stores depends on the graph. This does not affect training.")
         counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
         # Bytes of each piece per local node, halo node and so on, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)

@@ -32,8 +32,8 @@ def reversed_shard(shard: Shard, world: World) -> Shard:
     """
     if shard.rows != shard.counts:
         raise UnsupportedModelError(
-            "DirGNNConv reads out-edges, and replicas of a node have its in-edges only. Replace the replicas by "
-            'communication: plan="p2p" or "spst".'
+            'DirGNNConv reads out-edges, but plan="replicate" and "dgcl_r" store only the in-edges of replicas, copies of other '
+            'ranks\' nodes. Use plan="p2p" or "spst".'
         )
     batch, rank, offsets = shard.batch, world.rank, shard.offsets
     source, target = shard.node_ids(rank)[stored_ids(batch.edge_index).cpu().numpy()]

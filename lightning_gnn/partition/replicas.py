@@ -115,7 +115,7 @@ def within_hops(edge_index: Ids, group: NDArray[np.integer], num_groups: int, ho
         For 0 to K hops, uint64 ``[N]`` each.
     """
     if num_groups > _MOST_GROUPS:
-        raise ValueError(f"Replicated neighborhoods support at most {_MOST_GROUPS} groups of ranks (got {num_groups}).")
+        raise ValueError(f'plan="replicate" supports 64 ranks, "dgcl_r" 64 machines, got {num_groups}. Use plan="p2p".')
     reached = [np.uint64(1) << group.astype(np.uint64)]
     for _ in range(hops):
         reached.append(_grown(edge_index[0], edge_index[1], reached[-1]))

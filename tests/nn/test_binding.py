@@ -199,5 +199,5 @@ def test_both_directions_want_the_edges_of_the_batch(context):
     replicated = split_graph(
         awkward_graph(), np.arange(60) % 2, LayoutSpec("edge_cut", 2, replicas=Replicas(1, ((0,), (1,))))
     )
-    with pytest.raises(UnsupportedModelError, match="replicas of a node have its in-edges only"):
+    with pytest.raises(UnsupportedModelError, match="store only the in-edges of replicas"):
         reversed_shard(replicated[0], context.exchange.world)

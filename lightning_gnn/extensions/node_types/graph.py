@@ -134,7 +134,7 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
     for end in (source, target):
         if end not in sizes:
             raise ValueError(
-                f"there are no nodes of type {end!r}. Set data[{end!r}].x or data[{end!r}].num_nodes; there are {sorted(sizes)}."
+                f"the graph has no node type {end!r}. Set data[{end!r}].x or num_nodes, or use a type of {sorted(sizes)}."
             )
     if store.get("edge_index") is None:
         raise ValueError("it has no edge_index. Convert its adj_t, or remove the edge type.")

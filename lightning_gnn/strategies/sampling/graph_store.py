@@ -166,7 +166,7 @@ class _Part:
 
 def _attribute(attributes: Mapping[str, Tensor], ids: Tensor, name: str) -> Tensor:
     if name not in attributes:
-        raise ValueError(f"The graph has no attribute {name!r}, which score reads. Use one of {sorted(attributes)}.")
+        raise ValueError(f"edge_score_fn reads {name!r}, which the graph does not have. Use one of {sorted(attributes)}.")
     return attributes[name].index_select(0, ids)
 
 

@@ -133,7 +133,7 @@ def best_of(neighbors: Neighbors, scores: Tensor, fanout: int) -> Neighbors:
     """
     if not isinstance(scores, Tensor) or scores.shape != neighbors.sources.shape or scores.isnan().any():
         what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"score must return one number, not nan, for each of {len(neighbors.sources)} edges, got {what}.")
+        raise ValueError(f"edge_score_fn must return a number, not nan, for each of {len(neighbors.sources)} edges, got {what}.")
     target = neighbors.targets()
     order = scores.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
@@ -247,11 +247,11 @@ def check_ids(ids: Tensor, size: int, name: str) -> None:
 def check_choices(replace: bool, weighted: bool, timed: bool, strategy: str, by_source: bool = False) -> None:
     """Raises ValueError for options that exclude each other."""
     if strategy not in ("uniform", "last"):
-        raise ValueError(f'strategy must be "uniform" or "last", got {strategy!r}.')
+        raise ValueError(f'temporal_strategy must be "uniform" or "last", got {strategy!r}.')
     if replace and (weighted or timed):
-        raise ValueError("replace=True is not supported with weight or time. Remove them, or draw without replacement.")
+        raise ValueError("replace=True is not supported with weight_attr or time_attr. Remove one of them.")
     if strategy == "last" and (weighted or not timed):
-        raise ValueError('strategy="last" must be used with time and without weight: it draws the latest edges.')
+        raise ValueError('temporal_strategy="last" must be used with time_attr, without weight_attr: it draws the latest edges.')
     if by_source and replace:
         raise ValueError(
             "LABOR does not support replace=True: it draws each source once. Remove replace=True, or draw by target."

@@ -119,7 +119,7 @@ def plan(arguments: Sequence[str]) -> None:
         data.prepare_for(cli.layout)
         cut = data.stored_cut()
         if cut.types.is_hetero:
-            raise ValueError("plan does not support a graph with types, which is trained on samples (docs/sampling.md).")
+            raise ValueError("plan does not support HeteroData. Use lightning-gnn partition, which prints halo nodes and bytes.")
         x, weight = cut.attributes["node"]["x"], cut.attributes["edge"].get("edge_weight")
         work = Workload(
             Relation.from_halos(cut.halos, cut.offsets),

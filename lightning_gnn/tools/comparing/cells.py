@@ -94,7 +94,7 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
         )
     for given in cells:
         if not isinstance(given, (str, Mapping)) or (isinstance(given, Mapping) and "strategy" not in given):
-            raise ValueError(f"A cell must be the name of a strategy, or have the key strategy, got {given!r}.")
+            raise ValueError(f"Each entry of runs must be a name, or have the key strategy: {{strategy: dgcl}}, got {given!r}.")
         options = {"strategy": given} if isinstance(given, str) else dict(given)
         strategy, label = str(options.pop("strategy")).lower(), options.pop("label", "")
         _check_strategy(strategy, options.keys() - {"devices"})
@@ -108,7 +108,7 @@ def make_cells(cells: Sequence[str | Mapping[str, Any]], devices: int | Sequence
     names = [cell.name for cell in made]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"There are two cells {twice!r}. Remove one, or set a label for each.")
+        raise ValueError(f"runs has two entries {twice!r}. Remove one, or set a label for each.")
     return made
 
 
@@ -158,7 +158,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise ValueError("There are no cells: devices is an empty list.")
+            raise ValueError("runs has no entries: devices is an empty list. Set numbers of ranks.")
         if self.epochs < 1:
             raise ValueError(f"epochs must be at least 1, got {self.epochs}.")
         if not 0 <= self.warmup < self.epochs:
@@ -174,7 +174,7 @@ class Comparison:
         taken = sorted(set(self.trainer) & set(OWN_TRAINER_KEYS))
         if taken:
             raise ValueError(
-                f"trainer: {', '.join(taken)} cannot be set here. Set strategy and devices in cells, and the length with epochs; "
+                f"trainer: {', '.join(taken)} cannot be set here. Set strategy and devices in runs, and the length with epochs; "
                 "nothing is logged or checkpointed."
             )
 
@@ -274,7 +274,7 @@ def _path_of(function: Callable[..., Any], section: str) -> str:
     path = f"{module}.{name}"
     if "<" in path:
         raise ValueError(
-            f"{section}: {path} cannot be imported by the cells' processes. Write a function at the top of a file, not a lambda, "
+            f"{section}: {path} cannot be imported by the runs' processes. Write a function at the top of a file, not a lambda, "
             "a function inside another, or one in a notebook."
         )
     return path

@@ -356,8 +356,8 @@ def test_best_of_each_node(scores, fanout):
 @pytest.mark.parametrize(
     ("score", "words"),
     [
-        (lambda edges: edges["missing"], "no attribute 'missing', which score reads"),
-        (lambda edges: edges.uniform[:1], "score must return one number"),
+        (lambda edges: edges["missing"], "edge_score_fn reads 'missing'"),
+        (lambda edges: edges.uniform[:1], "edge_score_fn must return a number"),
         (lambda edges: edges.uniform * float("nan"), "not nan, for each of"),
     ],
 )

@@ -91,14 +91,14 @@ def test_cells_of_several_sizes():
     [
         ([], "runs must be a list"),
         ("dgcl", "runs must be a list"),
-        ([{"devices": 2}], "have the key strategy"),
+        ([{"devices": 2}], "or have the key strategy: {strategy: dgcl}"),
         (["dgkl"], "unknown strategy 'dgkl', did you mean 'dgcl'"),
         ([{"strategy": "dgcl", "devices": 0}], "at least 1, or a list, got 0"),
         ([{"strategy": "dgcl", "devices": [2, "two"]}], "must be a number of ranks"),
         ([{"strategy": "auto", "codec": "int8"}], "does not support arguments here, got codec"),
         ([{"strategy": "vertex_cut", "cache": lightning_gnn.AdaptiveThreshold()}], "Pass an object as"),
         (["dgcl_spawn"], "use 'dgcl' instead of 'dgcl_spawn'"),
-        (["dgcl", {"strategy": "dgcl"}], "two cells 'dgcl x 2'"),
+        (["dgcl", {"strategy": "dgcl"}], "two entries 'dgcl x 2'"),
     ],
 )
 def test_cells_that_cannot_be(cells, message):
@@ -109,7 +109,7 @@ def test_cells_that_cannot_be(cells, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": [{"strategy": "dgcl", "devices": []}]}, "There are no cells"),
+        ({"runs": [{"strategy": "dgcl", "devices": []}]}, "runs has no entries"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"warmup": 3}, "below epochs=3, got 3"),
         ({"timeout": 0}, "timeout must be above 0"),
@@ -150,7 +150,7 @@ def test_sections_of_python_calls():
     assert section_of({"source": "a.b"}, "data")["init_args"] == {"source": "a.b"}
     with pytest.raises(ValueError, match="model must be a function of a module.*got a Linear"):
         section_of(torch.nn.Linear(2, 2), "model")
-    with pytest.raises(ValueError, match="cannot be imported by the cells' processes"):
+    with pytest.raises(ValueError, match="cannot be imported by the runs' processes"):
         section_of(lambda: None, "model")
 
 
