@@ -281,7 +281,7 @@ class Trial:
         return ran
 
     def _ids(self, shard: Shard, batch: Any) -> Iterator[tuple[Any, Tensor, str]]:
-        """Yields stores of a batch with ids of nodes and edges, the ids in the user's graph, and their names."""
+        """Yields a store of the batch, its ids in the user's graph, and their attribute's name: each `n_id` and `e_id`."""
         known = shard.stores(self.graph)
         for kind, store in shard.stores(batch).items():
             yield from ((store, known[kind][name], name) for name in ("n_id", "e_id") if name in known[kind])

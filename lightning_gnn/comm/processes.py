@@ -38,7 +38,7 @@ _STEP_S = 0.02
 
 
 class Progress:
-    """Epoch and phase of a rank, in memory that other processes can read until it has ended.
+    """Epoch and phase of a rank, in memory that other processes can read until the rank's process has ended.
 
     Attributes:
         address: address for other processes of this machine; empty if they cannot read it.

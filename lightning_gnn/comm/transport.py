@@ -168,7 +168,7 @@ class Transport(ABC):
         return rows.nbytes
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of a row of `width` numbers in training, where rows may be sent approximately."""
+        """Returns the bytes that a row of `width` numbers takes in a training message; codecs return fewer."""
         return width * dtype.itemsize
 
     @contextmanager

@@ -33,7 +33,7 @@ class Copies:
         self._stream = functions_of(device).Stream(device) if can_pin(device) else None
 
     def send(self, batch: Graph) -> Sent:
-        """Returns the batch on the device, where the copy may be in progress; callable from any thread."""
+        """Returns the batch on the device, and an event of the copy, which may be in progress; callable from any thread."""
         if self._stream is None:
             return batch, None
         functions = functions_of(self._device)

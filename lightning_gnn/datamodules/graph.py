@@ -532,9 +532,10 @@ class GraphDataModule(L.LightningDataModule):
         return json.dumps(self._options(layout))
 
     def _notes(self, layout: LayoutSpec) -> list[str]:
-        """Returns the keys under which the partition of a source with a path is found without loading the source.
+        """Returns up to two keys by which a stored partition is found without loading the graph, for a source given as a string.
 
-        The first key is for sources without random draws, the second for sources with random draws. Empty for other sources.
+        The first key is for graphs without random numbers, such as random splits; the second key includes the seed. Returns []
+        for other sources.
         """
         if not isinstance(self.source, str):
             return []

@@ -173,7 +173,13 @@ class Partitioner(Protocol):
 
 
 def predict(method: str, num_edges: int, levels: Levels) -> Prediction:
-    """Returns the predicted cost of `method`, one of `COSTS`, for a graph with `num_edges` directed edges and these levels."""
+    """Returns the predicted memory and time of a partitioner.
+
+    Args:
+        method: partitioner, a key of `COSTS`.
+        num_edges: directed edges of the graph.
+        levels: sizes of the graph and of its coarser versions.
+    """
     cost, num_nodes, num_entries, coarse = COSTS[method], levels.nodes[0], levels.entries[0], levels.coarse()
     seconds = cost.node_s * num_nodes + cost.entry_s * num_entries + cost.coarse_s * coarse
     if method in KAMINPAR:

@@ -627,7 +627,7 @@ def _choose_rows(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
 
 
 def _index_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
-    """Returns all rows with some entries of each; None if all rows must be gathered."""
+    """Indexes dimensions after the dimension of rows, as in `x[:, 3]`; returns None if this needs the rows of all ranks."""
     tensors = [each for each in items if isinstance(each, Tensor)]
     if len(tensors) > 1 or any(rows_of(each) is not None for each in tensors):
         return None

@@ -87,7 +87,7 @@ def part_sizes(shard: Shard) -> list[PartSize]:
 
 
 def partition_report(shard: Shard, with_picture: bool) -> dict[str, Any]:
-    """Returns the files that describe the partition: JSON, the tables of ``lightning-gnn partition``, optionally a picture."""
+    """Returns contents by file name: the partition as JSON, the tables of ``lightning-gnn partition``, optionally a picture."""
     parts = part_sizes(shard)
     counts = {name: [asdict(part)[name] for part in parts] for name in ("nodes", "edges", "halo_rows")}
     report = {**counts, **{name: list(of) for name, of in shard.mask_counts.items()}, **shard.report}

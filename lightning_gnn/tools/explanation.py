@@ -54,7 +54,7 @@ class Explanation:
 
     @contextmanager
     def following(self, world: World, ranks: Ranks) -> Iterator[None]:
-        """Context manager that attributes messages sent by a rank to the step."""
+        """Context manager that counts messages of this rank as messages of the explained step."""
         self._followed[world.rank] = world, ranks
         try:
             with _RowsOfArguments(ranks):

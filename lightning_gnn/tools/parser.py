@@ -104,7 +104,7 @@ def unknown_word(parser: argparse.ArgumentParser, values: Mapping[str, Any], par
 
 
 def _unknown_in_class(value: Any, base: type | None = None) -> str | None:
-    """Returns the error for a class and its arguments in YAML form, or for an item of a list; None if there is no error."""
+    """Returns the error for an unknown argument of a class in YAML form, or in a list of classes; None if all are known."""
     if isinstance(value, list):
         return next(filter(None, map(_unknown_in_class, value)), None)
     if isinstance(value, str) and base is not None:

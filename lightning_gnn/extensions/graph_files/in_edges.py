@@ -170,7 +170,7 @@ def _count(ids, first, counts):  # type: ignore[no-untyped-def]
 
 @compile_loop
 def _add_hashes(source, target, total):  # type: ignore[no-untyped-def]
-    """Add the hash of each edge and subtract the hash of its reverse edge; integers wrap around."""
+    """Add each edge's hash minus its reverse edge's to `total[0]`, modulo 2^64: 0 if every edge has a reverse edge."""
     for edge in range(len(source)):
         one, other = np.uint64(source[edge]), np.uint64(target[edge])
         total[0] += mix(one ^ mix(other)) - mix(other ^ mix(one))

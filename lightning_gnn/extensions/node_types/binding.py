@@ -337,7 +337,7 @@ def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
 
 @singledispatch
 def _methods_of(conv: MessagePassing, graph: TypedGraph, layer: str) -> dict[str, Any]:
-    """Returns the methods of a bound conv, by name; convs that are called on all types at once register separate functions."""
+    """Returns the methods that replace a bound conv's, by name; HANConv and HGTConv, which get all types at once, differ."""
     return {"forward": types.MethodType(_forward, conv)}
 
 

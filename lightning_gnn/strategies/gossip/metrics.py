@@ -25,7 +25,7 @@ class GossipMetrics(pl.Callback):
     - ``gossip/batches/R``, ``gossip/averages/R``: numbers of batches and averages.
     - ``gossip/waited/R``: seconds of waiting for partners.
     - ``gossip/sent/R``: bytes of averages.
-    - ``gossip/staleness``: largest minus smallest number of batches of a worker.
+    - ``gossip/staleness``: batches of the most advanced worker minus batches of the slowest worker.
     - ``gossip/consensus``: distance between the workers' parameters, see
       :meth:`~lightning_gnn.strategies.gossip.worker.Worker.consensus`.
     - ``gossip/halo_age``, with a history: mean age in epochs of the halo rows that rank 0 read in the epoch.

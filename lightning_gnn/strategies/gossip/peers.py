@@ -69,7 +69,7 @@ class SharedKeys:
     """Key-value store shared by processes; each call is atomic.
 
     Args:
-        place: place of the store, see :func:`connect_to_store`; empty for a store of this process only.
+        place: address of the key-value store, see :func:`connect_to_store`; empty for a store of this process only.
 
     Raises:
         CommunicationError: the store cannot be reached; also raised by all methods.
@@ -126,10 +126,10 @@ class SharedKeys:
 
 
 class Heartbeat:
-    """Heartbeats of this worker, from a thread, and the observation of other workers' heartbeats.
+    """Thread that sends this worker's heartbeats, and detector of dead workers.
 
     Args:
-        place: place of the store; heartbeats use separate connections.
+        place: address of the key-value store, see :func:`connect_to_store`; heartbeats use separate connections.
         me: this worker.
         patience: seconds without a heartbeat after which a worker counts as dead.
     """

@@ -334,7 +334,7 @@ def incidence(source, target, indptr, neighbor, edge_of):
 
 @compile_loop
 def _wait(node, key, first, after, before):
-    """Insert a node at the head of the list `key`."""
+    """Insert a waiting node at the head of the linked list number `key`, stored in `first`, `after` and `before`."""
     after[node], before[node] = first[key], -1
     if first[key] >= 0:
         before[first[key]] = node
@@ -343,7 +343,7 @@ def _wait(node, key, first, after, before):
 
 @compile_loop
 def _leave(node, key, first, after, before):
-    """Remove a node from the list `key`."""
+    """Remove a node from the linked list number `key`."""
     if before[node] >= 0:
         after[before[node]] = after[node]
     else:
