@@ -93,7 +93,7 @@ class GraphDataModule(L.LightningDataModule):
     Rank 0 partitions the graph once. The result is stored, memory-mapped by all ranks, and reused in later runs. Machines without
     the stored partition receive it from other machines.
 
-    A datamodule has one graph, in all stages and on all ranks. This includes sources that draw at random, such as a dataset with
+    A datamodule has one graph, in all phases and on all ranks. This includes sources that draw at random, such as a dataset with
     ``transform=T.RandomNodeSplit()``. Their draws depend on torch's seed and on `seed`, and leave the random streams of the run
     unchanged.
 
@@ -102,7 +102,7 @@ class GraphDataModule(L.LightningDataModule):
             loaders. Also a callable that returns one of these, or its dotted path, such as
             ``"torch_geometric.datasets.Planetoid"``. Also the path of a folder with the files of a graph, which are memory-mapped
             (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it. An import path or a
-            folder is loaded only where the graph must be partitioned, in a separate process. Changes of a ``Data`` between stages
+            folder is loaded only where the graph must be partitioned, in a separate process. Changes of a ``Data`` between calls
             take effect; if ranks are separate processes, only the changes on rank 0.
         source_kwargs: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, such as ``(0.6, 0.2, 0.2)``, for a random split of the labeled
@@ -424,7 +424,7 @@ class GraphDataModule(L.LightningDataModule):
         return isinstance(self.source, Graph)
 
     def load(self) -> Graph:
-        """Returns the whole graph, checked, with boolean masks; equal in all stages.
+        """Returns the whole graph, checked, with boolean masks; equal in all phases.
 
         Raises:
             ValueError: the graph cannot be trained on, or differs from the graph that was loaded before.

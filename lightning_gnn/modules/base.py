@@ -21,7 +21,7 @@ OptimizerCallable = Callable[[Iterable], Optimizer]
 
 
 class GraphModule(L.LightningModule):
-    """Base module whose stages use one batch, a graph or a part of it.
+    """Base module whose phases use one batch, a graph or a part of it.
 
     Attributes:
         optimizer, lr, weight_decay: see :class:`~lightning_gnn.modules.NodeClassifier`.

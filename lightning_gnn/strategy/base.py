@@ -74,7 +74,7 @@ class GNNStrategy(RankStrategy):
         shared_memory: whether CPU ranks of one machine exchange data through shared memory; otherwise they use sockets.
         timeout: seconds to wait for another rank before an error that names operation, layer and rank. Diverging ranks raise an
             error earlier (docs/errors.md, "When a run hangs").
-        self_check: whether the step of a stage runs on a small random graph, unpartitioned and split in two, before the stage
+        self_check: whether the step of a phase runs on a small random graph, unpartitioned and split in two, before the phase
             starts. Models whose results differ raise an error.
         reuse_buffers: whether CPU ranks keep the memory that a step frees for the next step instead of returning it to the
             system. Steps are faster and need somewhat more memory.
