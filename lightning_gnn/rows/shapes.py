@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.private_torch import TensorBase, run_backward, storage_id
+from lightning_gnn.private_torch import TensorBase, hooks_on_gradient, run_backward, storage_id
 from lightning_gnn.rows.elementwise import (
     align_rows,
     dim_of,
@@ -634,15 +634,11 @@ def _index_other_dims(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[A
     if of.local_ids and tensors:
         raise mode.refuse(LOCAL_IDS)
 
-    def num_dims(item: Any) -> int:
-        if isinstance(item, Tensor) and item.dtype != torch.bool:
-            return item.dim()
-        return int(not isinstance(item, int))
-
     out = x[tuple(map_leaves(items, _int))]
     if of.local_ids == "both" and of.dim == 1 and isinstance(items[0], int):
         return mode.place(out, _end(of.rows, items[0]))
-    return mode.place(out, _keep_ids(of.rows.at(sum(map(num_dims, items[:place]))), of))
+    dims = [x.dim() if isinstance(x, Tensor) and x.dtype != torch.bool else not isinstance(x, int) for x in items[:place]]
+    return mode.place(out, _keep_ids(of.rows.at(sum(dims)), of))
 
 
 def _pick_entries(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], place: int) -> Any:
@@ -721,8 +717,7 @@ RULES[Tensor.__setitem__] = _setitem
 
 def _index_select(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = dict(zip(("dim", "index"), args[1:])) | kwargs
-    every = (slice(None),) * dim_of(names["dim"], args[0].dim())
-    index = names["index"]
+    every, index = (slice(None),) * dim_of(names["dim"], args[0].dim()), names["index"]
     if not index.dim():
         index = place(index.view(1), placement_of(index) or REPLICATED)
     return _index(mode, args[0], (*every, index))
@@ -831,14 +826,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return () if value is None else (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def _run_backward(
-    mode: RowsMode,
-    outputs: tuple[Tensor, ...],
-    starts: tuple[Any, ...],
-    inputs: tuple[Tensor, ...],
-    options: Any,
-    accumulate_grad: bool,
-) -> Any:
+def _run_backward(mode: RowsMode, outputs: Any, starts: Any, inputs: Any, options: Any, accumulate_grad: bool) -> Any:
     """Run torch's engine; recomputations, such as checkpoints, repeat the results of the forward pass."""
     starts = starts or (None,) * len(outputs)
     starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
@@ -870,7 +858,14 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         else:
             start = torch.ones_like(out) if start is None else align_rows(mode, start, of.rows, out.dim() - of.dim, "grad")
             scaled.append(_zero_replicas(start, of))
-    found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
+    # Hooks on parameters get the sum over ranks: they are removed during the backward pass, which has partial gradients.
+    hooks = {x: hooks_on_gradient(x)[0] or {} for x in inputs if isinstance(x, torch.nn.Parameter)}
+    removed = {x: {key: each.pop(key) for key in [*each]} for x, each in hooks.items()}
+    try:
+        found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
+    finally:
+        for x, each in hooks.items():
+            each.update(removed[x])
     made = []
     for x, grad in zip(inputs, found):
         of = placement_of(x)
@@ -878,7 +873,12 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
             raise mode.refuse("torch.autograd.grad with respect to a tensor of unknown origin")
         if grad is None and options.get("materialize_grads"):
             grad = torch.zeros_like(x)
-        made.append(grad if grad is None else _sum_gradient(mode, grad, of, "gradient"))
+        grad = None if grad is None else _sum_gradient(mode, grad, of, "gradient")
+        for hook in () if grad is None else removed.get(x, {}).values():
+            with mode.activate():
+                changed = hook(grad)
+            grad = grad if changed is None else changed
+        made.append(grad)
     return tuple(made)
 
 

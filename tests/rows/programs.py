@@ -1911,6 +1911,20 @@ def reversed_gradient(r: Made, g: Any) -> Tensor:
 
 
 @form("autograd")
+def hook_on_a_parameter(r: Made, g: Any) -> Any:
+    weight, bias = r.net.head.weight, r.net.head.bias
+    hooks = [weight.register_hook(lambda grad: grad.clamp(-0.005, 0.005)), weight.register_hook(lambda grad: grad * grad.norm())]
+    seen: list[Tensor] = []
+    hooks.append(bias.register_hook(lambda grad: seen.append(grad.norm())))
+    loss = F.cross_entropy(r.net.head(r.s), (g.t > 0).long())
+    grads = torch.autograd.grad(loss, (weight, bias, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, weight)
+    for hook in hooks:
+        hook.remove()
+    return *grads, *again, *seen
+
+
+@form("autograd")
 def kept_gradient_of_rows(r: Made, g: Any) -> Any:
     rows = r.s
     rows.retain_grad()
