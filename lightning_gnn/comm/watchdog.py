@@ -118,7 +118,7 @@ class State:
         at = f"; its code is in {self.code}" if self.code else ""
         if not self.operation:
             last = self.passed[-1].name if self.passed else "nothing"
-            return f"waits in no operation of ours: its last was: {last}{at}"
+            return f"is in no operation of this package, after: {last}{at}"
         stage = f", {self.stage}" if self.stage else ""
         peer = "the others" if self.peer is None else f"rank {self.peer}"
         return f"waits for {peer}, for {self.waited_s:.1f} s now, in: {self.operation}{stage}{at}"
@@ -145,7 +145,7 @@ def difference(first: int, first_state: State, second: int, second_state: State)
     ours, theirs = ({each.number: each for each in state.passed if each.joint} for state in (first_state, second_state))
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number].name != theirs[number].name:
-            return f"Rank {first} has come to: {ours[number].name}; where rank {second} has come to: {theirs[number].name}."
+            return f"Rank {first} started: {ours[number].name}; rank {second} started: {theirs[number].name}."
     for rank, state, peer, there in ((first, first_state, second, second_state), (second, second_state, first, first_state)):
         # The rank waits for rows of a peer. The peer is in a later operation, or waits for rows of this rank, too.
         later = there.operation and (
@@ -153,13 +153,13 @@ def difference(first: int, first_state: State, second: int, second_state: State)
             or (there.exchanges() and there.peer == rank and state.passed_over(there.operation, there.number))
         )
         if later and state.exchanges() and state.peer == peer and there.passed_over(state.operation, state.number):
-            return f"Rank {rank} waits for rank {peer} in: {state.operation}; but that has come to: {there.operation}."
+            return f"Rank {rank} waits for rank {peer} in: {state.operation}; but rank {peer} is in: {there.operation}."
         mine, yours = ({each.number: each.calls for each in who.passed if each.joint} for who in (state, there))
         begun = yours.get(state.number + 1)
         if begun is not None and begun < state.calls and mine.get(state.number) == yours.get(state.number, -1):
             return (
                 f"Rank {rank} is in a call of torch.distributed, by Lightning, a metric or the model, after: "
-                f"{state.passed[-1].name if state.passed else 'the start'}; where rank {peer} has come to: {there.operation}."
+                f"{state.passed[-1].name if state.passed else 'the start'}; but rank {peer} is in: {there.operation}."
             )
     return ""
 
@@ -170,9 +170,9 @@ def cause(alarm: str, answers: Mapping[int, State], size: int) -> str:
     for rank in range(size):
         state = answers.get(rank)
         if state is None:
-            found.append(f"Rank {rank} says nothing.")
+            found.append(f"Rank {rank} does not respond.")
         elif not state.operation:
-            found.append(f"Rank {rank} waits for nobody{f', in {state.code}' if state.code else ''}.")
+            found.append(f"Rank {rank} is not waiting for another rank{f', in {state.code}' if state.code else ''}.")
     return " ".join(found) if len(found) < size else alarm
 
 
@@ -184,7 +184,7 @@ def summary(alarm: str, answers: Mapping[int, State], size: int) -> str:
         answers: published states by rank.
         size: number of ranks.
     """
-    silent = "says nothing: its process has ended, or stands still, or cannot be reached"
+    silent = "does not respond: its process has ended, is stopped, or cannot be reached"
     lines = [f"  rank {rank}: {answers.get(rank, silent)}" for rank in range(size)]
     missing = [f"rank {rank}" for rank in range(size) if rank not in answers or not answers[rank].operation]
     return "\n".join([f"Watchdog: {alarm}", *lines, *([f"Missing: {', '.join(missing)}."] if missing else [])])

@@ -117,12 +117,12 @@ ROWS_A, ROWS_B = Passed(1, "rows of a", False, 0), Passed(1, "rows of b", False,
 def test_the_three_proofs():
     same = waits("sum", None, 2, START, ROWS_A, SUM)
     other = waits("gather", None, 2, START, ROWS_A, Passed(2, "gather", True, 0))
-    assert difference(0, same, 1, other) == "Rank 0 has come to: sum; where rank 1 has come to: gather."
+    assert difference(0, same, 1, other) == "Rank 0 started: sum; rank 1 started: gather."
     in_rows = waits("rows of a", 1, 1, START, ROWS_A)
     without = waits("sum", None, 2, START, SUM)
-    assert difference(0, in_rows, 1, without) == "Rank 0 waits for rank 1 in: rows of a; but that has come to: sum."
+    assert difference(0, in_rows, 1, without) == "Rank 0 waits for rank 1 in: rows of a; but rank 1 is in: sum."
     in_others = waits("rows of b", 0, 1, START, ROWS_B)
-    assert "in: rows of a; but that has come to: rows of b." in difference(0, in_rows, 1, in_others)
+    assert "in: rows of a; but rank 1 is in: rows of b." in difference(0, in_rows, 1, in_others)
     in_call = State("", 0.0, None, "", 1, 1, [START], "")
     assert "Rank 1 is in a call of torch.distributed" in difference(0, same, 1, in_call)
     # The same, but a message may still be on its way, or too much is forgotten to tell.
@@ -136,8 +136,8 @@ def test_summary_names_who_is_missing():
     busy = State("", 0.0, None, "", 1, 0, [START], "forward, model.py:9")
     text = summary("Rank 0 has waited.", {0: waits("sum", None, 2, START, SUM), 1: busy}, 3)
     assert "rank 0: waits for the others, for 3.0 s now, in: sum; its code is in forward, model.py:7" in text
-    assert "rank 1: waits in no operation of ours: its last was: start; its code is in forward, model.py:9" in text
-    assert "rank 2: says nothing" in text and text.endswith("Missing: rank 1, rank 2.")
+    assert "rank 1: is in no operation of this package, after: start; its code is in forward, model.py:9" in text
+    assert "rank 2: does not respond" in text and text.endswith("Missing: rank 1, rank 2.")
 
 
 # Real processes ###############################################################
@@ -180,7 +180,7 @@ def test_one_deadline_for_a_rank_that_sleeps_between_steps(ran, event, memory, t
     assert ran[1].ended - asleep < 30, output  # 10 on a machine that does nothing else
     waits = r"rank 1: waits for rank 0, for \d+\.\d s now, in: Lightning's question whether to end"
     assert re.search(waits, output), output
-    assert re.search(r"Rank 0 waits for nobody, in on_train_epoch_start, .*straying.py", output), output
+    assert re.search(r"Rank 0 is not waiting for another rank, in on_train_epoch_start, .*straying.py", output), output
 
 
 # The deadline is far: what ranks do tells before.

@@ -191,9 +191,8 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError(f"prefetch_batches must be at least num_workers={num_workers}, got {prefetch_batches}.")
         if sampler not in _OF_NEIGHBORS and (replace or not directed):
             raise ValueError(f"replace=True and directed=False are not supported with sampler={sampler!r}. Remove them.")
-        labor = sampler == "labor"
-        named = {"weight_attr": weight_attr, "time_attr": time_attr}
-        check_words(**{name: value for name, value in named.items() if value is not None})
+        names, labor = {"weight_attr": weight_attr, "time_attr": time_attr}.items(), sampler == "labor"
+        check_words(**{key: name for key, name in names if name is not None})
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)
         if edge_score_fn is not None and (not callable(edge_score_fn) or replace or labor or temporal_strategy == "last"):
             raise ValueError(
@@ -210,6 +209,7 @@ class SamplingStrategy(GNNStrategy):
             raise ValueError("evaluation='layerwise' is not supported with time_attr. Remove one of them.")
         because = "Batches have sampled neighborhoods only: set a smaller batch_size, or smaller num_neighbors."
         refuse_options(options, ["checkpoint_convs", "memory_limit"], because)
+        refuse_options(options, ["codec"], "Sampled features are sent exactly. Remove it.")
         scheme = SamplingScheme(in_batches=None if evaluation is None else evaluation == "minibatch")
         super().__init__(scheme, **options)
         self.loss_reduction, self.evaluation = loss_reduction, evaluation

@@ -393,6 +393,7 @@ def test_refused_attributes(case, ranks):
     [
         ({"weight_attr": 1.5}, r"weight_attr must be a non-empty string \(got 1.5\)"),
         ({"time_attr": torch.ones(2)}, "time_attr must be a non-empty string"),
+        ({"codec": "int8"}, "codec='int8' is not supported. Sampled features are sent exactly"),
         ({"weight_attr": "w", "replace": True}, "replace=True is not supported with weight"),
         ({"temporal_strategy": "last"}, "must be used with time"),
         ({"time_attr": "t", "sampler": "shadow"}, "Use sampler='neighbor'"),
