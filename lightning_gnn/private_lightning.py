@@ -22,7 +22,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 
 HOOK = "_current_fx_name"

@@ -13,12 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_gnn.comm.group import World
+from lightning_gnn.lightning_packages import is_overridden
 
 Description = Mapping[str, str]
 """Description of a rank's run: values as text, by name."""
@@ -85,7 +85,7 @@ def module_and_trainer(module: pl.LightningModule, trainer: pl.Trainer, has_begu
     """
     found = {"the strategy": type(trainer.strategy).__name__, "the module": type(module).__name__}
     # Only rank 0 runs prepare_data, which may set attributes.
-    compared = has_begun or is_overridden("prepare_data", module, pl.LightningModule)
+    compared = has_begun or is_overridden("prepare_data", module)
     for name, value in _leaves(module.hparams):
         if not _is_of_a_rank(name, value):
             found[f"the hyperparameter {name!r}"] = repr(value)

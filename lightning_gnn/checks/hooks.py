@@ -11,12 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_gnn.comm.call import Phase
 from lightning_gnn.comm.group import World
+from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.private_lightning import HOOK
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import local_rows
@@ -50,7 +50,7 @@ class Hooks:
 
     def come_before(self, model: pl.LightningModule) -> bool:
         """Returns whether a module overrides hooks that run before a step."""
-        return any(is_overridden(hook, model, pl.LightningModule) for hook in (*self._before, f"{self._batch}_start"))
+        return any(is_overridden(hook, model) for hook in (*self._before, f"{self._batch}_start"))
 
     def see_gradients(self, model: pl.LightningModule) -> bool:
         """Returns whether hooks after a backward pass are called."""
@@ -102,7 +102,7 @@ class Hooks:
                 self._call(model, hook, args, on_one_device)
 
     def _call(self, model: pl.LightningModule, hook: str, args: tuple[Any, ...], on_one_device: bool) -> None:
-        if hook in self._skipped or not is_overridden(hook, model, pl.LightningModule):
+        if hook in self._skipped or not is_overridden(hook, model):
             return
         before = getattr(model, HOOK)
         setattr(model, HOOK, hook)

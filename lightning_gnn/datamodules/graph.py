@@ -21,7 +21,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import lightning as L
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
@@ -50,6 +49,7 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
+from lightning_gnn.lightning_packages import LightningDataModule
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec, checked_method
 from lightning_gnn.private_lightning import leave_out_missing_validation
@@ -87,7 +87,7 @@ class OneBatch:
         yield copy.copy(self.batch)
 
 
-class GraphDataModule(L.LightningDataModule):
+class GraphDataModule(LightningDataModule):
     """One graph for any strategy: unpartitioned on one device, partitioned over the ranks of a `lightning_gnn` strategy.
 
     Rank 0 partitions the graph once. The result is stored, memory-mapped by all ranks, and reused in later runs. Machines without

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
+from lightning_gnn.lightning_packages import is_instance
 from lightning_gnn.private_torch import LOAD_HOOKS, MODULES, version_counter
 
 MOST_BYTES = 1 << 30
@@ -130,7 +131,7 @@ def warn_of_lost(lost: Mapping[str, str], strategy: str) -> None:
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes of an object that pickles contain, with the class of a module."""
-    if isinstance(owner, pl.Trainer):
+    if is_instance(owner, "Trainer"):
         return {"callbacks": owner.callbacks}  # type: ignore[attr-defined]
     if not isinstance(owner, torch.nn.Module):
         return {name: value for name, value in _state_of(owner).items() if name in vars(owner)}
@@ -142,7 +143,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
         del state[LOAD_HOOKS]  # torch's weight norm adds a local function, for older checkpoints
     else:
         kind, state = type(owner), _state_of(owner)
-    left_out = _OF_RUN if isinstance(owner, pl.LightningModule) else ()
+    left_out = _OF_RUN if is_instance(owner, "LightningModule") else ()
     return {_CLASS: kind, **{name: value for name, value in state.items() if name not in left_out}}
 
 

@@ -24,7 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import Progress, current_progress
@@ -257,7 +257,7 @@ def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | N
     """
     if environment.node_rank() > 0:
         return None
-    is_given = not isinstance(environment, LightningEnvironment) or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
+    is_given = type(environment).__name__ != "LightningEnvironment" or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
     listener = listen_for_ranks(environment.main_address, environment.main_port if is_given else 0, size)
     if listener is not None and not is_given:
         setattr(environment, PORT, listener.getsockname()[1])

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_gnn.lightning_packages import is_overridden, overrides_hook
 from lightning_gnn.rows.mode import active_mode
 
 _LIGHTNING = ("lightning", "pytorch_lightning")
@@ -56,16 +56,11 @@ def _is_of_user(trainer: Any, action: str) -> bool:
     if hook in _EXCLUDED:
         return False
     if owner.startswith("[LightningModule]"):
-        return is_overridden(hook, trainer.lightning_module, pl.LightningModule)
+        return is_overridden(hook, trainer.lightning_module)
     if owner.startswith("[LightningDataModule]"):
-        return is_overridden(hook, trainer.datamodule, pl.LightningDataModule)
+        return is_overridden(hook, trainer.datamodule)
     callbacks = [each for each in trainer.callbacks if owner == f"[Callback]{each.state_key}"]
-    return any(_has_tensors(type(each)) and _overrides(each, hook) for each in callbacks)
-
-
-def _overrides(callback: pl.Callback, hook: str) -> bool:
-    """Returns whether a callback overrides a hook, like Lightning's ``is_overridden``, which rejects partial functions."""
-    return getattr(getattr(callback, hook, None), "__func__", None) is not getattr(pl.Callback, hook, None)
+    return any(_has_tensors(type(each)) and overrides_hook(each, hook) for each in callbacks)
 
 
 def _has_tensors(callback: type[pl.Callback]) -> bool:

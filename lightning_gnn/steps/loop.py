@@ -11,12 +11,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import current_progress
+from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.private_lightning import END_QUESTION, EXAMPLE
 
 SKIPPED = object()
@@ -99,9 +99,8 @@ def hooks_move_batches(module: pl.LightningModule, data: pl.LightningDataModule)
 
     Hooks of the module and of the datamodule count.
     """
-    users = ((module, pl.LightningModule), (data, pl.LightningDataModule))
     hooks = "on_before_batch_transfer", "transfer_batch_to_device"
-    return any(is_overridden(hook, owner, base) for owner, base in users for hook in hooks)
+    return any(is_overridden(hook, owner) for owner in (module, data) for hook in hooks)
 
 
 class Progress(pl.Callback):

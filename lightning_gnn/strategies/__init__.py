@@ -10,10 +10,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_gnn.lightning_packages import FABRICS, PACKAGES
 from lightning_gnn.registry import STRATEGIES, class_of_strategies
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def register(strategy: type[GNNStrategy]) -> None:
 def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) -> None:
     for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_notebook", "fork")):
         description = f"{described}, ranks started by {start_method}"
-        StrategyRegistry.register(name + suffix, strategy, description=description, start_method=start_method)
         stub = partial(_refuse_fabric, name + suffix)
-        STRATEGY_REGISTRY.register(name + suffix, stub, "for the Trainer only", override=True)
+        for package, fabric in zip(PACKAGES, FABRICS):
+            registry = package.strategies.StrategyRegistry
+            registry.register(name + suffix, strategy, description=description, start_method=start_method)
+            fabric.strategies.STRATEGY_REGISTRY.register(name + suffix, stub, "for the Trainer only", override=True)
 
 
 def _refuse_fabric(name: str) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
+from lightning_gnn.lightning_packages import check_callbacks, is_instance
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_lightning import reduce_over
@@ -220,8 +221,9 @@ class GNNStrategy(RankStrategy):
         """
         if trainer is None or self.world_size == 1:
             return
-        module = next((value for value in arguments if isinstance(value, pl.LightningModule)), trainer.lightning_module)
-        found = next((value for value in arguments if isinstance(value, pl.LightningDataModule)), None)
+        check_callbacks(trainer)
+        module = next((value for value in arguments if is_instance(value, "LightningModule")), trainer.lightning_module)
+        found = next((value for value in arguments if is_instance(value, "LightningDataModule")), None)
         data = self.check_data(found or getattr(trainer, "datamodule", None))
         if module is None:
             return  # Lightning raises an error
@@ -252,6 +254,7 @@ class GNNStrategy(RankStrategy):
                 "sync_batchnorm=True converts BatchNorm to a layer that averages over ranks, not over nodes. "
                 "Set sync_batchnorm=False."
             )
+        check_callbacks(trainer)
         data = self.check_data(getattr(trainer, "datamodule", None))
         shard = data.shard
         log_run(self, trainer, shard)
@@ -402,9 +405,9 @@ class GNNStrategy(RankStrategy):
         return loss
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self.steps.random.inside(False):
-            return super().optimizer_step(*args, **kwargs)
+            return self.precision_plugin.optimizer_step(optimizer, model=model or self._module, closure=closure, **kwargs)
 
     @contextmanager
     @override

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -22,7 +21,8 @@ from lightning_gnn.comm.group import World, wait_for_all
 from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.devices import backend_of
 from lightning_gnn.launching import StartMethod, make_launcher
-from lightning_gnn.private_lightning import TRAINER, WrappingCheckpointIO, compilation
+from lightning_gnn.lightning_packages import ParallelStrategy
+from lightning_gnn.private_lightning import TRAINER, compilation
 
 MOST_SECONDS = 10**8
 """Maximal timeout, three years: torch counts timeouts in milliseconds, and in places in 64-bit nanoseconds."""
@@ -183,7 +183,7 @@ class RankStrategy(ParallelStrategy):
         """Atomic checkpoint IO, also under a wrapper such as AsyncCheckpointIO, unless ``Trainer(plugins=...)`` sets another."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
+        elif hasattr(self._checkpoint_io, "checkpoint_io"):  # a wrapper
             self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
         return self._checkpoint_io
 

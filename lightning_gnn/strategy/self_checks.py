@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gnn.checks.self_check import SelfCheck, self_check
@@ -18,6 +16,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.registry import explain_error
 from lightning_gnn.strategy.graph_kinds import make_small_graph
@@ -40,7 +39,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
         step, mask = STAGES[stage]
         counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
-        if sum(counts) and not unused and is_overridden(step, module, pl.LightningModule):
+        if sum(counts) and not unused and is_overridden(step, module):
             # Ranks run checks at the same time. Steps may use other masks than their own.
             busy, most = Counter(found.values()), max(counts)
             found[stage] = min(

@@ -17,7 +17,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 
@@ -41,6 +40,7 @@ from lightning_gnn.console import progress_bar, text_of, text_table
 from lightning_gnn.data.shards import Shard, split_graph, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
@@ -322,7 +322,7 @@ class _Check:
         module, stages = self._module, list[str]()
         counts = whole_graph(self.graph).mask_counts
         for stage, (step, mask) in STAGES.items():
-            if not is_overridden(step, module, pl.LightningModule):
+            if not is_overridden(step, module):
                 continue
             if mask is not None and not counts[counted_mask(mask, module)]:
                 self.notes.append(f"{step} was skipped: {counted_mask(mask, module)} is empty in the compared nodes.")

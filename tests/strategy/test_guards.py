@@ -33,11 +33,11 @@ def test_mps():
         strategy._configure_launcher()
 
 
-def test_pytorch_lightning_does_not_know_the_names():
-    """A registry of its own: docs/errors.md has its message."""
+def test_callbacks_of_the_other_package():
     pl = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='dgcl'`"):
-        pl.Trainer(strategy="dgcl", devices=2, accelerator="cpu")
+    trainer = quiet_trainer("dgcl", 2, callbacks=[pl.callbacks.EarlyStopping("val_loss")])
+    with pytest.raises(TypeError, match="EarlyStopping must come from the package of the Trainer, lightning.pytorch, got"):
+        trainer.fit(NodeClassifier(build("gcn")), datamodule=graph())
 
 
 @pytest.mark.parametrize("name", ["dgcl", "spmm_2d_spawn", "auto_gnn_notebook"])

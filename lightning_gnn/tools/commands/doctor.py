@@ -100,15 +100,10 @@ def check_versions() -> Iterator[Check]:
             yield Check(package, "ok", version)
         else:
             yield Check(package, "failed", f"{version} is not supported", f'pip install "{package}{specifier}"')
-    # Some releases of `lightning` install it, so its presence is harmless; importing it is not.
     name, version = "pytorch_lightning", _version("pytorch_lightning")
-    if version is None:
-        yield Check(name, "ok", "not installed")
-        return
-    needs = importlib.metadata.requires("lightning") or ()
-    brought = any(Requirement(text).name.replace("-", "_") == name for text in needs)
-    advice = "write `import lightning`, not `import pytorch_lightning`: its registry does not know the strategies"
-    yield Check(name, "ok" if brought else "warning", f"{version}{', comes with lightning' * brought}", advice)
+    is_equal = version in (None, _version("lightning"))
+    advice = "install the version of lightning; import the Trainer, modules and callbacks of a script from one of the two"
+    yield Check(name, "ok" if is_equal else "warning", version or "not installed", advice)
 
 
 def _version(package: str) -> str | None:

@@ -19,7 +19,6 @@ from typing import Any
 import lightning as L
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,6 +29,7 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.devices import synchronize
+from lightning_gnn.lightning_packages import is_instance, is_overridden
 from lightning_gnn.tools.comparing.cells import MAKES, task_parser
 
 
@@ -183,7 +183,7 @@ def main() -> None:
         end_with_parent(task["parent"])
     L.seed_everything(task["seed"], verbose=False)
     model, data, strategy = _make_object(task, "model"), _make_object(task, "data"), _make_object(task, "strategy")
-    if not isinstance(model, L.LightningModule) or not isinstance(data, GraphDataModule):
+    if not is_instance(model, "LightningModule") or not isinstance(data, GraphDataModule):
         raise ValueError(
             f"model must be a LightningModule, and data a GraphDataModule (got {type(model).__name__}, {type(data).__name__})."
         )

@@ -1,0 +1,64 @@
+"""Base classes for both packages that Lightning is published as: ``lightning`` and ``pytorch_lightning``.
+
+The packages have the same code and separate classes. A Trainer accepts only objects whose classes come from its own package, so
+classes that users pass to a Trainer inherit from the classes of both. `pytorch_lightning` need not be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
+
+PACKAGES: Sequence[Any] = [pl, *([import_module("pytorch_lightning")] if find_spec("pytorch_lightning") else [])]
+"""Installed packages."""
+
+FABRICS: Sequence[Any] = [import_module(name) for name in ("lightning.fabric", "lightning_fabric")[: len(PACKAGES)]]
+"""Package of Fabric for each of `PACKAGES`."""
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+
+    def _join(name: str, classes: Sequence[type]) -> type:
+        return type(name, tuple(classes), {"__module__": __name__, "__doc__": f"{name} of all installed packages."})
+
+    LightningDataModule = _join("LightningDataModule", [each.LightningDataModule for each in PACKAGES])
+    ParallelStrategy = _join("ParallelStrategy", [each.strategies.ParallelStrategy for each in PACKAGES])
+
+
+def is_instance(value: Any, name: str) -> bool:
+    """Returns whether a value is an instance of the class `name` of an installed package, such as ``"LightningModule"``."""
+    return isinstance(value, tuple(getattr(each, name) for each in PACKAGES))
+
+
+def is_overridden(hook: str, owner: Any) -> bool:
+    """Returns whether a module or datamodule overrides a hook of its package."""
+    kind = "LightningModule" if is_instance(owner, "LightningModule") else "LightningDataModule"
+    parent = next(getattr(each, kind) for each in PACKAGES if isinstance(owner, getattr(each, kind)))
+    return _is_overridden(hook, owner, parent)
+
+
+def overrides_hook(callback: pl.Callback, hook: str) -> bool:
+    """Returns whether a callback overrides a hook, like Lightning's ``is_overridden``, which rejects partial functions."""
+    inherited = [getattr(each.Callback, hook, None) for each in PACKAGES]
+    return getattr(getattr(callback, hook, None), "__func__", None) not in inherited
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Raises TypeError if a callback comes from another package than the Trainer."""
+    package = next(each for each in PACKAGES if isinstance(trainer, each.Trainer))
+    for callback in trainer.callbacks:
+        name, theirs = type(callback).__name__, type(callback).__module__
+        if is_instance(callback, "Callback") and not (
+            isinstance(callback, package.Callback) or theirs.startswith("lightning_gnn.")
+        ):
+            raise TypeError(
+                f"The callback {name} must come from the package of the Trainer, {package.__name__}, got {theirs}. "
+                "Import the Trainer, modules and callbacks from one package."
+            )
