@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.comm.call import Call
-from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
-from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.data.shards import Shard, split_graph
-from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.data.shards import Shard
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategy.base import GNNStrategy
+from lightning_gnn.tools.exchange_check import CLASSES, FEATURES, check_exchange, odd_graph, split_odd_graph
 from lightning_gnn.tools.parity import check_parity
-
-_NODES, _EDGES, _FEATURES, _CLASSES = 61, 240, 6, 4
 
 
 def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list[str]:
@@ -56,16 +47,14 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
             layout = strategy.scheme.layout(size)
         except ValueError:
             continue
-        graph = _graph()
-        data = GraphDataModule(graph, partition=_part(size) if layout.kind == "edge_cut" else None)
+        data = odd_graph(layout)
         for name, make in _MODELS.items():
-            module = NodeClassifier(make(_FEATURES, 8, 2, _CLASSES, norm="batch_norm"))
+            module = NodeClassifier(make(FEATURES, 8, 2, CLASSES, norm="batch_norm"))
             report = check_parity(module, data, [strategy], devices=size)
             assert report.ok, f"{name} on {size} ranks:\n{report}"
             done.append(f"{name} on {size} ranks")
-        part, holders, _ = data.assign(graph, layout)
-        shards, meeting = split_graph(graph, np.asarray(part), layout, holders), Meeting(size)
-        for found in meeting.run(partial(_check_exchange, strategy, shards, meeting)):
+        shards, meeting = split_odd_graph(data, layout), Meeting(size)
+        for found in meeting.run(partial(_check_on_thread, strategy, shards, meeting)):
             if isinstance(found, BaseException):
                 raise AssertionError(f"the exchange on {size} ranks: {found}") from found
         done.append(f"the exchange on {size} ranks")
@@ -73,74 +62,8 @@ def conformance(strategy: GNNStrategy, ranks: Sequence[int] = (2, 3, 4)) -> list
     return done
 
 
-def _check_exchange(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Meeting, rank: int) -> None:
-    """Check the exchange; runs on each rank."""
-    shard, world, meter = shards[rank], InProcessWorld(rank, meeting), Meter()
-    exchange = strategy.scheme.exchange(shard, world, meter)
-    ids = torch.from_numpy(shard.node_ids(rank))
-    owned, halo = ids[: exchange.num_owned], ids[exchange.num_owned :]
-    assert len(halo) == exchange.num_halo, f"it has {exchange.num_halo} halo rows, and the shard {len(halo)}"
-    readers = torch.zeros(int(shard.offsets[-1]), 1, dtype=torch.float64)
-    for each in shard.halos:
-        readers[each] += 1
-    order = np.random.default_rng(rank).permutation(6)  # order of waits, different on each rank
-    waits = [_start(exchange, number, owned, halo, readers) for number in range(6)]
-    for number in range(6) if exchange.in_stages else order:
-        waits[number]()
-    sent = sum(traffic.bytes_sent for traffic in meter.by_layer.values())
-    assert sent > 0 or exchange.idle, "it sends rows that the meter does not count"
-    exchange.drain()
-    for name, of in (("scheme", strategy.scheme), ("exchange", exchange)):
-        buffer = io.BytesIO()
-        torch.save(of.state_dict(), buffer)
-        buffer.seek(0)
-        try:
-            of.load_state_dict(torch.load(buffer, weights_only=True))
-        except Exception as error:
-            raise AssertionError(f"the {name}'s state_dict() has more than plain values and tensors: {error}") from error
-
-
-def _start(exchange: Exchange, number: int, owned: Tensor, halo: Tensor, readers: Tensor) -> Callable[[], None]:
-    """Starts an expand or a reduce of rows with unique values; returns a function that waits for it and checks the result."""
-    call, width = Call(f"layer {number % 2}", number // 2), 1 + number % 3
-    rows = torch.arange(1.0, len(readers) + 1, dtype=torch.float64).view(-1, 1).repeat(1, width) * (number + 1)
-    if number % 2 == 0:
-        into = rows.new_empty(len(halo), width)
-        wait = exchange.start_expand(rows[owned], into, call)
-
-        def check_expand() -> None:
-            wait()
-            assert torch.equal(into, rows[halo]), "start_expand brings other rows than the owners have"
-
-        return check_expand
-    finish = exchange.start_reduce(rows[halo], call.backward())
-
-    def check_reduce() -> None:
-        out = rows[owned].clone()
-        finish(out)
-        expected = rows[owned] * (1 + readers[owned])
-        assert torch.allclose(out, expected, rtol=1e-12), "start_reduce adds something else than the readers sent"
-
-    return check_reduce
-
-
-def _graph() -> Data:
-    """Returns a graph with hubs, isolated nodes, self-loops, duplicate edges, and masks that are empty on some parts."""
-    draws = np.random.default_rng(3)
-    source = draws.integers(0, _NODES - 6, _EDGES)  # the last nodes are isolated
-    target = np.where(draws.random(_EDGES) < 0.2, 0, draws.integers(0, _NODES - 6, _EDGES))
-    x = torch.from_numpy(draws.standard_normal((_NODES, _FEATURES))).float()
-    y, group = torch.from_numpy(draws.integers(0, _CLASSES, _NODES)), torch.from_numpy(draws.integers(0, 4, _NODES))
-    edges = torch.from_numpy(np.stack([source, target]))
-    return Data(x=x, edge_index=edges, y=y, train_mask=group < 2, val_mask=group == 2, test_mask=group == 3)
-
-
-def _part(size: int) -> NDArray[np.int64]:
-    """Returns the owner of each node: uneven parts; with three or more parts, the last is empty."""
-    shares = np.arange(size, 0, -1.0)
-    if size > 2:
-        shares[-1] = 0
-    return np.random.default_rng(size).choice(size, _NODES, p=shares / shares.sum())
+def _check_on_thread(strategy: GNNStrategy, shards: Sequence[Shard], meeting: Meeting, rank: int) -> None:
+    check_exchange(strategy, shards, InProcessWorld(rank, meeting))
 
 
 class _UsersConv(MessagePassing):

@@ -20,6 +20,7 @@ from lightning_gnn.tools.commands.compare import compare, demo
 from lightning_gnn.tools.commands.doctor import doctor
 from lightning_gnn.tools.commands.partition import partition
 from lightning_gnn.tools.commands.plan import plan
+from lightning_gnn.tools.commands.self_test import is_self_test, self_test
 from lightning_gnn.tools.commands.topology import topology
 from lightning_gnn.tools.parser import Parser, check_names, did_you_mean
 
@@ -27,7 +28,7 @@ COMMANDS = {
     "demo": "see three strategies at work on a graph made on the spot, in about a minute",
     "fit": "train a model on a graph",
     "validate": "evaluate a model on the validation nodes",
-    "test": "evaluate a model on the test nodes",
+    "test": "evaluate a model on the test nodes; without a model, with --ranks N, test the installation",
     "predict": "compute a model's output for every node",
     "partition": "partition a graph ahead of time, and show the parts",
     "plan": "show what a communication plan puts on each link, and what one exchange takes",
@@ -46,6 +47,7 @@ commands:
 {commands}
 
 examples:
+  lightning-gnn test --ranks 4
   lightning-gnn partition --config configs/dgcl.yaml
   lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn advise --config configs/dgcl.yaml --parts 4
@@ -62,7 +64,7 @@ SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one grap
   fit, validate, test, predict  your model and graph, of a file: --config FILE
   check, advise, compare        is it exact? which strategy will be the fastest? which is?
   partition, plan, topology     the parts, what travels between them, and the links
-  doctor                        can this machine train?
+  doctor, test                  can this machine train? is it exact: test --ranks 2
 
 All commands, with examples: lightning-gnn --help
 """
@@ -99,6 +101,9 @@ class TrainerCLI(LightningCLI):
 
 def run(command: str, arguments: Sequence[str]) -> None:
     own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, topology)}
+    if command == "test" and is_self_test(arguments):
+        self_test(arguments)
+        return
     if command in own:
         own[command](arguments)
         return

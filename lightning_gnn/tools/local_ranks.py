@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
-from lightning_gnn.comm.listening import LISTENER_VARIABLE
+from lightning_gnn.comm.listening import LISTENER_VARIABLE, listen_for_ranks
 
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -19,35 +20,66 @@ LAUNCHER_VARIABLES = (
 """Environment variables that launchers set for a rank."""
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False) -> str:
-    """Run ``python *arguments`` once per rank with a launcher's environment variables; return the output of rank 0.
+class Machine(NamedTuple):
+    """This machine among the machines of a run.
+
+    Attributes:
+        address: address of the first machine.
+        port: port of the first machine; 0 for any free port, on a single machine.
+        node_rank: number of this machine.
+        num_nodes: number of machines, each with as many ranks.
+    """
+
+    address: str = "127.0.0.1"
+    port: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+
+
+_ALONE = Machine()
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    num_ranks: int,
+    deadline: float | None = None,
+    show_errors: bool = False,
+    machine: Machine = _ALONE,
+) -> str:
+    """Run ``python *arguments`` once per rank with a launcher's environment variables; return the output of this machine's first.
 
     Args:
         arguments: arguments such as ``["-m", "package.module"]``.
+        num_ranks: number of ranks on this machine.
         deadline: seconds after which all ranks are killed; None waits without limit.
-        show_errors: whether rank 0 writes to this process's standard error, for progress.
+        show_errors: whether the first rank writes to this process's standard error, for progress.
+        machine: this machine; default: the only machine.
 
     Raises:
         RuntimeError: if a rank fails or the deadline passes; with the last error line of the ranks.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)  # for rank 0: no other process can take the port
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), WORLD_SIZE=str(num_ranks), NODE_RANK="0")
+    address, port, node_rank, num_nodes = machine
+    size, first = num_ranks * num_nodes, num_ranks * node_rank
+    listener = None if node_rank else listen_for_ranks(address, port, size)  # for rank 0: no other process can take the port
+    port = port if listener is None else listener.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, "SLURM_NTASKS")}
+    env.update(MASTER_ADDR=address, MASTER_PORT=str(port), WORLD_SIZE=str(size), NODE_RANK=str(node_rank))
     env.update(LOCAL_WORLD_SIZE=str(num_ranks), PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
     end = float("inf") if deadline is None else time.monotonic() + deadline
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
-            with listener:
+            with listener or nullcontext():
                 for rank in range(num_ranks):
-                    listens = {LISTENER_VARIABLE: str(listener.fileno())} if rank == 0 else {}
+                    passed = [] if listener is None or rank else [listener.fileno()]
+                    listens = {LISTENER_VARIABLE: str(passed[0])} if passed else {}
                     ranks.append(
                         subprocess.Popen(
                             [sys.executable, *arguments],
-                            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), **listens},
+                            env={**env, "RANK": str(first + rank), "LOCAL_RANK": str(rank), **listens},
                             stdout=output if rank == 0 else errors,
                             stderr=None if rank == 0 and show_errors else errors,
-                            pass_fds=[listener.fileno()] if rank == 0 else [],
+                            pass_fds=passed,
                         )
                     )
             while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
