@@ -17,7 +17,7 @@ from lightning_gnn.tools.local_ranks import Machine, run_ranks
 from lightning_gnn.tools.parser import Parser
 
 PARTS = {
-    "exchanges": "Run lightning-gnn doctor. On several machines, open their ports, and set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
+    "exchanges": "Run lightning-gnn doctor. On several machines, open ports, and set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
     "training": "Run lightning-gnn doctor, and install versions that docs/install.md lists. Report a difference as an issue.",
     "lost rank": "Set timeout=SECONDS in strategies: it bounds waits for lost ranks. Report the error as an issue.",
 }
@@ -38,7 +38,7 @@ def self_test(arguments: Sequence[str]) -> None:
         prog="lightning-gnn test --ranks 2",
         usage="lightning-gnn test [--ranks N] [--hosts A,B] [--device cpu|cuda] [--timeout SECONDS]",
         description="Test this installation on a synthetic graph: exchanges between ranks, training under three strategies "
-        "against one device, and the end of all ranks after a rank is lost. To evaluate a model: lightning-gnn test --config FILE.",
+        "against one device, and the end of ranks after a rank is lost. To evaluate a model: lightning-gnn test --config FILE.",
     )
     parser.add_argument("--ranks", type=int, help="Ranks per machine. (default: one per GPU, at least 2)")
     parser.add_argument(
@@ -86,7 +86,7 @@ def _test(ranks: int, hosts: Sequence[str], node_rank: int, device: str, timeout
         os.environ["LIGHTNING_GNN_STORE"] = folder
         for number, part in enumerate(parts):
             if failures and len(hosts) > 1:
-                break  # other machines may not reach the next part
+                break  # other machines may have ended
             # Each part uses another port: machines do not start a part at the same time.
             machine = Machine(address, port + number, node_rank, len(hosts)) if len(hosts) > 1 else Machine()
             began = time.monotonic()

@@ -57,10 +57,10 @@ def _give_up() -> None:
 
 
 class _Losses(L.Callback):
-    """Callback that stores the loss of each epoch; the last rank ends at the start of `last_epoch`.
+    """Callback that stores the loss of each epoch, and ends the process of the last rank, as if killed.
 
     Args:
-        last_epoch: epoch in which a rank ends; None for no end.
+        last_epoch: epoch in which the process ends, before the backward pass; None for no end.
     """
 
     def __init__(self, last_epoch: int | None = None) -> None:
@@ -71,7 +71,7 @@ class _Losses(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if trainer.current_epoch == self._last_epoch:
             if trainer.global_rank == trainer.world_size - 1:
-                os._exit(0)  # the other ranks see the end of a killed process
+                os._exit(0)
             timer = threading.Timer(END_S, _give_up)
             timer.daemon = True
             timer.start()
@@ -125,7 +125,7 @@ def check_lost_rank(rank: int, size: int, device: str) -> str:
     except Exception as error:
         if not re.search(rf"\brank(\(s\))? {size - 1}\b", str(error), re.IGNORECASE):
             raise RuntimeError(f"the error of rank {rank} must name rank {size - 1}, got {error}") from error
-        return f"the other ranks ended with: {error}".partition("\n")[0]
+        return f"rank {size - 1} ended, and the other ranks raised an error that names it"
     raise RuntimeError(f"rank {rank} must raise an error after rank {size - 1} has ended, got none.")
 
 
