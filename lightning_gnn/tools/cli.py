@@ -47,7 +47,6 @@ commands:
 {commands}
 
 examples:
-  lightning-gnn test --ranks 4
   lightning-gnn partition --config configs/dgcl.yaml
   lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn advise --config configs/dgcl.yaml --parts 4

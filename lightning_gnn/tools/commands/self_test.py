@@ -64,8 +64,8 @@ def self_test(arguments: Sequence[str]) -> None:
     if not options.timeout > 0:
         parser.error(f"--timeout must be above 0, got {options.timeout}.")
     if len(hosts) > 1 and "NODE_RANK" not in os.environ:
-        for node_rank, host in enumerate(hosts):
-            variables = f"MASTER_ADDR={hosts[0]} MASTER_PORT={PORT} NODE_RANK={node_rank}"
+        for number, host in enumerate(hosts):
+            variables = f"MASTER_ADDR={hosts[0]} MASTER_PORT={PORT} NODE_RANK={number}"
             print(f"{variables} lightning-gnn test {shlex.join(arguments)}  # on {host}")
         return
     node_rank = os.environ.get("NODE_RANK", "") if len(hosts) > 1 else "0"
