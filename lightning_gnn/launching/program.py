@@ -29,6 +29,8 @@ def command() -> tuple[list[str], str]:
     own, how, given = _split(sys.orig_argv[1:])
     main, python = sys.modules["__main__"], [sys.executable, *own]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if "ray/_private/workers/" in str(file):
+        raise RuntimeError("Ray started it without a script (with lightning_gnn.ray, each worker of TorchTrainer is a rank)")
     if how == "-c" and file is None:
         return [*python, how, *given], _FOLDER
     if spec is not None and spec.name != "__main__":

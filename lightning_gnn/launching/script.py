@@ -82,8 +82,7 @@ class ScriptLauncher(Launcher):
     _script = _script  # state of the process, shared by all launchers
 
     def __init__(self, strategy: Launchable) -> None:
-        self._strategy = strategy
-        reporter, parent = _script.reporter, _script.parent
+        self._strategy, reporter, parent = strategy, _script.reporter, _script.parent
         if reporter is not None and parent is not None and not _script.watches:
             end_with_parent(parent, unless=lambda: not reporter.needs_parent)
             _script.watches = True
@@ -101,8 +100,7 @@ class ScriptLauncher(Launcher):
         environment, strategy, script = self._strategy.cluster_environment, self._strategy, self._script
         assert environment is not None
         environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
-        ranks = strategy.num_processes * strategy.num_nodes
-        reporter = script.reporter
+        ranks, reporter = strategy.num_processes * strategy.num_nodes, script.reporter
         if reporter is not None:  # this is a started rank
             if script.waits:
                 script.waits = False

@@ -143,7 +143,6 @@ class RankStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         current_progress().at("set-up")
-        super().setup_environment()
         self.set_world_ranks()
         expected = self.num_nodes * self.num_processes
         if self.world_size != expected:
@@ -152,6 +151,7 @@ class RankStrategy(ParallelStrategy):
                 f"{type(self.cluster_environment).__name__} reports {self.world_size}. "
                 f"{_how_to_start(self.cluster_environment, self.num_nodes, self.num_processes)}"
             )
+        super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
@@ -210,4 +210,4 @@ def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: 
         )
     if kind == "TorchElasticEnvironment":
         return f"Start with `torchrun --nnodes {machines} --nproc-per-node {ranks} script.py`, or change devices and num_nodes."
-    return f"Start {machines * ranks} processes, or change devices and num_nodes."
+    return f"Start {machines * ranks} processes, or change devices and num_nodes. In Ray, call lightning_gnn.ray.prepare_trainer."
