@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -19,17 +20,21 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_whole
 from lightning_gnn.strategy.ranks import RankStrategy
 
-try:
-    import ray.train
-    from ray.train.collective import broadcast_from_rank_zero
-    from ray.train.lightning import RayLightningEnvironment
-    from ray.train.torch import get_device
-    from ray.util import get_node_ip_address
-except ImportError as error:
-    raise ImportError("lightning_gnn.ray needs Ray Train, which is not installed. Run pip install lightning-gnn[ray].") from error
-
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """File in a reported checkpoint, as of Ray's ``RayTrainReportCallback``."""
+
+
+def import_ray() -> Any:
+    """Returns the module ``ray``; raises ImportError with the command that installs it."""
+    try:
+        import ray.train.collective
+        import ray.train.lightning
+        import ray.train.torch
+    except ImportError as error:
+        raise ImportError(
+            "lightning_gnn.ray needs Ray Train, which is not installed. Run pip install lightning-gnn[ray]."
+        ) from error
+    return ray
 
 
 def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
@@ -44,14 +49,15 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     Raises:
         ValueError: strategy, plugin or accelerator are not supported, or machines have different numbers of workers.
     """
-    strategy, device, context = trainer.strategy, get_device(), ray.train.get_context()
+    ray = import_ray()
+    strategy, device, context = trainer.strategy, ray.train.torch.get_device(), ray.train.get_context()
     if not isinstance(strategy, RankStrategy):
         raise ValueError(
             f"strategy must be a strategy of lightning_gnn, got {type(strategy).__name__}. Use Trainer(strategy='dgcl'), or "
             "ray.train.lightning.prepare_trainer for the strategies of Ray."
         )
     environment, ranks, machine = strategy.cluster_environment, context.get_local_world_size(), context.get_node_rank()
-    if not isinstance(environment, RayLightningEnvironment):
+    if not isinstance(environment, ray.train.lightning.RayLightningEnvironment):
         raise ValueError(
             f"plugins must contain a RayLightningEnvironment, got {type(environment).__name__}. "
             "Use Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
@@ -69,8 +75,8 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     strategy.parallel_devices, strategy.num_nodes = [device] * ranks, context.get_world_size() // ranks
     strategy.ranks.check(strategy.parallel_devices, strategy.num_nodes)
     if dist.is_initialized():
-        place = broadcast_from_rank_zero((get_node_ip_address(), str(find_free_network_port())))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place
+        place = ray.util.get_node_ip_address(), str(find_free_network_port())
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = ray.train.collective.broadcast_from_rank_zero(place)
         dist.destroy_process_group()
     return trainer
 
@@ -78,7 +84,7 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
 @contextmanager
 def last_checkpoint() -> Iterator[str | None]:
     """Context manager with the ``ckpt_path`` of the last reported checkpoint; None if there is none, as in a first attempt."""
-    checkpoint = ray.train.get_checkpoint()
+    checkpoint = import_ray().train.get_checkpoint()
     if checkpoint is None:
         yield None
         return
@@ -103,8 +109,9 @@ class RayReportCallback(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if (trainer.current_epoch + 1) % self.every_n_epochs:
             return
+        train = import_ray().train
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(os.path.join(folder, CHECKPOINT_NAME))  # on all ranks; rank 0 writes
-            ray.train.report(metrics, ray.train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None)
+            train.report(metrics, train.Checkpoint.from_directory(folder) if trainer.is_global_zero else None)
