@@ -87,6 +87,7 @@ if __name__ == "__main__":
             search()
         else:
             result = start_ranks({"strategy": "dgcl", "ranks": arguments.ranks, "lr": 0.01})
-            print(f"Test accuracy {result.return_value:.3f} on {arguments.ranks} ranks; last report in {result.checkpoint.path}")
+            last = Path(result.checkpoint.path).name
+            print(f"Test accuracy {result.return_value:.3f} on {arguments.ranks} ranks; last report: {last}")
     finally:
         ray.shutdown()
