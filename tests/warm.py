@@ -36,6 +36,8 @@ MARK = "LIGHTNING_GNN_TEST_RUN"
 """Of a run in the environment: its first letters are the name of the processes that are forked in it, see /proc/PID/comm."""
 _IMPORTED = ("lightning.pytorch.cli", "torch.distributed.run", "torch.distributed.elastic.agent.server")
 """Beside all of this package, which imports most of its modules, and other packages, when they are needed."""
+_OPTIONAL = ("optuna", "hydra")
+"""Modules that need a package of the same name, which may not be installed."""
 _ARGUMENTS = {"-m", "-c"}
 _SUBREAPER, _NAME = 36, 15  # of prctl
 _FREE = 512  # numbers of open files from here on are wanted by nobody
@@ -310,6 +312,7 @@ def _main() -> None:
     ours = [module.name for module in pkgutil.walk_packages(lightning_gnn.__path__, "lightning_gnn.")]
     if find_spec("triton") is None:
         ours = [name for name in ours if ".triton_" not in name]
+    ours = [name for name in ours if name.removeprefix("lightning_gnn.") not in _OPTIONAL or find_spec(name.split(".")[1])]
     for module in (*_IMPORTED, *ours):
         import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:

@@ -70,7 +70,7 @@ def _text(first: Description, second: Description, rank: int, differing: list[st
     return (
         f"The run must be the same on all ranks: {name} is {texts[0]} on rank 0 and {texts[1]} on rank {rank}{others}. Each rank "
         "runs the whole script, so random numbers and values of its environment can differ. Use a generator with a seed, such as "
-        "random.Random(0), or TPESampler(seed=0) in Optuna; or run the script once, with a strategy whose name ends in _spawn. "
+        "random.Random(0), or lightning_gnn.optuna.create_study for Optuna; or run the script once, with strategy='dgcl_spawn'. "
         "The name of an attribute that may differ must begin with an underscore."
     )
 
