@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import update_wrapper, wraps
 from typing import Any
 
@@ -13,6 +14,8 @@ try:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import setup_globals
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("lightning_gnn.hydra needs Hydra, which is not installed. Run pip install hydra-core.") from error
 
@@ -63,6 +66,8 @@ class _Job:
         channel = open_channel()
         key = channel.next_job()
         channel.start_ranks_at(key)
+        with suppress(OmegaConfBaseException):  # caches values that differ between evaluations, such as ${now:%S}
+            OmegaConf.to_container(config, resolve=True)
         channel.send(key, "job", (config, HydraConfig.instance().cfg, os.getcwd()))
         return self._task(config)
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_gnn.launching.failures import Failure, set_report
-from lightning_gnn.tools.channel import Key, open_channel
+from lightning_gnn.tools.channel import Key, num_ranks, open_channel
 
 try:
     import optuna
@@ -42,19 +42,17 @@ def create_study(**options: Any) -> optuna.Study:
     if channel.rank > 0:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # rank 0 logs the trials
         name, directions, *state = channel.receive(key, "study")
-        storage: Any = _Received()
-        optuna.create_study(study_name=name, directions=directions, storage=storage)
-        study = _Study(name, storage)
-        study.key = key
-        study.receive(*state)
-        return study
-    storage = options.pop("storage", None) or optuna.storages.InMemoryStorage()
-    if isinstance(storage, str):
-        storage = optuna.storages.RDBStorage(storage)
-    created = optuna.create_study(storage=storage, **options)
-    study = _Study(created.study_name, storage, created.sampler, created.pruner)
+        options = {"study_name": name, "directions": directions, "storage": _Received()}
+    elif not isinstance(options.get("storage"), optuna.storages.BaseStorage):
+        url = options.get("storage")
+        options["storage"] = optuna.storages.RDBStorage(url) if url else optuna.storages.InMemoryStorage()
+    created = optuna.create_study(**options)
+    study = _Study(created.study_name, options["storage"], created.sampler, created.pruner)
     study.key = key
-    channel.send(key, "study", (study.study_name, study.directions, *study.state()))
+    if channel.rank > 0:
+        study.receive(*state)
+    else:
+        channel.send(key, "study", (study.study_name, study.directions, *study.state()))
     return study
 
 
@@ -164,7 +162,7 @@ class _Study(optuna.Study):
             channel.send((*key, next(numbers)), "begin", None)
             failed = None if error is None else Failure.of(0, error)
             channel.send(key, "end", (failed and (failed.exception or failed.error()), *self.state()))
-            for rank in range(1, channel.size) if error is None else ():
+            for rank in range(1, num_ranks()) if error is None else ():
                 with suppress(TimeoutError):  # under gossip, a rank may be lost
                     channel.receive(key, f"received {rank}", seconds=_END_S)
 

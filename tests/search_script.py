@@ -35,7 +35,8 @@ def new_storage() -> Any:
 
 
 def fit(trial: Any, columns: int, lr: float = 0.01, *callbacks: L.Callback) -> float:
-    model = NodeClassifier(GCN(GRAPH["num_features"], columns, num_layers=2, out_channels=GRAPH["num_classes"]), lr=lr)
+    features = GRAPH["num_features"] + (EVENT == "first fails in the check" and trial.number == 0)
+    model = NodeClassifier(GCN(features, columns, num_layers=2, out_channels=GRAPH["num_classes"]), lr=lr)
     trainer = L.Trainer(
         strategy=STRATEGY,
         devices=DEVICES,
@@ -59,10 +60,10 @@ def main() -> None:
         columns = trial.suggest_int("columns", 4, 64)
         lr = trial.suggest_float("lr", 1e-3, 1e-1, log=True)
         assert EVENT == "plain" or trial.user_attrs.get("order") == ("first" if trial.number == 0 else None)
-        if EVENT == "first fails" and trial.number == 0:
+        if EVENT == "first fails before training" and trial.number == 0:
             raise ValueError("all ranks fail before training")
-        if EVENT == "raise on one" and trial.number == 1 and RANK == 1:
-            raise ValueError("the data of rank 1 is spoilt")
+        if f"raise on {RANK}" == EVENT and trial.number == 1:
+            raise ValueError(f"the data of rank {RANK} is spoilt")
         value = fit(trial, columns, lr, *([Fails()] if trial.number in (3, 7) else []))
         drawn = trial.suggest_categorical("drawn after training", ["a", "b"])
         assert trial.params == {"columns": columns, "lr": lr, "drawn after training": drawn}
@@ -76,7 +77,7 @@ def main() -> None:
         options = {"storage": new_storage(), "study_name": "search", "direction": "maximize", "pruner": PruneThird()}
         study = create_study(**options)
     study.enqueue_trial({"columns": 16}, user_attrs={"order": "first"})
-    study.optimize(objective, n_trials=5, catch=(ValueError,))
+    study.optimize(objective, n_trials=5, catch=(ValueError, RuntimeError))
     found = {
         "seen": seen,
         "trials": [repr(trial) for trial in study.trials],
@@ -86,6 +87,8 @@ def main() -> None:
         "best": [study.best_params, study.best_value, repr(study.best_trial)],
     }
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    if STRATEGY == "dgcl_spawn":
+        return
     try:
         study.optimize(objective, n_trials=5)
     except ValueError:

@@ -53,6 +53,14 @@ def test_example(ran, name, at_least):
     assert not foreign(finished.output)
 
 
+@pytest.mark.campaign
+def test_search(tmp_path):
+    pytest.importorskip("optuna")
+    output = run(REPOSITORY / "examples" / "search.py", cwd=tmp_path).succeeded().output
+    assert output.count("Trial") == 9 and output.count("Best trial 6") == 1
+    assert float(output.partition("Validation accuracy ")[2][:5]) > 0.9 and not foreign(output)
+
+
 def in_a_ring(rank: int, world_size: int, model: str, shared_memory: bool) -> dict[str, Any]:
     sys.path.insert(0, str(REPOSITORY / "examples"))
     from own_scheme import RingStrategy

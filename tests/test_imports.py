@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
@@ -107,6 +108,14 @@ def test_names_that_were_removed_say_what_replaces_them(name, instead):
 
     with pytest.raises(ImportError, match=f"lightning_gnn.{name} was removed. .*{instead}"):
         getattr(lightning_gnn, name)
+
+
+@pytest.mark.parametrize(("name", "package"), [("optuna", "optuna"), ("hydra", "hydra-core")])
+def test_a_missing_package_is_an_error_with_the_command(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"lightning_gnn.{name}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=f"Run pip install {package}"):
+        import_module(f"lightning_gnn.{name}")
 
 
 def test_every_name_of_the_package_is_there():

@@ -20,6 +20,7 @@ from lightning_gnn.comm.group import next_store
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.launching import RankFailedError
 from lightning_gnn.launching.failures import set_report
+from lightning_gnn.launching.script import ScriptLauncher
 
 _VARIABLE = "LIGHTNING_GNN_CHANNEL"
 """Environment variable of a started rank: process id of rank 0, port of its store, and the key of its position."""
@@ -44,11 +45,6 @@ class Channel:
     def __init__(self, rank: int, store: dist.Store, first: Key = ()) -> None:
         self.rank, self.first, self._store = rank, first, store
         self._job = self._studies = 0
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that run at this time."""
-        return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
     def next_job(self) -> Key:
         """Returns the key of the next job of Hydra."""
@@ -110,7 +106,7 @@ class Channel:
         self.send(key, f"outcome {self.rank}", own)
         if isinstance(error, RankFailedError):
             raise error
-        others = [0] if self.rank else range(1, self.size) if error is not None else ()
+        others = [0] if self.rank else range(1, num_ranks()) if error is not None else ()
         for rank in others:
             try:
                 other = self.receive(key, f"outcome {rank}", seconds=float("inf") if error is None else _ALIKE_S)
@@ -126,6 +122,11 @@ class Channel:
                 raise failed from error
 
 
+def num_ranks() -> int:
+    """Returns the number of ranks that run the script at this time."""
+    return ScriptLauncher._script.size or int(os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1"))
+
+
 @cache
 def open_channel() -> Channel:
     """Returns the channel of this process.
@@ -139,11 +140,11 @@ def open_channel() -> Channel:
         return Channel(int(variables["LOCAL_RANK"]), dist.TCPStore(_LOCAL, numbers[0]), tuple(numbers[1:]))
     if SLURMEnvironment.detect():
         slurm = SLURMEnvironment()
-        variables.update(MASTER_ADDR=slurm.main_address, MASTER_PORT=str(slurm.main_port), RANK=str(slurm.global_rank()))
-        variables["WORLD_SIZE"] = str(slurm.world_size())
-    if {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= variables.keys():
-        rank, size = int(variables.get("RANK", variables["LOCAL_RANK"])), int(variables["WORLD_SIZE"])
-        return Channel(rank, dist.PrefixStore("channel", next_store(rank, size, _MEET)))
+        variables.update(MASTER_ADDR=slurm.main_address, MASTER_PORT=str(slurm.main_port))
+        return Channel(slurm.global_rank(), next_store(slurm.global_rank(), num_ranks(), _MEET))
+    if {"LOCAL_RANK", "MASTER_PORT"} <= variables.keys():
+        rank = int(variables.get("RANK", variables["LOCAL_RANK"]))
+        return Channel(rank, next_store(rank, num_ranks(), _MEET))
     if variables.get("NODE_RANK", "0") != "0":
         raise RuntimeError("lightning_gnn.optuna and .hydra do not support several machines with NODE_RANK. Use torchrun.")
     listener = listen_for_ranks(_LOCAL, 0, 1)
