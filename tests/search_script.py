@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from lightning_gnn.optuna import PruningCallback, create_study
 
 STRATEGY, DEVICES, EVENT, STORAGE, FOLDER = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5])
 RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+
+
+def no_graph() -> Any:
+    """Loaded by rank 0 while the others wait to start."""
+    time.sleep(4)  # the others have begun to follow it
+    raise ValueError("there is no graph")
 
 
 class PruneThird(optuna.pruners.BasePruner):
@@ -35,8 +42,9 @@ def new_storage() -> Any:
 
 
 def fit(trial: Any, columns: int, lr: float = 0.01, *callbacks: L.Callback) -> float:
-    features = GRAPH["num_features"] + (EVENT == "first fails in the check" and trial.number == 0)
-    model = NodeClassifier(GCN(features, columns, num_layers=2, out_channels=GRAPH["num_classes"]), lr=lr)
+    fails = EVENT == "first fails in the check" and trial.number == 0
+    data = GraphDataModule(no_graph) if fails else GraphDataModule("lightning_gnn.planted_partition", GRAPH)
+    model = NodeClassifier(GCN(GRAPH["num_features"], columns, num_layers=2, out_channels=GRAPH["num_classes"]), lr=lr)
     trainer = L.Trainer(
         strategy=STRATEGY,
         devices=DEVICES,
@@ -48,7 +56,7 @@ def fit(trial: Any, columns: int, lr: float = 0.01, *callbacks: L.Callback) -> f
         enable_model_summary=False,
         callbacks=[*callbacks, *([] if trial is None else [PruningCallback(trial, "val_acc")])],
     )
-    trainer.fit(model, datamodule=GraphDataModule("lightning_gnn.planted_partition", GRAPH))
+    trainer.fit(model, datamodule=data)
     return float(trainer.callback_metrics["val_acc"])
 
 
