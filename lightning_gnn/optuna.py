@@ -202,7 +202,7 @@ class _Study(optuna.Study):
 
     def receive(self, trials: list[Any], user_attrs: dict[str, Any]) -> None:
         """Set trials and attributes of rank 0."""
-        self._storage.received = trials
+        vars(self._storage)["received"] = trials
         for name, value in user_attrs.items():
             self.set_user_attr(name, value)
 
@@ -224,7 +224,8 @@ class _Trial(optuna.Trial):
     """Trial of rank 0, which sends its values."""
 
     def __init__(self, trial: optuna.Trial, key: Key) -> None:
-        self.__dict__.update(vars(trial), _key=key, _decisions=0, _pid=os.getpid())
+        self.__dict__.update(vars(trial))
+        self._key, self._decisions, self._pid = key, 0, os.getpid()
 
     def _share(self, name: str, value: Any) -> Any:
         open_channel().send(self._key, name, value)
