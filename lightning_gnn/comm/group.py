@@ -393,11 +393,11 @@ class World:
             dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
-    def broadcast_flag(self, value: bool, operation: str) -> bool:
+    def broadcast_number(self, value: int, operation: str) -> int:
         """Returns the value of rank 0, by the broadcast on the default group that Lightning uses to stop a run."""
-        flag = torch.tensor([value], dtype=torch.int64, device=self.device)
+        number = torch.tensor([value], dtype=torch.int64, device=self.device)
         with self.all_take_part(operation), self.watch.waiting(0 if self.rank else None):
-            request = dist.broadcast(flag, 0, async_op=True)
+            request = dist.broadcast(number, 0, async_op=True)
             try:
                 request.wait(*([self.timeout] if self.backend == "gloo" else []))  # on devices the host waits below
             except RuntimeError as error:
@@ -407,7 +407,7 @@ class World:
                 if self.rank:
                     raise PeerError(0, f"nothing from rank 0 {waited}", astray=True) from None
                 raise RuntimeError(f"timed out: another rank has not called this operation {waited}") from None
-        return bool(self.to_host(flag, operation))
+        return int(self.to_host(number, operation))
 
     def broadcast_tensors_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the tensors of `source`, on every rank."""

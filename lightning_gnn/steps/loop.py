@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import current_thread, main_thread
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,26 +60,50 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
             loop.__dict__.pop(name, None)
 
 
-@contextmanager
-def asking_whether_to_end(trainer: pl.Trainer, world: World) -> Iterator[None]:
-    """Context manager that turns Lightning's check for SIGTERM in each step into a regular operation.
+class EndQuestion(pl.Callback):
+    """Lightning's check for SIGTERM in each step as a regular operation, in which ranks also agree on SLURM's signal.
 
-    Lightning interprets a timeout as a negative answer, and waits for the same rank again.
+    Lightning interprets a timeout of the check as a negative answer, and waits for the same rank again. SLURM's signal announces
+    the end of a job. Lightning saves a checkpoint where the signal arrives; ranks at different places would wait for each other.
+    Here all ranks call Lightning's handler before the same step, after the signal has reached rank 0.
     """
-    loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
 
-    def ask() -> None:
-        if world.broadcast_flag(trainer.received_sigterm, "Lightning's question whether to end"):
+    def __init__(self, world: World) -> None:
+        self._world, self._signals = world, list[int]()
+        self._requeue: Any = None
+
+    @contextmanager
+    def replace_check(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Context manager in which this check replaces the check of Lightning's loop."""
+        loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
+        if self._world.size > 1 and hasattr(loop, name):  # since Lightning 2.6
+            vars(loop)[name] = lambda: self._check(trainer)
+        try:
+            yield
+        finally:
+            vars(loop).pop(name, None)
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        state = trainer.received_sigterm + 2 * bool(self._signals)
+        state = self._world.broadcast_number(state, "Lightning's question whether to end")
+        if state & 1:
             with suppress(CommunicationError):
-                world.barrier("End")
+                self._world.barrier("End")
             raise SIGTERMException
+        if state & 2 and self._requeue:
+            self._signals.clear()
+            self._requeue(0, None)
 
-    if world.size > 1 and hasattr(loop, name):  # since Lightning 2.6
-        vars(loop)[name] = ask
-    try:
-        yield
-    finally:
-        vars(loop).pop(name, None)
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        is_new = not self._requeue and END_QUESTION in vars(trainer.fit_loop.epoch_loop)
+        if is_new and getattr(environment, "auto_requeue", False) and current_thread() is main_thread():
+            handler = signal.getsignal(environment.requeue_signal)  # Lightning restores it at the end of the run
+            if callable(handler):
+                self._requeue = handler
+                signal.signal(environment.requeue_signal, lambda number, _: self._signals.append(number))
+
+    on_train_start = on_sanity_check_start  # the first hooks after Lightning has set its handler
 
 
 @contextmanager
