@@ -875,7 +875,7 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
             grad = torch.zeros_like(x)
         grad = None if grad is None else _sum_gradient(mode, grad, of, "gradient")
         for hook in () if grad is None else removed.get(x, {}).values():
-            with mode.activate():
+            with mode.activate(in_rule=True):
                 changed = hook(grad)
             grad = grad if changed is None else changed
         made.append(grad)
