@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     from lightning_gnn.old_names import OF_PACKAGE
 
     if name in OF_PACKAGE:
-        raise ImportError(f"lightning_gnn.{name} was removed. {OF_PACKAGE[name]}.")
+        raise ImportError(f"lightning_gnn.{name} was {OF_PACKAGE[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -316,7 +316,7 @@ class Trial:
 
 
 def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
-    """Update once for all ranks, with summed gradients."""
+    """Step the optimizer of the shared module once, on rank 0, with summed gradients; other ranks wait for rank 0."""
     if world is not None:
         world.all_gather_object(None)
     if world is None or world.rank == 0:

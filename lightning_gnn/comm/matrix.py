@@ -228,7 +228,7 @@ class SparseMatrix(Matrix):
         return _Part(csr, values, None if values is None else csr.transpose().permute(values))
 
     def _exchange(self, ids: Tensor, offsets: Ids, meter: Meter) -> tuple[Exchange, Tensor]:
-        """Returns the exchange of the halo nodes among `ids`, and `ids` as local indices: local nodes, then halo nodes."""
+        """Returns the exchange for the halo nodes in `ids`, and `ids`, in their order, as local ids: halo nodes last."""
         first, end = map(int, offsets[self.world.rank : self.world.rank + 2])
         own = (ids >= first) & (ids < end)
         halo, position = torch.unique(ids[~own], return_inverse=True)

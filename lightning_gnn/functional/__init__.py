@@ -84,30 +84,30 @@ class CommInfo:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """Number of nodes of the graph, N."""
         return sum(self.counts)
 
     @property
     def num_owned(self) -> int:
-        """N_p."""
+        """Number of local nodes of this rank, N_p."""
         return self.exchange.num_owned
 
     @property
     def num_halo(self) -> int:
-        """H."""
+        """Number of halo nodes of this rank, H."""
         return self.exchange.num_halo
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns rows of local and halo nodes, ``[N_p + H, ...]``, in the order of ``edge_index[0]`` (section 4.1).
+        """Returns rows of local and halo nodes, ``[N_p + H, ...]``, local nodes first, then halo nodes.
 
-        Differentiable: the gradients of halo rows are sent back and added to the gradients of their owners (section 6.2). The
+        Differentiable: the gradients of halo rows are sent back and added to the gradients of their owners. The
         order of addition is fixed, so runs are bitwise reproducible.
 
         Args:
             x: rows of local nodes, ``[N_p, ...]``, on the rank's device.
 
         Raises:
-            ValueError: for another number of rows, or another device.
+            ValueError: `x` does not have one row per local node, or is on another device.
             CommunicationError: if another rank has ended or exceeds the timeout.
         """
         self._check_owned(x, "graph_allgather")

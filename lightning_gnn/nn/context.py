@@ -144,7 +144,7 @@ class GraphContext:
         owned = self.num_targets if per_target else self.num_owned
         if rows != owned:
             raise UnsupportedModelError(
-                f"'{layer}' was given {rows} node rows, but this rank owns {owned}. Convs must be called with one "
+                f"'{layer}' was given {rows} node rows, but this rank has {owned} local nodes. Convs must be called with one "
                 "row per node of the batch, in its order."
             )
 
@@ -152,8 +152,8 @@ class GraphContext:
         """Raises :class:`UnsupportedModelError` unless `layer` has one row per local and halo node."""
         if rows != self.num_owned + self.num_halo:
             raise UnsupportedModelError(
-                f"'{layer}' was given {rows} rows, but this rank has {self.num_owned} owned and {self.num_halo} halo nodes: "
-                "it takes one row for each, in the order of gather_halo(x)."
+                f"{layer} needs one row per local node ({self.num_owned}) and halo node ({self.num_halo}) of this rank, got "
+                f"{rows} rows. Pass a tensor with the rows of gather_halo(x), in this order."
             )
 
     def check_edges(self, edge_index: Any, layer: str, edge_weight: Any = None) -> None:
@@ -183,7 +183,7 @@ class GraphContext:
 
     @property
     def all_on_loaded_edges(self) -> set[str]:
-        """:attr:`on_loaded_edges`, including layers that read out-edges."""
+        """Names of the layers in :attr:`on_loaded_edges` of this graph and of the graph with reversed edges."""
         return self.on_loaded_edges | (self.reverse.on_loaded_edges if self.reverse else set())
 
     @property

@@ -197,8 +197,8 @@ def fused_methods(conv: MessagePassing, context: GraphContext, layer: str, origi
         conv: conv to be bound.
         context: graph context of its rank.
         layer: name of the conv.
-        original: forward of the conv otherwise, as a function of the conv. It runs in calls with hooks, and if linear maps are
-            more than their weights. Both may change at any time, for example by pruning.
+        original: function of the conv and its arguments that runs the usual forward. It runs if the conv or a linear map has
+            hooks, or if a map is modified, for example by pruning. Both may change between calls.
     """
     rule = rule_of(type(conv), "forward", "message", "edge_update")
     if rule.forward is None or not rule.fits(conv):

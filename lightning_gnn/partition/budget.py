@@ -73,11 +73,11 @@ For all methods but METIS, :func:`_kaminpar` computes memory from the contents a
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of a method, without the edges.
+    """Predicted cost of a partitioning method.
 
     Attributes:
         method: method name, as in ``partition=``.
-        bytes: peak memory in bytes.
+        bytes: peak memory in bytes, without the edges.
         seconds: seconds on one core.
         installed: whether its package is installed.
     """

@@ -326,7 +326,7 @@ def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edge
 
 
 def wrap_layer_forward(layer: torch.nn.Module, uses_edges: bool) -> Any:
-    """Returns the layer's forward, bound or not, wrapped by :func:`wrap_forward`."""
+    """Returns the layer's forward, whether or not the layer is bound to a graph, wrapped by :func:`wrap_forward`."""
     before = layer.__dict__.get("forward")
     forward = type(layer).forward if before is None else before.__func__
     return types.MethodType(wrap_forward(forward, uses_edges), layer)

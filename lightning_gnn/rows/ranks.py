@@ -154,7 +154,7 @@ class Ranks:
         operation = self.make_operation(operation)
         sizes = self.gather(torch.tensor([len(rows)], device=rows.device), operation).view(-1).tolist()
         if counts is not None and list(counts) != sizes:
-            raise DivergedError(f"{operation.name}: the numbers of rows of the ranks must be {list(counts)}, got {sizes}.")
+            raise DivergedError(f"{operation.name}: rows by rank must be {list(counts)}, got {sizes}. Filter all ranks equally.")
         self.bytes_sent += rows.nbytes * (self.size - 1)
         with self._sending(operation):
             return self.world.all_gather_rows(rows.detach().contiguous(), sizes), sizes

@@ -54,5 +54,5 @@ class MemoryAdvice:
 
 @singledispatch
 def memory_advice(scheme: Scheme) -> MemoryAdvice:
-    """Returns the memory model of a scheme; ``@memory_advice.register`` adds a function for a class of schemes."""
+    """Returns the memory model of a scheme; ``@memory_advice.register`` adds one for a scheme class and its subclasses."""
     return MemoryAdvice(twin_of(scheme))

@@ -148,7 +148,7 @@ def _class_of(path: str) -> Any:
     except AttributeError as error:
         names = {*dir(there), *getattr(there, "__all__", ())}
         raise LookupError(f"{module} has no {name!r}{did_you_mean(name, names)}") from error
-    except ImportError as error:  # the name was removed
+    except ImportError as error:  # the name was removed or renamed
         raise LookupError(str(error)) from error
 
 

@@ -67,7 +67,7 @@ def test_per_node_norms_are_allowed(context, conv):
 def test_wrong_rows_are_named(context):
     model = bound(Lookup(OwnConv(4, 4), GCNConv(4, 4)), context)
     for layer in model.layers:
-        with pytest.raises(UnsupportedModelError, match="was given 7 node rows, but this rank owns 60"):
+        with pytest.raises(UnsupportedModelError, match="was given 7 node rows, but this rank has 60 local nodes"):
             layer(torch.randn(7, 4), context.edge_index)
 
 

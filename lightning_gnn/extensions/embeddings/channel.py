@@ -73,11 +73,11 @@ class GroupChannel:
         Other ranks take no part. The receiver does not need the message lengths.
 
         Args:
-            sends: bytes for each receiver, uint8 ``[n]``, by rank.
+            sends: bytes to send, uint8 ``[n]``, by rank of the receiver.
             senders: ranks that send to this rank.
 
         Returns:
-            Function that waits and returns the bytes by sender. Ranks wait before they start the next exchange.
+            Function that waits and returns the bytes by sender. Call it before you start the next exchange.
 
         Raises:
             CommunicationError: a rank does not answer. The returned function may raise it, too.

@@ -281,7 +281,7 @@ class DistributedEmbedding(LearnedRows):
         return f"{self.num_nodes}, {self.dim}, optimizer={self.optimizer!r}, lr={self.lr}, staleness={self.staleness}{of}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies and pickles: rows, but no pending pushes; in the self-check no rows either."""
+        """Returns the state for copies and pickles, without gradients to be applied; in the self-check, also without rows."""
         state = self.__dict__.copy()
         for name in ("_gradients", "_pushes", "_lock"):
             del state[name]

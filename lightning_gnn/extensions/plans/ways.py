@@ -184,7 +184,7 @@ def _ways_through_hosts(hosts: Hosts, rows: HaloPlan, halos: Sequence[Ids], offs
 
 
 def make_plans(relation: Relation, topology: Topology) -> list[PricedPlan]:
-    """Returns the plans that are the fastest for some row width; rank 0 logs them."""
+    """Returns each plan that is the fastest for at least one row width; rank 0 logs the plans."""
     began = time.perf_counter()
     priced = fastest_plans(relation, topology)
     rank_zero_info(_log_line(priced, topology, time.perf_counter() - began))

@@ -206,7 +206,7 @@ class Worker:
             self._carry_out(self.pairing.come_back())
 
     def _meet(self, steps: Steps[Any], make_vector: Callable[[], Tensor] | None) -> Tensor | None:
-        total: list[Tensor] = []
+        totals: list[Tensor] = []
 
         def exchange(operation: Await | Visit) -> bool:
             assert self.peers is not None and make_vector is not None
@@ -219,7 +219,7 @@ class Worker:
             else:
                 found = self._await(operation, mine)
             if found is not None:
-                total.append(mine.total(found))
+                totals.append(mine.total(found))
             return found is not None
 
         meeting: Meeting | None = self._carry_out(steps, exchange)
@@ -229,7 +229,7 @@ class Worker:
             self.counts.in_vain += meeting.waited and not meeting.exchanged
             if meeting.exchanged:
                 self.counts.add_partner(meeting.partner)
-        return total[0] if total else None
+        return totals[0] if totals else None
 
     def _await(self, operation: Await, source: MessageSource) -> Tensor | None:
         assert self.peers is not None
@@ -274,7 +274,7 @@ class Worker:
         self.keys.put(f"counts/{self.me}", json.dumps(asdict(self.counts)).encode())
 
     def all_counts(self) -> dict[int, Counts]:
-        """Returns the last published counts of each worker, by worker."""
+        """Returns the last published :class:`Counts` (batches, averages, waits) of all workers, by rank."""
         found = {worker: self.keys.find(f"counts/{worker}") for worker in range(self.size)}
         return {worker: Counts(**json.loads(text)) for worker, text in found.items() if text is not None}
 

@@ -279,7 +279,7 @@ def number_in_table(ids, table, base, known_ids, count, out, mode):
 
 @loop
 def walk(indptr, indices, nodes, seed, out, low, high):
-    """Walk against the direction of edges, each step to an in-neighbor; out ``[T, steps + 1]``. Stays if there is none."""
+    """Walk to random in-neighbors; T walks, out ``[T, steps + 1]``. A walk stays at a node without in-neighbors."""
     for t in range(low, high):
         node = nodes[t]
         out[t, 0] = node

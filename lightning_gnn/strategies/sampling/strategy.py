@@ -190,7 +190,7 @@ class SamplingStrategy(GNNStrategy):
         if num_workers > 1 and prefetch_batches < num_workers:
             raise ValueError(f"prefetch_batches must be at least num_workers={num_workers}, got {prefetch_batches}.")
         if sampler not in _OF_NEIGHBORS and (replace or not directed):
-            raise ValueError(f"replace=True and directed=False are not supported with sampler={sampler!r}. Remove them.")
+            raise ValueError(f"sampler={sampler!r} supports neither replace=True nor directed=False. Remove these arguments.")
         names, labor = {"weight_attr": weight_attr, "time_attr": time_attr}.items(), sampler == "labor"
         check_words(**{key: name for key, name in names if name is not None})
         check_choices(replace, weight_attr is not None, time_attr is not None, temporal_strategy, labor)

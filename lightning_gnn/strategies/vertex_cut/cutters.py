@@ -413,7 +413,7 @@ def _hosts(groups: Groups | None, num_parts: int) -> list[list[int]]:
         raise ValueError(f"Groups must name the parts 0 to {num_parts - 1}, each once (got {groups}).")
     if len({len(host) for host in hosts}) > 1:
         raise ValueError(
-            f"Groups that communicate side by side must have the same number of parts, got {groups}. Use the same number of "
+            f"All groups (the parts of a machine) must have the same number of parts, got {groups}. Use the same number of "
             "parts per machine, or cut without groups."
         )
     return hosts

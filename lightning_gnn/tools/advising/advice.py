@@ -151,11 +151,11 @@ class Advice:
     def as_dict(self) -> dict[str, Any]:
         """Returns a dict of plain numbers and strings, for JSON."""
         names = ("seconds", "compute_seconds", "exchange_seconds", "steps", "bytes_sent", "messages", "peak_bytes")
-        numbers = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
+        values = {name: getattr(self, name) for name in (*names, "balance", "replication", "why", "extrapolated_from")}
         for name in ("peaks", "peaks_recomputed"):
-            numbers[name] = [asdict(peak) for peak in getattr(self, name)]
+            values[name] = [asdict(peak) for peak in getattr(self, name)]
         choice = {"strategy": self.candidate.name, "arguments": self.candidate.arguments, "exact": self.candidate.exact}
-        return {**choice, "applies": self.applies, **(numbers if self.applies else {"reason": self.reason})}
+        return {**choice, "applies": self.applies, **(values if self.applies else {"reason": self.reason})}
 
 
 def advise(

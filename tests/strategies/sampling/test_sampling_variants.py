@@ -123,7 +123,7 @@ def test_a_test_on_the_whole_graph_needs_no_samples():
             "sampler must be one of neighbor, labor, shadow, saint_node, saint_edge, saint_walk, cluster, got 'layer'",
         ),
         ({"sampler": "saint_node", "num_neighbors": [5]}, "sampler='saint_node', which draws none"),
-        ({"sampler": "cluster", "directed": False}, "not supported with sampler='cluster'"),
+        ({"sampler": "cluster", "directed": False}, "sampler='cluster' supports neither replace=True nor directed=False"),
         ({"walk_length": 0}, "walk_length must be at least 1 .got 0"),
         ({"num_clusters": 0}, "num_clusters must be at least 1 .got 0"),
         ({"num_workers": 0}, "num_workers must be at least 1 .got 0"),
