@@ -208,7 +208,7 @@ def _(scheme: CubeScheme) -> MemoryAdvice:
 
 
 class SpMMStrategy(GNNStrategy):
-    """Full-graph training with the cheapest algorithm for each product, exact; ``Trainer(strategy="spmm")``.
+    """Full-graph training with the algorithm of the fewest bytes for each product, exact; ``Trainer(strategy="spmm")``.
 
     The algorithms are the algorithms of the other ``spmm_`` strategies in which all ranks multiply:
 
