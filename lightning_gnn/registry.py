@@ -104,10 +104,9 @@ def costs_of(*arguments: Any) -> Sequence[Any]:
 
 
 def source_of(data: Any) -> Any:
-    """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule; for a folder, the source of its files."""
+    """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule; of its files for a folder or URL."""
     if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
-        folders = import_module("lightning_gnn.extensions.graph_files.folders")
-        return folders.FolderSource(data.source, data.partition_memory_limit)
+        return import_module("lightning_gnn.extensions.graph_files").source_of(data)
     return import_module("lightning_gnn.data.loading").GraphSource(data.source)
 
 

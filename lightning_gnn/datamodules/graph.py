@@ -100,10 +100,11 @@ class GraphDataModule(LightningDataModule):
     Args:
         source: a PyG dataset with one graph, a ``Data`` or ``HeteroData``, or a pair ``(feature_store, graph_store)`` as in PyG's
             loaders. Also a callable that returns one of these, or its dotted path, such as
-            ``"torch_geometric.datasets.Planetoid"``. Also the path of a folder with the files of a graph, which are memory-mapped
-            (docs/large-graphs.md). A dataset or ``Data`` is in the memory of every rank that builds it. An import path or a
-            folder is loaded only where the graph must be partitioned, in a separate process. Changes of a ``Data`` between calls
-            take effect; if ranks are separate processes, only the changes on rank 0.
+            ``"torch_geometric.datasets.Planetoid"``. Also the path or URL of a folder with the files of a graph, such as
+            ``"s3://bucket/graph"``; these files are memory-mapped (docs/large-graphs.md). A dataset or ``Data`` is in the memory
+            of every rank that builds it. An import path, a folder or a URL is loaded only where the graph must be partitioned, in
+            a separate process. Changes of a ``Data`` between calls take effect; if ranks are separate processes, only the changes
+            on rank 0.
         source_kwargs: keyword arguments of a callable or import path; numbers, strings, lists and dicts.
         split: fractions of training, validation and test nodes, such as ``(0.6, 0.2, 0.2)``, for a random split of the labeled
             nodes. Default: the masks of the graph or the dataset's ``get_idx_split()`` (OGB).
@@ -174,8 +175,9 @@ class GraphDataModule(LightningDataModule):
                 raise ValueError(f"{name} must be an integer of at least 0 (got {quote(number)}), and below 2^31.")
         if not isinstance(input_type, (str, NoneType)):
             raise ValueError(f"input_type must be the name of a node type (got {quote(input_type)}).")
-        if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or "\0" in str(partition_dir) or partition_dir == "":
-            raise ValueError(f"partition_dir must be the path of a folder (got {quote(partition_dir)}).")
+        local = partition_dir != "" and not any(part in str(partition_dir) for part in ("\0", "://"))
+        if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or not local:
+            raise ValueError(f"partition_dir must be the path of a local folder (got {quote(partition_dir)}).")
         self.source, self.source_kwargs = source, source_kwargs
         self.split = None if split is None else checked_fractions(split)
         self.split_index, self.seed, self.input_type = int(split_index), int(seed), input_type
