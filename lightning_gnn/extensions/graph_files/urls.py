@@ -1,10 +1,10 @@
 """Folders of graph files at URLs of fsspec, downloaded to the partition directory and then read as local folders.
 
-::
+The names begin with a digest of the URL:
 
-    <store>/<digest of the URL>.url/       complete, verified files of the graph
-    <store>/<digest of the URL>.parts/     incomplete files, and files.json, which describes the complete files
-    <store>/<digest of the URL>.lock       held by the process that downloads or maps the files
+- the folder ``.url`` has complete and verified files of the graph;
+- the folder ``.parts`` has incomplete files, and ``files.json``, which describes the complete files;
+- the process that downloads or maps the files holds the lock ``.lock``.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _attempt(transfer: Callable[[], T], url: str) -> T:
         return transfer()
     except TransferError as error:
         raise ValueError(
-            f"{url} cannot be downloaded: {len(PAUSES_S) + 1} attempts failed, the last with {error}. Check the URL, its server "
-            "and the network, and run again: complete files and blocks are not downloaded again."
+            f"{url} cannot be downloaded in {len(PAUSES_S) + 1} attempts ({error}). Check the URL, its server and the network, "
+            "and run again: complete files and blocks are not downloaded again."
         ) from error
 
 
@@ -120,7 +120,7 @@ class UrlSource(FolderSource):
     def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Split | None]:
         if args:
             raise ValueError(f"source_kwargs={[*args]} does not support {self._url}. Set options such as FSSPEC_S3_ANON=true.")
-        with self._locked(store):
+        with self._hold_lock(store):
             self._download(store)
             try:
                 return super().load(args, store)
@@ -201,7 +201,7 @@ class UrlSource(FolderSource):
         return RemoteFile(info.get("size"), tag, self._sums.get(name, ""))
 
     @contextmanager
-    def _locked(self, store: Path) -> Iterator[None]:
+    def _hold_lock(self, store: Path) -> Iterator[None]:
         """Context manager that lets one process of the machine download; the system frees the lock if the process dies."""
         lock = FileLock(self._lock)
         with writing(store):
