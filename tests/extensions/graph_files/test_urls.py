@@ -198,6 +198,16 @@ def test_a_broken_transfer_continues_in_the_next_run_unless_the_file_has_changed
     assert [each.name for each in next(store.glob("*.parts")).iterdir()] == ["files.json"]
 
 
+def test_a_broken_transfer_without_a_version_starts_anew(tmp_path):
+    folder, store = summed(own(tmp_path / "g")), tmp_path / "s"
+    with served(folder, tag=False) as server:
+        server.faults["edge_index.npy"] = breaks(1, after=BLOCK + 10)
+        load(server.url, store)
+        first = f"bytes=0-{BLOCK - 1}"
+        assert requests_of(server, "edge_index.npy").count(first) == 2
+    assert local(store) == contents(folder)
+
+
 def test_a_file_that_changes_during_the_transfer_starts_anew(tmp_path):
     folder, store = own(tmp_path / "g"), tmp_path / "s"
     (folder / "files.txt").write_text("\n".join(contents(folder)))
