@@ -113,8 +113,7 @@ class UrlSource(FolderSource):
         base = store / hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
         super().__init__(str(base.with_suffix(".url")), memory)
         self.source = self._url = url
-        self._parts, self._lock = base.with_suffix(".parts"), base.with_suffix(".lock")
-        self._sums, self._block = dict[str, str](), BLOCK
+        self._parts, self._sums, self._block = base.with_suffix(".parts"), dict[str, str](), BLOCK
 
     @override
     def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Split | None]:
@@ -203,7 +202,7 @@ class UrlSource(FolderSource):
     @contextmanager
     def _hold_lock(self, store: Path) -> Iterator[None]:
         """Context manager that lets one process of the machine download; the system frees the lock if the process dies."""
-        lock = FileLock(self._lock)
+        lock = FileLock(self._parts.with_suffix(".lock"))
         with writing(store):
             store.mkdir(parents=True, exist_ok=True)
             with suppress(Timeout):
