@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
+from lightning_utilities.core import rank_zero
 
+_log = rank_zero.log
 PACKAGES: Sequence[Any] = [pl, *([import_module("pytorch_lightning")] if find_spec("pytorch_lightning") else [])]
+rank_zero.log = _log  # each package sets the logger of all at import; users configure the logger of the package that they import
 """Installed packages."""
 
 FABRICS: Sequence[Any] = [import_module(name) for name in ("lightning.fabric", "lightning_fabric")[: len(PACKAGES)]]

@@ -54,16 +54,16 @@ END_QUESTION = "_broadcast_sigterm_tensor"
 PORT = "_main_port"
 """Attribute of a ``LightningEnvironment``: the rendezvous port of ranks."""
 
-_LIGHTNING = "lightning.pytorch"
+_PACKAGES = "lightning.pytorch", "pytorch_lightning"
 
 _WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     # Lightning's own code under torch 2.13, once in each evaluation.
-    ("`isinstance(treespec, LeafSpec)` is deprecated, use", FutureWarning, f"{_LIGHTNING}.utilities._pytree"),
+    ("`isinstance(treespec, LeafSpec)` is deprecated, use", FutureWarning, "utilities._pytree"),
     # A change of Lightning 1.9. CSVLogger is used instead, see docs/logging.md.
     (
         "Starting from v1.9.0, `tensorboardX` has been removed as a dependency of the `lightning.pytorch` package",
         UserWarning,
-        f"{_LIGHTNING}.trainer.connectors.logger_connector.logger_connector",
+        "trainer.connectors.logger_connector.logger_connector",
     ),
 )
 
@@ -76,7 +76,8 @@ _TIPS = (
 def leave_out() -> None:
     for text, category, module in _WARNINGS:
         _ignore(text, category, module)
-    logging.getLogger(f"{_LIGHTNING}.utilities.rank_zero").addFilter(_no_tip)
+    for package in _PACKAGES:
+        logging.getLogger(f"{package}.utilities.rank_zero").addFilter(_no_tip)
 
 
 def leave_out_missing_validation() -> None:
@@ -84,12 +85,13 @@ def leave_out_missing_validation() -> None:
     _ignore(
         "You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.",
         UserWarning,
-        f"{_LIGHTNING}.trainer.configuration_validator",
+        "trainer.configuration_validator",
     )
 
 
 def _ignore(text: str, category: type[Warning], module: str) -> None:
-    warnings.filterwarnings("ignore", re.escape(text), category, re.escape(module) + r"\Z")
+    for package in _PACKAGES:
+        warnings.filterwarnings("ignore", re.escape(text), category, re.escape(f"{package}.{module}") + r"\Z")
 
 
 def _no_tip(record: logging.LogRecord) -> bool:

@@ -69,6 +69,11 @@ def take_up(parent: int, rank: int, size: int, descriptor: int) -> None:
     show_once()
 
 
+def num_script_ranks() -> int | None:
+    """Returns the number of ranks that run this script, if this package started them."""
+    return _script.size
+
+
 class ScriptLauncher(Launcher):
     """Launcher that runs the script once per rank, or only the call if ranks already run (torchrun, SLURM).
 

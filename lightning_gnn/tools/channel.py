@@ -20,7 +20,7 @@ from lightning_gnn.comm.group import next_store
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.launching import RankFailedError
 from lightning_gnn.launching.failures import set_report
-from lightning_gnn.launching.script import ScriptLauncher
+from lightning_gnn.launching.script import num_script_ranks
 
 _VARIABLE = "LIGHTNING_GNN_CHANNEL"
 """Environment variable of a started rank: process id of rank 0, port of its store, and the key of its position."""
@@ -124,7 +124,7 @@ class Channel:
 
 def num_ranks() -> int:
     """Returns the number of ranks that run the script at this time."""
-    return ScriptLauncher._script.size or int(os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1"))
+    return num_script_ranks() or int(os.environ.get("SLURM_NTASKS" if SLURMEnvironment.detect() else "WORLD_SIZE", "1"))
 
 
 @cache

@@ -99,3 +99,11 @@ def test_scripts_of_pytorch_lightning(tmp_path):
 def test_strategies_under_pytorch_lightning(tmp_path, strategy):
     expected = result(tmp_path, "auto", ORDERS[1])
     assert result(tmp_path, strategy, ORDERS[1]) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("imports", ["import lightning, lightning_gnn", "import lightning_gnn, lightning"])
+def test_messages_belong_to_the_logger_of_lightning(tmp_path, imports):
+    """Each package of Lightning sets one logger at import, which users silence by its name."""
+    (tmp_path / "script.py").write_text(f"{imports}; from lightning_utilities.core import rank_zero; print(rank_zero.log.name)")
+    output = run(tmp_path / "script.py", cwd=tmp_path, warm=False).succeeded().output
+    assert output.split()[-1] == "lightning.pytorch.utilities.rank_zero"
