@@ -78,8 +78,8 @@ def _register(name: str, described: str, strategy: type[GNNStrategy] | _Lazy) ->
         description = f"{described}, ranks started by {start_method}"
         stub = partial(_refuse_fabric, name + suffix)
         for package, fabric in zip(PACKAGES, FABRICS):
-            registry = package.strategies.StrategyRegistry
-            registry.register(name + suffix, strategy, description=description, start_method=start_method)
+            registry, is_copy = package.strategies.StrategyRegistry, package is not PACKAGES[0]
+            registry.register(name + suffix, strategy, description, override=is_copy, start_method=start_method)
             fabric.strategies.STRATEGY_REGISTRY.register(name + suffix, stub, "for the Trainer only", override=True)
 
 
