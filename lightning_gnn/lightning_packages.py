@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
@@ -35,16 +36,15 @@ else:
     ParallelStrategy = _join("ParallelStrategy", [each.strategies.ParallelStrategy for each in PACKAGES])
 
 
-def is_instance(value: Any, name: str) -> bool:
-    """Returns whether a value is an instance of the class `name` of an installed package, such as ``"LightningModule"``."""
-    return isinstance(value, tuple(getattr(each, name) for each in PACKAGES))
+def is_instance(value: Any, name: str, packages: Sequence[Any] = PACKAGES) -> TypeGuard[Any]:
+    """Returns whether a value is an instance of a class of an installed package, such as ``"loggers.WandbLogger"``."""
+    return isinstance(value, tuple(map(attrgetter(name), packages)))
 
 
 def is_overridden(hook: str, owner: Any) -> bool:
     """Returns whether a module or datamodule overrides a hook of its package."""
-    kind = "LightningModule" if is_instance(owner, "LightningModule") else "LightningDataModule"
-    parent = next(getattr(each, kind) for each in PACKAGES if isinstance(owner, getattr(each, kind)))
-    return _is_overridden(hook, owner, parent)
+    parents = [kind for each in PACKAGES for kind in (each.LightningModule, each.LightningDataModule)]
+    return _is_overridden(hook, owner, next(kind for kind in parents if isinstance(owner, kind)))
 
 
 def overrides_hook(callback: pl.Callback, hook: str) -> bool:
@@ -57,11 +57,9 @@ def check_callbacks(trainer: Any) -> None:
     """Raises TypeError if a callback comes from another package than the Trainer."""
     package = next(each for each in PACKAGES if isinstance(trainer, each.Trainer))
     for callback in trainer.callbacks:
-        name, theirs = type(callback).__name__, type(callback).__module__
-        if is_instance(callback, "Callback") and not (
-            isinstance(callback, package.Callback) or theirs.startswith("lightning_gnn.")
-        ):
+        theirs, is_known = type(callback).__module__, is_instance(callback, "Callback")
+        if is_known and not isinstance(callback, package.Callback) and not theirs.startswith("lightning_gnn."):
             raise TypeError(
-                f"The callback {name} must come from the package of the Trainer, {package.__name__}, got {theirs}. "
-                "Import the Trainer, modules and callbacks from one package."
+                f"The callback {type(callback).__name__} must come from the package of the Trainer, {package.__name__}, got "
+                f"{theirs}. Import the Trainer, modules and callbacks from one package."
             )

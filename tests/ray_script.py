@@ -49,7 +49,7 @@ class ExitsInEpochTwo(L.Callback):
 
 
 def fit(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a rank sees of one training, that resumes from the last report."""
+    """Returns the results of a training on a rank, which resumes from the last report."""
     from lightning_gnn.ray import RayReportCallback, last_checkpoint, prepare_trainer
 
     data, model = made()

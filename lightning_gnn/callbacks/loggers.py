@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+
+from lightning_gnn.lightning_packages import is_instance
 
 if TYPE_CHECKING:  # importing matplotlib is slow, and most runs draw nothing
     from matplotlib.figure import Figure
@@ -41,22 +43,22 @@ def log_config(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
 def begin_runs(trainer: pl.Trainer) -> None:
     """Start W&B's run in this process, so that ranks that it starts, which end earlier, write to the same run."""
     for logger in trainer.loggers:
-        if _is_of(logger, "WandbLogger"):
+        if is_instance(logger, "loggers.WandbLogger"):
             _ = logger.experiment
 
 
 def uploads(trainer: pl.Trainer) -> bool:
     """Returns whether a logger stores pictures and reports with the run, not only on this machine."""
-    return any(_is_of(logger, "WandbLogger") for logger in trainer.loggers)
+    return any(is_instance(logger, "loggers.WandbLogger") for logger in trainer.loggers)
 
 
 def log_picture(trainer: pl.Trainer, name: str, figure: Figure) -> None:
     """Log a figure; loggers with only a folder store a file ``NAME-step=STEP.png``. Rank 0 only."""
     step = trainer.global_step
     for logger in trainer.loggers:
-        if _is_of(logger, "WandbLogger"):
+        if is_instance(logger, "loggers.WandbLogger"):
             logger.log_image(name, [_image(_png(figure))], step)
-        elif _is_of(logger, "TensorBoardLogger"):
+        elif is_instance(logger, "loggers.TensorBoardLogger"):
             logger.experiment.add_figure(name, figure, step, close=False)
         elif (folder := _folder(logger)) is not None:
             file = folder / f"{name}-step={step}.png"
@@ -71,7 +73,7 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
     """
     content = {file: each.encode() if isinstance(each, str) else _png(each) for file, each in files.items()}
     for logger in trainer.loggers:
-        if _is_of(logger, "WandbLogger"):
+        if is_instance(logger, "loggers.WandbLogger"):
             import wandb
 
             artifact = wandb.Artifact(f"{name}-{logger.experiment.id}", type="report")
@@ -86,11 +88,6 @@ def log_files(trainer: pl.Trainer, name: str, files: Mapping[str, str | Figure])
             folder.mkdir(parents=True, exist_ok=True)
             for file, data in content.items():
                 (folder / file).write_bytes(data)
-
-
-def _is_of(logger: Any, kind: str) -> TypeGuard[Any]:
-    """Returns whether a logger is of a class of Lightning, in any of its packages."""
-    return any(each.__name__ == kind for each in type(logger).__mro__)
 
 
 def _folder(logger: Logger) -> Path | None:

@@ -87,7 +87,8 @@ class ScriptLauncher(Launcher):
     _script = _script  # state of the process, shared by all launchers
 
     def __init__(self, strategy: Launchable) -> None:
-        self._strategy, reporter, parent = strategy, _script.reporter, _script.parent
+        self._strategy = strategy
+        reporter, parent = _script.reporter, _script.parent
         if reporter is not None and parent is not None and not _script.watches:
             end_with_parent(parent, unless=lambda: not reporter.needs_parent)
             _script.watches = True

@@ -29,6 +29,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import Progress, current_progress
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
+from lightning_gnn.lightning_packages import FABRICS, is_instance
 from lightning_gnn.private_lightning import PORT
 
 
@@ -257,7 +258,8 @@ def listener_of(environment: ClusterEnvironment, size: int) -> socket.socket | N
     """
     if environment.node_rank() > 0:
         return None
-    is_given = type(environment).__name__ != "LightningEnvironment" or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
+    is_local = is_instance(environment, "plugins.environments.LightningEnvironment", FABRICS)
+    is_given = not is_local or {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys()
     listener = listen_for_ranks(environment.main_address, environment.main_port if is_given else 0, size)
     if listener is not None and not is_given:
         setattr(environment, PORT, listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Graphs at URLs: what is downloaded, resumed, verified, refused, and read again."""
+"""Graphs at URLs: downloads, resumed transfers, checks, errors and later runs."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_file_that_changes_during_the_transfer_starts_anew(tmp_path):
 
 
 def test_a_short_file_without_an_error_of_the_connection(tmp_path):
-    """The server says a size, and sends less as if that were all."""
+    """A server that sends fewer bytes than the size that it reports."""
     folder, store = own(tmp_path / "g"), tmp_path / "s"
     (folder / "files.txt").write_text("\n".join(contents(folder)))
 
