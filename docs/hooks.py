@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import reference  # noqa: E402
 
-LINKED = ("LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "configs/**/*.yaml", "examples/*.py")
+LINKED = ("LICENSE", "Dockerfile", "CONTRIBUTING.md", "CHANGELOG.md", "configs/**/*.yaml", "examples/*.py")
 RUN = ROOT / "build" / "tutorials"
 
 
