@@ -105,7 +105,7 @@ def costs_of(*arguments: Any) -> Sequence[Any]:
 
 def source_of(data: Any) -> Any:
     """Returns the :class:`~lightning_gnn.data.loading.GraphSource` of a datamodule; of its files for a folder or URL."""
-    if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).is_dir()):
+    if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).exists()):
         return import_module("lightning_gnn.extensions.graph_files").source_of(data)
     return import_module("lightning_gnn.data.loading").GraphSource(data.source)
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 Graph: TypeAlias = Data | HeteroData
 
+_PIECE = 1 << 22
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -102,6 +104,8 @@ class JoinedGraph:
     def of(cls, data: Graph) -> JoinedGraph:
         if isinstance(data, Data):
             return cls(data.edge_index.numpy(), data.x.size(0))
+        if "_joined" in data.__dict__:  # in files
+            return data.__dict__["_joined"]
         nodes = {name: data[name].num_nodes for name in data.node_types}
         edges = {kind: data[kind].edge_index.size(1) for kind in data.edge_types}
         node_firsts, edge_firsts = (dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist())) for sizes in (nodes, edges))
@@ -150,12 +154,11 @@ class JoinedGraph:
     def types(self, part: np.ndarray, num_parts: int, input_type: NodeType) -> Types:
         """Returns the numbers of nodes and edges of each type and rank; for heterogeneous graphs."""
         assert self.node_firsts is not None and self.edge_firsts is not None
-        owner = part[self.edge_index[1]]
-        nodes, edges = (
-            {name: np.bincount(of[kinds == number], minlength=num_parts) for number, name in enumerate(names)}
-            for names, kinds, of in ((self.node_firsts, self.node_kinds, part), (self.edge_firsts, self.edge_kinds, owner))
-        )
-        return Types(nodes, edges, input_type)
+        ends = [*self.edge_firsts.values(), self.edge_index.shape[1]]
+        targets = {kind: self.edge_index[1, low:high] for kind, (low, high) in zip(self.edge_firsts, pairwise(ends))}
+        kinds = self.node_kinds
+        nodes = {name: np.bincount(part[kinds == number], minlength=num_parts) for number, name in enumerate(self.node_firsts)}
+        return Types(nodes, {kind: _owned(ids, part, num_parts) for kind, ids in targets.items()}, input_type)
 
     def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
         """Returns the order of nodes and edges of a partitioned graph.
@@ -173,6 +176,12 @@ class JoinedGraph:
             for number, (name, first) in enumerate((firsts or {}).items()):
                 by_type[name] = order[kinds[order] == number] - first
         return Orders(self.types(part, len(edge_ids), predicted.node_type), by_type)
+
+
+def _owned(ids: Ids, part: np.ndarray, num_parts: int) -> Ids:
+    """Returns the number of `ids` that each part owns; allocates nothing of the size of `ids`, which may be mapped."""
+    pieces = (part[ids[begin : begin + _PIECE]] for begin in range(0, len(ids), _PIECE))
+    return sum((np.bincount(piece, minlength=num_parts) for piece in pieces), np.zeros(num_parts, np.int64))
 
 
 def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:

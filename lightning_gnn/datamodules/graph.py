@@ -285,9 +285,10 @@ class GraphDataModule(LightningDataModule):
         if layout.kind == "whole":
             self._shard = self._shard_of = None
             data = self.load()
-            if isinstance(data, Data):
-                data.x = data.x if self.feature_dtype is None else data.x.to(self.feature_dtype)
-                data.edge_index = data.edge_index.long()  # may be int32 for a graph in files
+            for store in data.node_stores if self.feature_dtype is not None else ():
+                store.update({"x": store.x.to(self.feature_dtype)} if "x" in store else {})
+            for store in data.edge_stores:
+                store.edge_index = store.edge_index.long()  # may be int32 for a graph in files
             self._shard = whole_graph(data, self.input_type)
         else:
             self._shard = self._read_shard(layout)
@@ -451,7 +452,7 @@ class GraphDataModule(LightningDataModule):
         self._versions_of_source = Versions(data)
         options = self.split, self.split_index, self.seed, not self.predicts()
         if not isinstance(data, Data):
-            return feature("prepare_hetero")(data, self.input_type, *options)
+            return feature("prepare_hetero")(data, self.input_type, *options, self.origin.short_ids)
         if self.input_type is not None:
             raise ValueError(f"input_type={self.input_type!r} requires a HeteroData, but the graph has no types. Remove it.")
         return prepare_graph(data, index_split, *options, self.origin.short_ids)

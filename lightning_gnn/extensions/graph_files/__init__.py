@@ -11,4 +11,4 @@ def source_of(data: Any) -> Any:
         return url_source(data)
     from lightning_gnn.extensions.graph_files.folders import FolderSource
 
-    return FolderSource(data.source, data.partition_memory_limit)
+    return FolderSource(data.source, data.partition_memory_limit, data.input_type)

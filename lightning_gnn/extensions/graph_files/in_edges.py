@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from os import posix_fallocate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
+from torch_geometric.data import HeteroData
+from torch_geometric.typing import EdgeType
 
-from lightning_gnn.data.shards import Orders
+from lightning_gnn.data.shards import JoinedGraph, Orders
 from lightning_gnn.data.store import ArrayWriter, EdgeFiles, read_array, write_header
 from lightning_gnn.partition.adjacency import compile_loop, mix
 from lightning_gnn.partition.shard import Ids, Relabelling, ShortIds, id_dtype
@@ -202,6 +206,8 @@ class PartEdges:
     _edges: InEdges
     _nodes: Ids
     _local: ShortIds
+    _first: int = 0
+    _type: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, edges: InEdges, nodes: Ids, first: int, new: Ids, local: Ids) -> PartEdges:
@@ -220,6 +226,16 @@ class PartEdges:
         local[halo] = len(nodes) + np.arange(len(halo))
         return cls(count, id_dtype(len(nodes) + len(halo)), halo, edges, nodes, local[new])
 
+    def select_type(self, nodes: Ids, first: int, ids: tuple[int, int]) -> PartEdges:
+        """Returns the edges of one type.
+
+        Args:
+            nodes: local nodes of the type of the targets.
+            first: row of the first of `nodes`.
+            ids: first position of the type in the list of all edges, and the end.
+        """
+        return replace(self, _nodes=nodes, _first=first, _type=ids)
+
     def sources(self) -> Iterator[ShortIds]:
         """Yields local ids of sources in pieces."""
         for nodes in self._gather_values(self._edges.source):
@@ -227,10 +243,10 @@ class PartEdges:
 
     def targets(self) -> Iterator[ShortIds]:
         """Yields local ids of targets in the same pieces."""
-        first = 0
-        for nodes, _ in self._blocks():
+        first = self._first
+        for nodes, selected in self._blocks():
             degree = self._edges.indptr[nodes + 1] - self._edges.indptr[nodes]
-            yield np.repeat(np.arange(first, first + len(nodes), dtype=self.dtype), degree)
+            yield np.repeat(np.arange(first, first + len(nodes), dtype=self.dtype), degree)[selected]
             first += len(nodes)
 
     def edge_ids(self) -> Iterator[ShortIds]:
@@ -238,17 +254,26 @@ class PartEdges:
         return self._gather_values(self._edges.edge_ids)
 
     def _gather_values(self, values: ShortIds) -> Iterator[ShortIds]:
-        for nodes, count in self._blocks():
-            out = np.empty(count, values.dtype)
-            _take(self._edges.indptr, values, nodes, out)
-            yield out
+        for nodes, selected in self._blocks():
+            yield self._take_values(values, nodes)[selected]
 
-    def _blocks(self) -> Iterator[tuple[Ids, int]]:
+    def _take_values(self, values: ShortIds, nodes: Ids) -> ShortIds:
+        out = np.empty(int((self._edges.indptr[nodes + 1] - self._edges.indptr[nodes]).sum()), values.dtype)
+        _take(self._edges.indptr, values, nodes, out)
+        return out
+
+    def _blocks(self) -> Iterator[tuple[Ids, Any]]:
+        """Yields ranges of nodes, and the index that selects the edges of the type among the edges into these."""
         ends = np.cumsum(self._edges.indptr[self._nodes + 1] - self._edges.indptr[self._nodes])
         begin = done = 0
         while begin < len(self._nodes):
             end = max(begin + 1, int(np.searchsorted(ends, done + PIECE, side="right")))
-            yield self._nodes[begin:end], int(ends[end - 1]) - done
+            nodes: Ids = self._nodes[begin:end]
+            selected: Any = slice(None)
+            if self._type is not None:
+                ids = self._take_values(self._edges.edge_ids, nodes)
+                selected = (ids >= self._type[0]) & (ids < self._type[1])
+            yield nodes, selected
             begin, done = end, int(ends[end - 1])
 
 
@@ -294,3 +319,87 @@ def write_parts(edges: InEdges, advance: Callable[[int], None], part: np.ndarray
     ends = np.cumsum([0, *counts])
     edge_orders = [e_id[begin:end] for begin, end in pairwise(ends.tolist())]
     return EdgeFiles(offsets, Orders.homogeneous(relabelling, counts, e_id), edge_orders, None)
+
+
+def new_array(file: Path, dtype: np.dtype[Any], length: int) -> np.memmap[Any, Any]:
+    """Returns a new array ``[length]``, mapped; its bytes are allocated: a failing write would kill the process."""
+    array = open_memmap(file, "w+", dtype, (length,))
+    with file.open("rb+") as opened:
+        posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    return array
+
+
+def join_edges(data: HeteroData, folder: Path) -> JoinedGraph:
+    """Returns a graph with types as one list of nodes and edges, whose edges are written to `folder` and mapped.
+
+    Without the type of each edge, which follows from its position.
+    """
+    nodes, edges = {each: data[each].num_nodes for each in data.node_types}, [data[kind].edge_index for kind in data.edge_types]
+    first = dict(zip(nodes, np.cumsum([0, *nodes.values()]).tolist()))
+    ends = np.cumsum([0, *(each.size(1) for each in edges)]).tolist()
+    dtype = id_dtype(sum(nodes.values()))
+    with (folder / "joined.npy").open("wb") as file:
+        write_header(file, (2, ends[-1]), dtype)
+        for row in range(2):
+            for kind, each in zip(data.edge_types, edges):
+                for begin in range(0, each.size(1), PIECE):
+                    (each[row, begin : begin + PIECE].numpy() + first[kind[2 * row]]).astype(dtype).tofile(file)
+    kinds = np.repeat(np.arange(len(nodes), dtype=np.int16), list(nodes.values()))
+    firsts = dict(zip(data.edge_types, ends))
+    return JoinedGraph(read_array(folder / "joined.npy"), len(kinds), kinds, None, first, firsts)
+
+
+def write_typed_parts(
+    edges: InEdges,
+    advance: Callable[[int], None],
+    joined: JoinedGraph,
+    input_type: str,
+    folder: Path,
+    part: np.ndarray,
+    num_parts: int,
+    out: ArrayWriter,
+) -> EdgeFiles:
+    """Write all parts of a graph with types as :func:`write_parts` does; nodes and edges of a part are type after type.
+
+    Args:
+        edges: in-edges of `joined`.
+        folder: folder for a temporary file, with the order of all edges.
+    """
+    relabelling, types = Relabelling.from_assignment(part, num_parts), joined.types(part, num_parts, input_type)
+    n_id, offsets, new = relabelling.n_id, relabelling.offsets.tolist(), relabelling.new_ids()
+    local, bounds = np.empty(len(part), id_dtype(len(part))), [*(joined.edge_firsts or {}).values(), joined.edge_index.shape[1]]
+    ranges = dict(zip(types.edges, pairwise(bounds)))
+
+    def select(piece: PartEdges, rank: int, kind: EdgeType) -> PartEdges:
+        row, count = int(types.begins(kind[2])[rank]), int(types.nodes[kind[2]][rank])
+        begin = offsets[rank] + row
+        return piece.select_type(n_id[begin : begin + count], row, ranges[kind])
+
+    for rank, (low, high) in enumerate(pairwise(offsets)):
+        piece = PartEdges.of(edges, n_id[low:high], low, new, local)
+        pieces = [select(piece, rank, kind) for kind in types.edges]
+        rows = chain(*(each.sources() for each in pieces), *(each.targets() for each in pieces))
+        out.save_pieces(f"part{rank}.edge_index", (2, piece.num_edges), piece.dtype, rows)
+        out.save(f"part{rank}.halo", piece.halo)
+    order = new_array(folder / "order.npy", edges.edge_ids.dtype, len(edges.edge_ids))
+    ends = np.cumsum([0, *np.sum([*types.edges.values()], 0)]).tolist()
+    nothing = PartEdges(0, local.dtype, n_id[:0], edges, n_id[:0], local[:0])
+
+    def ids() -> Iterator[np.ndarray]:
+        for kind, (first, _) in ranges.items():
+            for rank, begin in enumerate(types.begins(kind)):
+                place = ends[rank] + int(begin)
+                for found in select(nothing, rank, kind).edge_ids():
+                    order[place : place + len(found)] = found
+                    place += len(found)
+                    yield found - found.dtype.type(first)
+                    advance(len(found))
+
+    e_id = read_array(out.save_pieces("e_id", order.shape, order.dtype, ids()))
+    kinds = (joined.node_kinds if joined.node_kinds is not None else n_id)[n_id]
+    by_type: dict[Any, Any] = {
+        name: n_id[kinds == number] - first for number, (name, first) in enumerate((joined.node_firsts or {}).items())
+    }
+    orders = Orders(types, by_type | {kind: e_id[types.place(kind)] for kind in types.edges})
+    out.save("n_id", orders.n_id())
+    return EdgeFiles(relabelling.offsets, orders, [order[begin:end] for begin, end in pairwise(ends)], None)

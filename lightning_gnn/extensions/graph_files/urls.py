@@ -106,12 +106,12 @@ class UrlSource(FolderSource):
     Args:
         url: URL of the folder, as fsspec reads it.
         store: partition directory.
-        memory: bytes that sorting edges may use, see :class:`~lightning_gnn.extensions.graph_files.folders.FolderSource`.
+        memory, input_type: see :class:`~lightning_gnn.extensions.graph_files.folders.FolderSource`.
     """
 
-    def __init__(self, url: str, store: Path, memory: int | None = None) -> None:
+    def __init__(self, url: str, store: Path, memory: int | None = None, input_type: str | None = None) -> None:
         base = store / hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
-        super().__init__(str(base.with_suffix(".url")), memory)
+        super().__init__(str(base.with_suffix(".url")), memory, input_type)
         self.source = self._url = url
         self._parts, self._sums, self._block = base.with_suffix(".parts"), dict[str, str](), BLOCK
 
@@ -293,4 +293,4 @@ _SOURCES: WeakKeyDictionary[Any, UrlSource] = WeakKeyDictionary()
 
 def url_source(data: Any) -> UrlSource:
     """Returns the source of a datamodule; all calls return one object, which lists the remote folder once."""
-    return _SOURCES.setdefault(data, UrlSource(data.source, data.partition_dir, data.partition_memory_limit))
+    return _SOURCES.setdefault(data, UrlSource(data.source, data.partition_dir, data.partition_memory_limit, data.input_type))

@@ -54,13 +54,14 @@ def prepare_hetero(
     split_index: int = 0,
     seed: int = 0,
     masks_needed: bool = True,
+    short_ids: bool = False,
 ) -> HeteroData:
     """Returns a checked copy of `data`: attributes with a row per node or edge of their type, and masks of the input type.
 
     Args:
         data: graph with ``edge_index`` per edge type, and ``x`` per node type, or ``num_nodes`` for types without features.
         input_type: see :func:`input_type_of`.
-        fractions, split_index, seed, masks_needed: see :func:`~lightning_gnn.data.sources.prepare_graph`.
+        fractions, split_index, seed, masks_needed, short_ids: see :func:`~lightning_gnn.data.sources.prepare_graph`.
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Add one, such as data['author', 'writes', 'paper'].edge_index.")
@@ -84,7 +85,7 @@ def prepare_hetero(
     result[chosen].update(masks)
     for kind in data.edge_types:
         with _prefix_errors(f"Edge type {kind}"):
-            _prepare_edges(kind, data[kind], sizes, result)
+            _prepare_edges(kind, data[kind], sizes, result, short_ids)
             if any(name in data[kind] for name in EDGE_MASKS):
                 set_edge_masks(result[kind], result[kind].edge_index.size(1), complete=kind == predicted)
     return result
@@ -129,7 +130,7 @@ def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, 
     return size
 
 
-def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, int], result: HeteroData) -> None:
+def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, int], result: HeteroData, short: bool) -> None:
     source, _, target = kind
     for end in (source, target):
         if end not in sizes:
@@ -139,7 +140,7 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
     if store.get("edge_index") is None:
         raise ValueError("it has no edge_index. Convert its adj_t, or remove the edge type.")
     check_tensor("edge_index", store.edge_index)
-    edge_index = checked_edges(store.edge_index.cpu(), max(sizes[source], sizes[target]))
+    edge_index = checked_edges(store.edge_index.cpu(), max(sizes[source], sizes[target]), short)
     for row, end in enumerate((source, target)):
         high = int(edge_index[row].max()) if edge_index.size(1) else -1
         if high >= sizes[end]:
