@@ -57,6 +57,7 @@ _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_fo
 
 _FEATURES = {
     "embeddings.embedding": ["DistributedEmbedding"],
+    "graph_files.pyg_stores": ["graph_in_stores"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
@@ -108,6 +109,12 @@ def source_of(data: Any) -> Any:
     if isinstance(data.source, str) and data.source and ("/" in data.source or Path(data.source).exists()):
         return import_module("lightning_gnn.extensions.graph_files").source_of(data)
     return import_module("lightning_gnn.data.loading").GraphSource(data.source)
+
+
+def store_of(location: str) -> Any:
+    """Returns the :class:`~lightning_gnn.data.store.LocalStore` of a path or URL."""
+    module, kind = ("extensions.graph_files.url_store", "UrlStore") if "://" in location else ("data.store", "LocalStore")
+    return getattr(import_module(f"lightning_gnn.{module}"), kind)(location)
 
 
 def partitioners() -> dict[str, Any]:

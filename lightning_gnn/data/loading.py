@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch_geometric.data import Data, Dataset, FeatureStore, GraphStore
+from torch_geometric.data import Dataset, FeatureStore, GraphStore
 from torch_geometric.data.data import BaseData
 
 from lightning_gnn.console import progress_bar
-from lightning_gnn.data.shards import Graph, graph_by_type
-from lightning_gnn.data.sources import TO_PREDICT_LINKS, tell_kinds
+from lightning_gnn.data.shards import Graph
+from lightning_gnn.data.sources import TO_PREDICT_LINKS
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_pyg import key_of
 from lightning_gnn.private_torch import version_counter
+from lightning_gnn.registry import feature
 
 if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Partitioner
@@ -74,7 +75,7 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
     if isinstance(loaded, Graph):
         return loaded, None
     if isinstance(loaded, (tuple, list)) and [*map(_kind_of_store, loaded)] == [FeatureStore, GraphStore]:
-        return graph_in_stores(*loaded), None
+        return feature("graph_in_stores")(*loaded), None
     is_dataset = hasattr(loaded, "__getitem__") and hasattr(loaded, "__len__")
     graphs = loaded if is_dataset and not isinstance(loaded, (BaseData, Mapping, str)) else [loaded]
     try:
@@ -106,29 +107,6 @@ def load_source(source: Source, args: Mapping[str, Any] | None = None) -> tuple[
 def _kind_of_store(value: object) -> type | None:
     kinds = () if isinstance(value, BaseData) else (FeatureStore, GraphStore)
     return next((kind for kind in kinds if isinstance(value, kind)), None)
-
-
-def graph_in_stores(features: FeatureStore, edges: GraphStore) -> Graph:
-    """Returns the graph in a pair of PyG's stores, with all tensors of nodes and edges; homogeneous for a single type of each."""
-    rows, columns, _ = edges.coo()
-    if isinstance(rows, Tensor):  # homogeneous
-        rows, columns = {None: rows}, {None: columns}
-    if not rows:
-        raise ValueError(f"{type(edges).__name__} has no edges: get_all_edge_attrs() names none.")
-    groups: dict[Any, dict[str, Tensor]] = {}
-    for attr in features.get_all_tensor_attrs():
-        found = features.get_tensor(group_name=attr.group_name, attr_name=attr.attr_name, index=None)
-        groups.setdefault(attr.group_name, {})[attr.attr_name] = torch.as_tensor(found)
-    ends = {kind: torch.stack([rows[kind], columns[kind]]) for kind in rows}
-    [first, *others] = ends
-    of_nodes = [name for name in groups if not isinstance(name, tuple)]
-    if not others and (first is None or (first[0] == first[2] and of_nodes == [first[0]])):
-        values = {name: value for group in groups.values() for name, value in group.items()}
-        whole = Data(edge_index=ends[first], **values)
-        for name, group in groups.items() if first is not None else ():
-            tell_kinds(whole, "edge" if isinstance(name, tuple) else "node", group)
-        return whole
-    return graph_by_type(groups, ends)
 
 
 def source_name(source: Source) -> str:

@@ -158,7 +158,7 @@ class JoinedGraph:
         targets = {kind: self.edge_index[1, low:high] for kind, (low, high) in zip(self.edge_firsts, pairwise(ends))}
         kinds = self.node_kinds
         nodes = {name: np.bincount(part[kinds == number], minlength=num_parts) for number, name in enumerate(self.node_firsts)}
-        return Types(nodes, {kind: _owned(ids, part, num_parts) for kind, ids in targets.items()}, input_type)
+        return Types(nodes, {kind: _count_owned(ids, part, num_parts) for kind, ids in targets.items()}, input_type)
 
     def orders(self, relabelling: Relabelling, edge_ids: list[Ids], part: np.ndarray, predicted: Predicted) -> Orders:
         """Returns the order of nodes and edges of a partitioned graph.
@@ -178,20 +178,10 @@ class JoinedGraph:
         return Orders(self.types(part, len(edge_ids), predicted.node_type), by_type)
 
 
-def _owned(ids: Ids, part: np.ndarray, num_parts: int) -> Ids:
+def _count_owned(ids: Ids, part: np.ndarray, num_parts: int) -> Ids:
     """Returns the number of `ids` that each part owns; allocates nothing of the size of `ids`, which may be mapped."""
     pieces = (part[ids[begin : begin + _PIECE]] for begin in range(0, len(ids), _PIECE))
     return sum((np.bincount(piece, minlength=num_parts) for piece in pieces), np.zeros(num_parts, np.int64))
-
-
-def graph_by_type(attributes: Mapping[Any, Mapping[str, Tensor]], edge_indices: Mapping[EdgeType, Tensor]) -> HeteroData:
-    """Returns the graph with these attributes and edges by type."""
-    data = HeteroData()
-    for name, group in attributes.items():
-        data[name].update(group)
-    for kind, edge_index in edge_indices.items():
-        data[kind].edge_index = edge_index
-    return data
 
 
 def attributes_of(data: Graph, kind: NodeType | EdgeType) -> dict[str, Tensor]:

@@ -181,10 +181,30 @@ class StoreError(RuntimeError):
 
 
 def default_root() -> Path:
-    """Returns the partition directory: ``$LIGHTNING_GNN_STORE``, else ``~/.cache/lightning_gnn``."""
+    """Returns the local partition directory: ``$LIGHTNING_GNN_STORE`` unless it is a URL, else ``~/.cache/lightning_gnn``."""
     given = os.environ.get("LIGHTNING_GNN_STORE")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given) if given else cache / "lightning_gnn"
+    return Path(given) if given and "://" not in given else cache / "lightning_gnn"
+
+
+class LocalStore:
+    """Partition directory in a local folder.
+
+    Args:
+        location: path of the folder.
+
+    Attributes:
+        folder: local folder in which entries are read and written.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location, self.folder = location, Path(location)
+
+    def fetch(self, name: str) -> None:
+        """Make an entry or note available in `folder`, if another location has it."""
+
+    def publish(self, name: str) -> None:
+        """Copy a new entry or note of `folder` to the other location."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from lightning_gnn.lightning_packages import LightningDataModule
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec, checked_method
 from lightning_gnn.private_lightning import leave_out_missing_validation
-from lightning_gnn.registry import cutter_of, feature, source_of
+from lightning_gnn.registry import cutter_of, feature, source_of, store_of
 
 if TYPE_CHECKING:
     from lightning_gnn.partition.budget import Partitioner, Prediction
@@ -118,7 +118,8 @@ class GraphDataModule(LightningDataModule):
         seed: seed of the random split and of the partitioner; added to torch's seed for the draws of the source.
         input_type: node type of a ``HeteroData`` whose nodes are predicted. Default: the type with a ``train_mask``, or the
             target type of the predicted edges.
-        partition_dir: partition directory. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
+        partition_dir: partition directory, a local folder or a URL such as ``"s3://bucket/partitions"``, whose entries are stored
+            locally, too. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         num_neighbors: neighbors per hop of a strategy that samples, see :class:`~lightning_gnn.SamplingStrategy`. Default: the
             value of the strategy.
         batch_size: seeds per batch of a strategy that samples. Default: the value of the strategy.
@@ -175,9 +176,8 @@ class GraphDataModule(LightningDataModule):
                 raise ValueError(f"{name} must be an integer of at least 0 (got {quote(number)}), and below 2^31.")
         if not isinstance(input_type, (str, NoneType)):
             raise ValueError(f"input_type must be the name of a node type (got {quote(input_type)}).")
-        local = partition_dir != "" and not any(part in str(partition_dir) for part in ("\0", "://"))
-        if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or not local:
-            raise ValueError(f"partition_dir must be the path of a local folder (got {quote(partition_dir)}).")
+        if not isinstance(partition_dir, (str, os.PathLike, NoneType)) or partition_dir == "" or "\0" in str(partition_dir):
+            raise ValueError(f"partition_dir must be the path or URL of a folder (got {quote(partition_dir)}).")
         self.source, self.source_kwargs = source, source_kwargs
         self.split = None if split is None else checked_fractions(split)
         self.split_index, self.seed, self.input_type = int(split_index), int(seed), input_type
@@ -186,7 +186,8 @@ class GraphDataModule(LightningDataModule):
         )
         self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
-        self.partition_dir = Path(partition_dir) if partition_dir is not None else default_root()
+        self._store = store_of(str(partition_dir or os.environ.get("LIGHTNING_GNN_STORE") or default_root()))
+        self.partition_dir: Path = self._store.folder
         self.predicting = False
         self._folder: str | None = None
         # The graph, if this process has it unpartitioned; its digests; and its stored partitions by description.
@@ -529,6 +530,7 @@ class GraphDataModule(LightningDataModule):
         if notes:
             with writing(self.partition_dir):
                 write_atomically(self.partition_dir / f"{notes[self.drew]}.known", _note(notes[self.drew], folder))
+            self._store.publish(f"{notes[self.drew]}.known")
         return folder
 
     def _entry_key(self, layout: LayoutSpec) -> str:
@@ -561,6 +563,7 @@ class GraphDataModule(LightningDataModule):
         self._graph, self._digests = None, digests
         self._versions_of_source.renew()
         with self._lock(name):
+            self._store.fetch(name)
             if folder.exists():
                 read_manifest(folder, layout)
                 return name
@@ -573,6 +576,7 @@ class GraphDataModule(LightningDataModule):
             with self.origin.cut(folder, data, layout, partial(self.assign, data, layout)) as ((part, holders, report), edges):
                 write_store(folder, data, part, layout.storage_layout, report, holders, predicted, digests, edges)
             rank_zero_info(f"Partitioned in {report['seconds']:.1f} s, stored in {folder}")
+            self._store.publish(name)
         return name
 
     def assign(
@@ -604,7 +608,7 @@ class GraphDataModule(LightningDataModule):
         self._draw_seed = self._seed_of_draws()
         rank_zero_info(f"Loading {self.source} in a separate process to partition it")
         request = {
-            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"partition_dir": str(self.partition_dir)},
+            "datamodule": {name: getattr(self, name) for name in self.built_from} | {"partition_dir": self._store.location},
             "layout": layout.as_dict(),
             "predicting": self.predicts(),
             "loaded": self.loading_state(),
@@ -647,6 +651,7 @@ class GraphDataModule(LightningDataModule):
     def _read_note(self, key: str) -> str | None:
         """Returns the folder that an earlier run made from an equal description."""
         note = self.partition_dir / f"{key}.known"
+        self._store.fetch(note.name)
         if not note.is_file():
             return None
         text = note.read_text(errors="replace")
@@ -655,6 +660,7 @@ class GraphDataModule(LightningDataModule):
 
     def _is_entry(self, folder: str, layout: LayoutSpec) -> bool:
         """Returns whether a folder is in the partition directory, with the graph of this datamodule if it is loaded."""
+        self._store.fetch(folder)
         if not (self.partition_dir / folder / "manifest.json").exists():
             return False
         manifest = read_manifest(self.partition_dir / folder, layout)

@@ -58,16 +58,16 @@ class RemoteFile(NamedTuple):
     Attributes:
         size: bytes, if the server reports them.
         tag: ETag or modification time, if the server reports one.
-        sha256: checksum in ``checksums.txt``; empty if it is not listed.
+        checksum: checksum in ``checksums.txt``, or another list; empty if it is not listed.
     """
 
     size: int | None
     tag: str
-    sha256: str
+    checksum: str
 
 
 @contextmanager
-def _transfers() -> Iterator[None]:
+def transfers() -> Iterator[None]:
     """Context manager that converts errors of a filesystem, of any type, to `TransferError`."""
     try:
         yield
@@ -75,8 +75,8 @@ def _transfers() -> Iterator[None]:
         raise TransferError(f"{type(error).__name__}: {error}") from error
 
 
-def _attempt(transfer: Callable[[], T], url: str) -> T:
-    """Returns the result of `transfer`, after up to three attempts."""
+def attempt(transfer: Callable[[], T], url: str, action: str = "downloaded") -> T:
+    """Returns the result of `transfer`, after up to three attempts; `action` is a participle for the error."""
     for pause in PAUSES_S:
         try:
             return transfer()
@@ -87,7 +87,7 @@ def _attempt(transfer: Callable[[], T], url: str) -> T:
         return transfer()
     except TransferError as error:
         raise ValueError(
-            f"{url} cannot be downloaded in {len(PAUSES_S) + 1} attempts ({error}). Check the URL, its server and the network, "
+            f"{url} cannot be {action} in {len(PAUSES_S) + 1} attempts ({error}). Check the URL, its server and the network, "
             "and run again: complete files and blocks are not downloaded again."
         ) from error
 
@@ -100,42 +100,28 @@ def checked_name(name: str, url: str) -> str:
     return str(PurePosixPath(name))
 
 
-class UrlSource(FolderSource):
-    """URL of a folder as a graph source; its files are downloaded once per machine, and again if they change.
+class UrlFolder:
+    """Folder at a URL; its files are downloaded once per machine, and again if they change.
+
+    Attributes:
+        checked_by: checksum of the files, and its list, for messages.
 
     Args:
         url: URL of the folder, as fsspec reads it.
         store: partition directory.
-        memory, input_type: see :class:`~lightning_gnn.extensions.graph_files.folders.FolderSource`.
     """
 
-    def __init__(self, url: str, store: Path, memory: int | None = None, input_type: str | None = None) -> None:
+    checked_by = "sha256", "checksums.txt"
+
+    def __init__(self, url: str, store: Path) -> None:
         base = store / hashlib.blake2b(url.encode(), digest_size=12).hexdigest()
-        super().__init__(str(base.with_suffix(".url")), memory, input_type)
-        self.source = self._url = url
-        self._parts, self._sums, self._block = base.with_suffix(".parts"), dict[str, str](), BLOCK
-
-    @override
-    def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Split | None]:
-        if args:
-            raise ValueError(f"source_kwargs={[*args]} does not support {self._url}. Set options such as FSSPEC_S3_ANON=true.")
-        with self._hold_lock(store):
-            self._download(store)
-            try:
-                return super().load(args, store)
-            except ValueError as error:
-                raise ValueError(f"{self._url}: {error}") from error
-
-    @override
-    def key(self, args: Mapping[str, Any] | None = None, split: Any = None) -> str | None:
-        # Not by the local files: a stored partition is found without a download.
-        text = json.dumps([self._url, args, split, self.files], sort_keys=True, default=repr)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._url, self._folder, self._parts = url, str(base.with_suffix(".url")), base.with_suffix(".parts")
+        self._sums, self._block = dict[str, str](), BLOCK
 
     @cached_property
     def files(self) -> dict[str, RemoteFile]:
         """Files of the remote folder by name; listed once, since a datamodule has one graph."""
-        return _attempt(self._list_files, self._url)
+        return attempt(self._list_files, self._url)
 
     @cached_property
     def _remote(self) -> tuple[Any, str]:
@@ -153,20 +139,20 @@ class UrlSource(FolderSource):
         return system, root.rstrip("/")
 
     @property
-    def _is_http(self) -> bool:
+    def is_http(self) -> bool:
         return "http" in self._remote[0].protocol
 
     def _path(self, name: str) -> str:
-        return f"{self._remote[1]}/{quote_url(name) if self._is_http else name}"
+        return f"{self._remote[1]}/{quote_url(name) if self.is_http else name}"
 
     def _list_files(self) -> dict[str, RemoteFile]:
         system, root = self._remote
-        with _transfers():
+        with transfers():
             system.invalidate_cache()
-            found = {} if self._is_http else system.find(root, detail=True)
+            found = {} if self.is_http else system.find(root, detail=True)
         described = {path.removeprefix(root).lstrip("/"): info for path, info in found.items() if info["type"] == "file"}
-        self._sums = self._read_list(LISTS[0]) or (self._is_http and self._read_list(LISTS[1])) or {}
-        if self._is_http and not self._sums:
+        self._sums = self._read_list(LISTS[0]) or (self.is_http and self._read_list(LISTS[1])) or {}
+        if self.is_http and not self._sums:
             raise ValueError(
                 f"{self._url} must have a file checksums.txt (or files.txt) that lists the graph's files, because HTTP servers "
                 "do not list folders. Run sha256sum * > checksums.txt in the folder, and upload the file."
@@ -174,17 +160,21 @@ class UrlSource(FolderSource):
         names = {checked_name(name, self._url) for name in {*described, *self._sums} - {"", *LISTS}}
         return {name: self._describe(name, described.get(name)) for name in sorted(names)}
 
-    def _read_list(self, name: str) -> dict[str, str]:
-        """Returns the names in a list of files, with their checksums; empty if the list does not exist."""
+    def read_text(self, name: str) -> str | None:
+        """Returns the content of a small file; None if it does not exist."""
+        system = self._remote[0]
         try:
-            text = self._remote[0].cat_file(self._path(name)).decode()
+            return system.cat_file(self._path(name)).decode()
         except Exception as error:
             # Object stores answer 403 for missing files if the public may not list them.
             if isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 403:
-                return {}
+                return None
             raise TransferError(f"{name}: {type(error).__name__}: {error}") from error
+
+    def _read_list(self, name: str) -> dict[str, str]:
+        """Returns the names in a list of files, with their checksums; empty if the list does not exist."""
         sums = {}
-        for line in filter(str.strip, text.splitlines()):
+        for line in filter(str.strip, (self.read_text(name) or "").splitlines()):
             checksum, file = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
             if name == LISTS[0] and not checksum:
                 raise ValueError(f"{self._path(name)} must have lines of sha256sum, got {quote(line)}. Run sha256sum * > {name}.")
@@ -193,7 +183,7 @@ class UrlSource(FolderSource):
 
     def _describe(self, name: str, info: Any = None) -> RemoteFile:
         if info is None:
-            with _transfers():
+            with transfers():
                 self._remote[0].invalidate_cache()
                 info = self._remote[0].info(self._path(name))
         tag = next((str(info[key]) for key in TAGS if info.get(key)), "")
@@ -236,7 +226,7 @@ class UrlSource(FolderSource):
                 if path.is_file() and path.relative_to(folder).as_posix() not in self.files:
                     path.unlink()
             for name in missing:
-                part = _attempt(partial(self._fetch, name, advance), f"File {name} of {self._url}")
+                part = attempt(partial(self._fetch, name, advance), f"File {name} of {self._url}")
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 sync(part)
                 part.replace(folder / name)
@@ -259,16 +249,23 @@ class UrlSource(FolderSource):
             reason = "it changed during the transfer"
         elif file.size not in (None, part.stat().st_size):
             reason = f"{part.stat().st_size} bytes arrived of {file.size}"
-        elif file.sha256 not in ("", _sha256_of(part)):
-            reason = "its sha256 differs from checksums.txt"
+        elif file.checksum not in ("", self._checksum_of(part)):
+            reason = "its {} differs from {}".format(*self.checked_by)
         else:
             return part
         part.unlink()
         raise TransferError(reason)
 
+    def _checksum_of(self, file: Path) -> str:
+        digest = hashlib.sha256()
+        with file.open("rb") as opened:
+            for piece in iter(partial(opened.read, 1 << 20), b""):
+                digest.update(piece)
+        return digest.hexdigest()
+
     def _pieces(self, name: str, begin: int) -> Iterator[bytes]:
         """Yields the bytes of a remote file from `begin` on."""
-        with _transfers():
+        with transfers():
             try:
                 with self._remote[0].open(self._path(name), "rb", block_size=self._block, cache_type="none") as remote:
                     if begin:
@@ -276,16 +273,39 @@ class UrlSource(FolderSource):
                     while piece := remote.read(BLOCK):
                         yield piece
             except ValueError:  # HTTP without ranges: the next attempt reads one stream
-                self._block = 0 if self._is_http else BLOCK
+                self._block = 0 if self.is_http else BLOCK
                 raise
 
 
-def _sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        for piece in iter(partial(opened.read, 1 << 20), b""):
-            digest.update(piece)
-    return digest.hexdigest()
+class UrlSource(UrlFolder, FolderSource):
+    """URL of a folder as a graph source.
+
+    Args:
+        url, store: see :class:`UrlFolder`.
+        memory, input_type: see :class:`~lightning_gnn.extensions.graph_files.folders.FolderSource`.
+    """
+
+    def __init__(self, url: str, store: Path, memory: int | None = None, input_type: str | None = None) -> None:
+        UrlFolder.__init__(self, url, store)
+        FolderSource.__init__(self, self._folder, memory, input_type)
+        self.source = url
+
+    @override
+    def load(self, args: Mapping[str, Any] | None, store: Path) -> tuple[Graph, Split | None]:
+        if args:
+            raise ValueError(f"source_kwargs={[*args]} does not support {self._url}. Set options such as FSSPEC_S3_ANON=true.")
+        with self._hold_lock(store):
+            self._download(store)
+            try:
+                return super().load(args, store)
+            except ValueError as error:
+                raise ValueError(f"{self._url}: {error}") from error
+
+    @override
+    def key(self, args: Mapping[str, Any] | None = None, split: Any = None) -> str | None:
+        # Not by the local files: a stored partition is found without a download.
+        text = json.dumps([self._url, args, split, self.files], sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 _SOURCES: WeakKeyDictionary[Any, UrlSource] = WeakKeyDictionary()
