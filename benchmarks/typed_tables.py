@@ -1,9 +1,9 @@
 """Peak memory of partitioning a graph with types in Parquet tables with string ids, for several numbers of edges.
 
-    python benchmarks/typed_tables.py --millions 2 4 8
+python benchmarks/typed_tables.py --millions 2 8 16 32
 
-Each size runs in a process of its own, with partition="streaming" and partition_memory_limit="64MB". Memory is the maximum resident
-set size without file pages that the system can drop (RssAnon), above its value after imports.
+Each size runs in a process of its own, with partition_memory_limit="64MB". Memory is the maximum of RssAnon, without file pages
+that the system can drop, above its value after imports.
 """
 
 from __future__ import annotations

@@ -83,7 +83,9 @@ def chunked(folder: Path) -> Path:
     for name, values in data.items():
         for number, ids in enumerate(nodes):
             np.save(folder / f"{name}{number}.npy", values.numpy()[ids])
-    of_nodes = {name: {"format": {"name": "numpy"}, "data": [f"{name}{number}.npy" for number in range(3)]} for name in data}
+    of_nodes = {
+        name: {"format": {"name": "numpy"}, "data": [f"{name}{number}.npy" for number in range(3)]} for name in data
+    }
     meta = {
         "graph_name": "planted",
         "node_type": ["node"],
@@ -194,7 +196,9 @@ edges_of_graphs = st.integers(1, 40).flatmap(
 
 
 @settings(deadline=None, max_examples=40)
-@given(edges_of_graphs, st.integers(1, 300), st.integers(1, 4), st.sampled_from([np.int32, np.int64]), st.integers(1, 30))
+@given(
+    edges_of_graphs, st.integers(1, 300), st.integers(1, 4), st.sampled_from([np.int32, np.int64]), st.integers(1, 30)
+)
 def test_edges_are_sorted_within_any_memory(tmp_path_factory, graph, memory, parts, dtype, piece):
     num_nodes, pairs = graph
     edge_index = np.array(pairs, dtype).reshape(-1, 2).T.copy()
@@ -214,7 +218,9 @@ def test_edges_are_sorted_within_any_memory(tmp_path_factory, graph, memory, par
             low, high = new.offsets[number : number + 2]
             of_part = PartEdges.of(found, new.n_id[low:high], int(low), new.new_ids(), room)
             assert of_part.num_edges == len(wanted.edge_ids) and np.array_equal(of_part.halo, wanted.halo)
-            for pieces, whole in zip((of_part.sources, of_part.targets, of_part.edge_ids), (*wanted.edge_index, wanted.edge_ids)):
+            for pieces, whole in zip(
+                (of_part.sources, of_part.targets, of_part.edge_ids), (*wanted.edge_index, wanted.edge_ids)
+            ):
                 assert np.array_equal(np.concatenate([*pieces(), np.empty(0, np.int32)]), whole)
     shutil.rmtree(folder)
 
@@ -287,11 +293,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
             lambda f: np.save(f / "feat1.npy", np.zeros((30, 5), np.float32)),
             "feat1.npy, row 0: rows must be .*got float32 .5.",
         ),
-        (
-            "chunked",
-            lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'),
-            "metadata.json has no .node_type., which a graph needs",
-        ),
+        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "metadata.json has no .node_type."),
         (
             "graphbolt",
             lambda f: (f / "metadata.yaml").write_text("graph: {nodes: [{num: 3}]}"),
@@ -332,7 +334,9 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
             patch.setattr(module, name, full)
             with pytest.raises(StoreError, match="The disk of the partition directory .*s is full"):
                 GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)
-    assert read_cut(tmp_path / "s" / GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)).types.total("node") == N
+    assert (
+        read_cut(tmp_path / "s" / GraphDataModule(folder, partition_dir=tmp_path / "s").build(THREE)).types.total("node") == N
+    )
 
 
 @pytest.mark.parametrize("memory", [0, -1, True, "4XB", "much", 1.5])
@@ -457,7 +461,9 @@ def test_a_vertex_cut_is_streamed_from_files(tmp_path, monkeypatch):
 
 def test_a_folder_takes_the_best_partitioner_that_fits(tmp_path, monkeypatch):
     folder = str(own(tmp_path / "graph"))
-    monkeypatch.setattr("lightning_gnn.extensions.graph_files.partitioner.ENTRIES", 1000)  # blocks are more than all of METIS's
+    monkeypatch.setattr(
+        "lightning_gnn.extensions.graph_files.partitioner.ENTRIES", 1000
+    )  # blocks are more than all of METIS's
     for free, method in ((10**9, "metis"), (40_000, "streaming")):
         monkeypatch.setattr(edge_cut, "available_bytes", lambda free=free: free)
         monkeypatch.setattr("lightning_gnn.extensions.graph_files.partitioner.LEAST_PAIRS", 100)

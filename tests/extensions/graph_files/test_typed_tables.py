@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from common import Recorder, assert_same, outcome, quiet_trainer
@@ -24,10 +27,6 @@ from lightning_gnn.extensions.graph_files import in_edges
 from lightning_gnn.extensions.graph_files.folders import read_folder
 from lightning_gnn.extensions.graph_files.typed_tables import KeyTable
 from lightning_gnn.partition.layout import LayoutSpec
-
-pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install lightning-gnn[files]")
-import pyarrow.csv
-import pyarrow.parquet
 
 KINDS = (WRITES, CITES, TAGS, BY, AWARDS)
 THREE = LayoutSpec.edge_cut(3)
@@ -321,33 +320,77 @@ def change_json(name: str, *path: Any, value: Any) -> Any:
     return change
 
 
-WRITES_KEY = ":".join(WRITES)
 WRONG: dict[str, Any] = {
-    "id": ("tables", lambda f: save(f / "edges0.parquet", origin=["author-é0", "nobody"], to=["paper-é0"] * 2, w=[1.0, 2.0]),
-           r"edges0.parquet, row 1: ids must be ids of node type 'author', got another id. Add the node"),
-    "twice": ("tables", lambda f: save(f / "author.parquet", name=["a", "b", "a"], age=[1.0] * 3, rest=np.zeros((3, 4))),
-              r"author.parquet: rows \[0, 2\] of node type 'author' have the same id"),
-    "numbers": ("storm of numbers", lambda f: save(f / "edges" / "0.parquet", source=["a"], target=[0], f=np.zeros((1, 2))),
-                r"0.parquet: column 'source' must have whole numbers, as the ids of its node type, got string"),
-    "floats": ("tables", lambda f: save(f / "edges2.parquet", origin=[0.5], to=["paper-é0"]), "column 'origin' must have whole num"),
-    "range": ("tables", lambda f: save(f / "edges2.parquet", origin=[0, 6], to=["paper-é0"] * 2),
-              r"edges2.parquet, row 1: edges must be pairs of node ids from 0 to 5, for 6 nodes, got 6"),
-    "column": ("tables", lambda f: save(f / "edges2.parquet", a=[0], to=["paper-é0"]), "edges2.parquet has no column 'origin'; it has"),
-    "null": ("tables", lambda f: save(f / "author.parquet", name=["a", None], age=[1.0] * 2, rest=np.zeros((2, 4))), "no value in 1 rows"),
-    "type": ("tables", change_json("graph.json", "edges", "a:b:paper", value={"edge_index": "edges0.parquet"}),
-             r"edge type \('a', 'b', 'paper'\) must have node types of \['author', 'paper', 'topic'\], got \['a'\]"),
+    "id": (
+        "tables",
+        lambda f: save(f / "edges0.parquet", origin=["author-é0", "nobody"], to=["paper-é0"] * 2, w=[1.0, 2.0]),
+        r"edges0.parquet, row 1: ids must be ids of node type 'author', got another id. Add the node",
+    ),
+    "twice": (
+        "tables",
+        lambda f: save(f / "author.parquet", name=["a", "b", "a"], age=[1.0] * 3, rest=np.zeros((3, 4))),
+        r"author.parquet: rows \[0, 2\] of node type 'author' have the same id",
+    ),
+    "numbers": (
+        "storm of numbers",
+        lambda f: save(f / "edges" / "0.parquet", source=["a"], target=[0], f=np.zeros((1, 2))),
+        r"0.parquet: column 'source' must have whole numbers, as the ids of its node type, got string",
+    ),
+    "floats": (
+        "tables",
+        lambda f: save(f / "edges2.parquet", origin=[0.5], to=["paper-é0"]),
+        "column 'origin' must have whole num",
+    ),
+    "range": (
+        "tables",
+        lambda f: save(f / "edges2.parquet", origin=[0, 6], to=["paper-é0"] * 2),
+        r"edges2.parquet, row 1: edges must be pairs of node ids from 0 to 5, for 6 nodes, got 6",
+    ),
+    "column": (
+        "tables",
+        lambda f: save(f / "edges2.parquet", a=[0], to=["paper-é0"]),
+        "edges2.parquet has no column 'origin'; it has",
+    ),
+    "null": (
+        "tables",
+        lambda f: save(f / "author.parquet", name=["a", None], age=[1.0] * 2, rest=np.zeros((2, 4))),
+        "no value in 1 rows",
+    ),
+    "type": (
+        "tables",
+        change_json("graph.json", "edges", "a:b:paper", value={"edge_index": "edges0.parquet"}),
+        r"edge type \('a', 'b', 'paper'\) must have node types of \['author', 'paper', 'topic'\], got \['a'\]",
+    ),
     "name": ("tables", change_json("graph.json", "edges", "writes", value={}), "must be 'source:relation:target', got 'writes'"),
     "form": ("tables", change_json("graph.json", "nodes", "paper", value=3), "paper must be an object of attributes, got 3"),
-    "count": ("tables", change_json("graph.json", "nodes", "topic", value={}), "node type 'topic' must have ids, num_nodes, x or y"),
-    "transform": ("storm", change_json("storm.json", "nodes", 0, "features", 0, "transform", value={"name": "rank_gauss"}),
-                  "a feature of author does not support the transform 'rank_gauss'. Store the transformed column"),
-    "format": ("storm", change_json("storm.json", "nodes", 0, "format", value={"name": "hdf5"}), "must be 'parquet' or 'csv', got 'hdf5'"),
-    "labels": ("storm", change_json("storm.json", "edges", 0, "labels", value=[{"task_type": "link_prediction"}]),
-               "labels of author:writes:paper are not supported. Remove them; to predict links"),
-    "two labels": ("storm", change_json("storm.json", "nodes", 1, "labels", value=[{"task_type": "ranking"}]), "at most one label"),
+    "count": (
+        "tables",
+        change_json("graph.json", "nodes", "topic", value={}),
+        "node type 'topic' must have ids, num_nodes, x or y",
+    ),
+    "transform": (
+        "storm",
+        change_json("storm.json", "nodes", 0, "features", 0, "transform", value={"name": "rank_gauss"}),
+        "a feature of author does not support the transform 'rank_gauss'. Store the transformed column",
+    ),
+    "format": (
+        "storm",
+        change_json("storm.json", "nodes", 0, "format", value={"name": "hdf5"}),
+        "must be 'parquet' or 'csv', got 'hdf5'",
+    ),
+    "labels": (
+        "storm",
+        change_json("storm.json", "edges", 0, "labels", value=[{"task_type": "link_prediction"}]),
+        "labels of author:writes:paper are not supported. Remove them; to predict links",
+    ),
+    "two labels": (
+        "storm",
+        change_json("storm.json", "nodes", 1, "labels", value=[{"task_type": "ranking"}]),
+        "at most one label",
+    ),
     "no key": ("storm", change_json("storm.json", "edges", 0, value={}), "storm.json has no 'relation', which a graph needs"),
     "transposed": ("arrays", change_json("graph.json", "nodes", "author", "id", value="author.x.npy"), "must have shape .E, 2."),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

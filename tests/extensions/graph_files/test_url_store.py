@@ -158,9 +158,9 @@ def test_a_file_with_another_checksum_never_appears(machine, tmp_path):
     data[-1] ^= 1
     (entry / "node.x.npy").write_bytes(data)
     cache = machine("a")
-    with served(tmp_path / "server") as server:
-        with pytest.raises(ValueError, match=r"File node.x.npy of .*its checksum differs from manifest.json"):
-            partition(server.url)
+    error = r"File node.x.npy of .*its checksum differs from manifest.json"
+    with served(tmp_path / "server") as server, pytest.raises(ValueError, match=error):
+        partition(server.url)
     assert not [*cache.glob(f"*/{entry.name}")]
 
 
