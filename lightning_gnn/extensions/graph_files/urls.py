@@ -167,7 +167,7 @@ class UrlFolder:
             return system.cat_file(self._path(name)).decode()
         except Exception as error:
             # Object stores answer 403 for missing files if the public may not list them.
-            if isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 403:
+            if isinstance(error, (FileNotFoundError, PermissionError)) or getattr(error, "status", None) == 403:
                 return None
             raise TransferError(f"{name}: {type(error).__name__}: {error}") from error
 

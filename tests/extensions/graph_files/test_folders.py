@@ -293,7 +293,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
             lambda f: np.save(f / "feat1.npy", np.zeros((30, 5), np.float32)),
             "feat1.npy, row 0: rows must be .*got float32 .5.",
         ),
-        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "metadata.json has no .node_type."),
+        ("chunked", lambda f: (f / "metadata.json").write_text('{"edges": {"a": 1, "b": 2}}'), "json has no .node_type."),
         (
             "graphbolt",
             lambda f: (f / "metadata.yaml").write_text("graph: {nodes: [{num: 3}]}"),

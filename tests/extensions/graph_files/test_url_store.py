@@ -118,6 +118,16 @@ def test_an_upload_that_fails_is_a_warning(machine, tmp_path, monkeypatch):
     assert read_cut(entry).types.total("node") == GRAPH.num_nodes
 
 
+def test_a_server_that_hides_missing_files(machine, tmp_path, monkeypatch):
+    """Object stores refuse access to missing files if the user may not list the folder."""
+    monkeypatch.setattr(
+        type(fsspec.filesystem("file")), "cat_file", lambda *_, **__: (_ for _ in ()).throw(PermissionError("403"))
+    )
+    machine("a")
+    entry = partition(f"file://{tmp_path}/bucket")
+    assert contents(tmp_path / "bucket" / entry.name) == contents(entry)
+
+
 # HTTP #########################################################################
 
 
@@ -188,11 +198,11 @@ def test_no_server_and_no_package(machine, tmp_path, monkeypatch):
         url = server.url
     with pytest.raises(ValueError, match=r"http://\S+/edge_cut-2-\w+ cannot be downloaded in 3 attempts \(manifest.json: Client"):
         partition(url)
-    monkeypatch.setitem(urls.known_implementations, "s3", {"class": "s3fs_of_nobody.S3", "err": "Install s3fs"})
-    monkeypatch.setenv("LIGHTNING_GNN_STORE", "s3://bucket/store")
-    with pytest.raises(ModuleNotFoundError, match=r"Reading s3://bucket/store/\S+ needs .* Run pip install s3fs_of_nobody\."):
+    monkeypatch.setitem(urls.known_implementations, "s4", {"class": "s3fs_of_nobody.S3", "err": "Install s3fs"})
+    monkeypatch.setenv("LIGHTNING_GNN_STORE", "s4://bucket/store")
+    with pytest.raises(ModuleNotFoundError, match=r"Reading s4://bucket/store/\S+ needs .* Run pip install s3fs_of_nobody\."):
         GraphDataModule(GRAPH).build(TWO)
-    assert not Path("s3:").exists()
+    assert not Path("s4:").exists()
     for wrong in ("", "a\0b", 3):
         with pytest.raises(ValueError, match="partition_dir must be the path or URL of a folder"):
             GraphDataModule(GRAPH, partition_dir=wrong)

@@ -320,9 +320,9 @@ def test_lines_that_are_no_checksums(tmp_path):
 def test_other_urls(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"source='nothing://a/b' must be a URL of fsspec"):
         load("nothing://a/b", tmp_path)
-    monkeypatch.setitem(urls.known_implementations, "s3", {"class": "s3fs_of_nobody.S3", "err": "Install s3fs"})
-    with pytest.raises(ModuleNotFoundError, match=r"Reading s3://a/b needs a package .* Run pip install s3fs_of_nobody\."):
-        load("s3://a/b", tmp_path)
+    monkeypatch.setitem(urls.known_implementations, "s4", {"class": "s3fs_of_nobody.S3", "err": "Install s3fs"})
+    with pytest.raises(ModuleNotFoundError, match=r"Reading s4://a/b needs a package .* Run pip install s3fs_of_nobody\."):
+        load("s4://a/b", tmp_path)
     with pytest.raises(ValueError, match=r"source_kwargs=\['anon'\] does not support memory://a. Set options"):
         UrlSource("memory://a", tmp_path).load({"anon": True}, tmp_path)
 
