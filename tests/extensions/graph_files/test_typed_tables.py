@@ -286,6 +286,16 @@ def test_edges_are_converted_to_int32_and_mapped(tmp_path):
     assert sizes == [256 + 8 * typed_graph()[kind].edge_index.size(1) for kind in KINDS]
 
 
+def test_counts_of_dgl_by_type(tmp_path):
+    """Newer versions of DGL write num_nodes_per_type."""
+    folder = chunked(tmp_path / "graph")
+    meta = json.loads((folder / "metadata.json").read_text())
+    meta["num_nodes_per_type"] = [sum(chunks) for chunks in meta.pop("num_nodes_per_chunk")]
+    (folder / "metadata.json").write_text(json.dumps(meta))
+    found, _ = read_folder(folder, tmp_path / "scratch")
+    assert found.num_nodes_dict == SIZES
+
+
 def test_ids_of_categories_and_long_columns(tmp_path):
     """Dictionaries of strings, int32 ids, and pieces that are slices of a larger array."""
     words = pyarrow.array(["b", "a", None, "b", "c"]).dictionary_encode()
