@@ -91,9 +91,10 @@ def available_bytes() -> int | None:
     for _, controllers, path in groups:
         if controllers in _GROUP_FILES:
             root, *names = _GROUP_FILES[controllers]
-            # In a container, the path may be a path of the host.
-            folder = next((each for each in (Path(root + path), Path(root)) if (each / names[0]).is_file()), None)
-            free = free if folder is None else int(min(free, _left_in(folder, *names)))
+            group = Path(root + path)
+            # SLURM and systemd limit groups above a process's; in a container, the path may be a path of the host.
+            above = [each for each in (group, *group.parents) if each.is_relative_to(root)]
+            free = int(min(free, *(_left_in(each, *names) for each in above)))
     return free
 
 
@@ -109,7 +110,9 @@ def _left_in(group: Path, limit: str, used: str) -> float:
     try:
         most, taken = (group / limit).read_text().strip(), int((group / used).read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        pages = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))
+        names = "active_file", "inactive_file"
+        # In version 1, a count without "total_" leaves out the groups below.
+        pages = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in names)
         return math.inf if most == "max" else max(int(most) - taken + pages, 0)
     except (OSError, ValueError):
         return math.inf

@@ -183,8 +183,16 @@ class StoreError(RuntimeError):
 def default_root() -> Path:
     """Returns the local partition directory: ``$LIGHTNING_GNN_STORE`` unless it is a URL, else ``~/.cache/lightning_gnn``."""
     given = os.environ.get("LIGHTNING_GNN_STORE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given) if given and "://" not in given else cache / "lightning_gnn"
+    if given and "://" not in given:
+        return Path(given)
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a container's user without a name
+        raise StoreError(
+            "The partition directory must be given, since this user has no home folder. Use a folder with write permission: "
+            "GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
+        ) from None
+    return cache / "lightning_gnn"
 
 
 class LocalStore:

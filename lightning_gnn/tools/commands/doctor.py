@@ -25,6 +25,7 @@ from lightning_gnn.comm.group import available_backends
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.console import text_console, text_table
 from lightning_gnn.data.store import default_root
+from lightning_gnn.devices import available_bytes
 from lightning_gnn.kernels import CSR, cache_folder
 from lightning_gnn.tools.advising.machine import available_cores
 from lightning_gnn.tools.commands.exchange import time_exchange
@@ -117,10 +118,9 @@ def check_devices() -> Iterator[Check]:
     cores, threads = available_cores(), torch.get_num_threads()
     few = "" if threads <= cores else "more threads than cores: set OMP_NUM_THREADS lower"
     yield Check("CPU", "warning" if few else "ok", f"{cores} cores, {threads} threads per process by default", few)
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total, free = (page * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-        yield Check("memory", "ok", f"{total / 1e9:,.1f} GB, {free / 1e9:,.1f} GB unused")
+    if (free := available_bytes()) is not None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        yield Check("memory", "ok", f"{total / 1e9:,.1f} GB, {free / 1e9:,.1f} GB available here")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
