@@ -3,10 +3,10 @@
 python benchmarks/requeues.py [--signals 20] [--seed 0] [--json FILE]
 
 No SLURM is needed: variables are set as ``srun`` sets them, and a stub takes the place of ``scontrol``. As SLURM does after
-``scontrol requeue``, the script sends SIGTERM to all ranks, which must end within 30 s. In the first half of the trials, the signal
-reaches all ranks at once; in the second half, 2 s lie between ranks. Of each trial: all ranks save at the same step, the job is
-requeued once, and the next run comes to the weights of a run that nobody disturbed, digit by digit. Exit status 1 if anything was
-otherwise; the folder of that trial is kept, and named.
+``scontrol requeue``, the script sends SIGTERM to all ranks, which must end within 30 s. In the first half of the trials, the
+signal reaches all ranks at once; in the second half, 2 s lie between ranks. Of each trial: all ranks save at the same step, the
+job is requeued once, and the next run comes to the weights of a run that nobody disturbed, digit by digit. Exit status 1 if
+anything was otherwise; the folder of that trial is kept, and named.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def main() -> None:
         Path(options.json).write_text(json.dumps(rows, indent=1))
     wrong = sum(bool(row["wrong"]) for row in rows)
     slowest = max(row["seconds"] for row in rows)
-    print(f"{len(rows) - wrong} of {len(rows)} signals: saved at one step, requeued once, equal weights. Slowest end: {slowest:.1f} s")
+    good = f"{len(rows) - wrong} of {len(rows)} signals"
+    print(f"{good}: saved at one step, requeued once, equal weights. Slowest end: {slowest:.1f} s")
     if wrong:
         sys.exit(f"{wrong} were not as they should be; see {root}")
     shutil.rmtree(root)

@@ -56,6 +56,7 @@ _WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 _FEATURES = {
+    "containers": ["MemfdPickler", "ensure_kernel_cache"],
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],

@@ -234,31 +234,6 @@ def kept_attributes(
     return kept, kinds, left_out
 
 
-def rows_of_type(attributes: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
-    """Returns the tensors with one row per node or edge of a type, on the CPU; warns about other attributes.
-
-    Args:
-        attributes: attributes of the type, by name.
-        num_nodes, num_edges: number of nodes or edges of the type; None for the other kind.
-        of: description of the type.
-    """
-    kept, left_out = {}, {}
-    for name, value in attributes.items():
-        if value is None or name == "num_nodes" or (name in OF_BATCHES and isinstance(value, Tensor)):
-            continue
-        reason = why_left_out(name, value, num_nodes, num_edges)
-        of_rows = isinstance(value, Tensor) and kind_by_rows(name, value, num_nodes, num_edges) != "graph"
-        if reason is None and not of_rows:
-            reason = "it does not have one row per node or edge of its type, which batches of a HeteroData require"
-        if reason is None:
-            check_storable(name, value)
-            kept[name] = value.detach().cpu()
-        else:
-            left_out[name] = reason
-    warn_of_left_out(left_out, of)
-    return kept
-
-
 def warn_of_left_out(left_out: Mapping[str, str], of: str) -> None:
     """Warn about attributes of a graph or a type that batches lack; `left_out` has the reasons by name."""
     if left_out:

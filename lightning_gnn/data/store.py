@@ -185,14 +185,11 @@ def default_root() -> Path:
     given = os.environ.get("LIGHTNING_GNN_STORE")
     if given and "://" not in given:
         return Path(given)
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a container's user without a name
-        raise StoreError(
-            "The partition directory must be given, since this user has no home folder. Use a folder with write permission: "
-            "GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE."
-        ) from None
-    return cache / "lightning_gnn"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        why = "The partition directory must be a given folder, since this user has no home folder"
+        raise StoreError(f"{why}. Use GraphDataModule(partition_dir=...) or $LIGHTNING_GNN_STORE.")
+    return Path(cache) / "lightning_gnn"
 
 
 class LocalStore:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
 from typing import Any
 
 import numba
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
+
+from lightning_gnn.registry import feature
 
 AHEAD = 64
 """Prefetch distance in slots: the fastest of 8, 16, 32 and 64 at 16 and 128 columns."""
@@ -33,24 +33,8 @@ LOOPS: list[Any] = []
 """All loops, compiled or not."""
 
 
-def _ensure_cache() -> None:
-    """Let numba cache loops in the temporary folder if it can write neither beside the package nor in the home folder."""
-    try:
-        folder = numba.njit(cache=True)(_ensure_cache).stats.cache_path
-    except RuntimeError:  # otherwise every import would raise it
-        folder = "~"
-    if folder is None or not folder.startswith("~"):  # without a home folder, numba uses a folder named "~"
-        return
-    place = Path(gettempdir()) / f"lightning_gnn-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    if place.lstat().st_uid != os.getuid():  # code of another user must not be loaded
-        place = Path(mkdtemp(prefix=place.name))
-    numba.config.CACHE_DIR = str(place)
-    rank_zero_info(f"Compiled kernels are cached in {place}: package and home folder cannot be written. Set NUMBA_CACHE_DIR.")
-
-
-if not numba.config.DISABLE_JIT:
-    _ensure_cache()
+if not os.access(Path(__file__).parent, os.W_OK):
+    feature("ensure_kernel_cache")()
 
 
 @cache

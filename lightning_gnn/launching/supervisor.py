@@ -8,7 +8,6 @@ errors as objects, the caller's handling of Ctrl-C, imports during the checks, a
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -18,24 +17,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from multiprocessing import reduction, resource_sharer
+from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.multiprocessing import reductions
 
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import Progress, current_progress
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
 from lightning_gnn.lightning_packages import FABRICS, is_instance
 from lightning_gnn.private_lightning import PORT
+from lightning_gnn.registry import feature
 
 
 class Launchable(Protocol):
@@ -69,35 +65,6 @@ class _SharesDescriptors:
     @staticmethod
     def duplicate_for_child(descriptor: int) -> int:
         return descriptor
-
-
-def _pickle(value: Any, copies: dict[int, int]) -> Any:
-    """Returns pickled bytes, with tensors in ``/dev/shm``; if it is too small, in `copies`, memfds by the address of a storage."""
-    try:
-        if not copies:
-            return ForkingPickler.dumps(value)
-    except RuntimeError as error:
-        if "shared memory" not in str(error) or not hasattr(os, "memfd_create"):
-            raise
-        rank_zero_warn(
-            f"/dev/shm has no space for the tensors that the ranks receive ({error}). They are copied to other memory, which takes "
-            "their size once more. Enlarge it, for example by docker run --shm-size."
-        )
-    pickler = ForkingPickler(file := io.BytesIO())
-    pickler.dispatch_table = {**pickler.dispatch_table, torch.UntypedStorage: partial(_copy_storage, copies)}
-    pickler.dump(value)
-    return file.getbuffer()
-
-
-def _copy_storage(copies: dict[int, int], storage: torch.UntypedStorage) -> Any:
-    if storage.device.type != "cpu" or not storage.nbytes():
-        return reductions.reduce_storage(storage)
-    if storage.data_ptr() not in copies:
-        copies[storage.data_ptr()] = descriptor = os.memfd_create("lightning_gnn")
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-    shared = reduction.DupFd(copies[storage.data_ptr()])
-    return reductions.rebuild_storage_fd, (type(storage), shared, storage.nbytes())
 
 
 class Reporter:
@@ -248,19 +215,20 @@ class Supervisor:
                 f"{seconds:.0f} s. Each rank runs the whole script: look for a branch or a wait before this call."
             )
         variables |= {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
-        copies: dict[int, int] = {}
+        message, dumps = (variables, _handles_interrupts(), arguments), ForkingPickler.dumps
         for child in self.children:
             with contextlib.suppress(OSError):  # it ended: look() reports it
                 set_spawning_popen(_SharesDescriptors)  # type: ignore[arg-type]
                 try:
-                    data = _pickle((variables, _handles_interrupts(), arguments), copies)
+                    data = dumps(message)
+                except RuntimeError as error:  # /dev/shm is small in containers
+                    dumps = feature("MemfdPickler")(error).dumps
+                    data = dumps(message)
                 finally:
                     set_spawning_popen(None)
                 child.connection.send_bytes(data)
                 # One child at a time: until a child has received the descriptors, they are duplicated here.
                 self.wait_for(lambda: bool(self.look()) or "started" in child.received, seconds)  # noqa: B023
-        for descriptor in copies.values():
-            os.close(descriptor)
 
     def forget_failures(self) -> None:
         """Clear the failures: all ranks raised equal errors, and continue."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import REPOSITORY, Finished, run
+from processes import Finished, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -78,15 +77,11 @@ def variables_of(name: str, folder: Path) -> list[dict[str, str]]:
 )
 def test_variables(folder, name, arguments):
     """Lightning finds LSF by its variables; Kubeflow's are those of other launchers, too, so it is passed as a plugin."""
-    import json
-
     ranks = json.dumps(variables_of(name, folder))
     check(run("tasks.py", ranks, "train.py", "dgcl", *arguments, cwd=folder), folder, name)
 
 
 def mpirun(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    from processes import environment
-
     prefix = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     env = {**environment(), **variables}
     command = [*prefix, sys.executable, "train.py", "dgcl", "2", "1"]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
@@ -17,15 +18,18 @@ from lightning_gnn.data.shards import edge_stores, input_type_of, predicted_edge
 from lightning_gnn.data.sources import (
     EDGE_MASKS,
     MASKS,
+    OF_BATCHES,
+    check_storable,
     check_tensor,
     checked_edges,
     edge_values,
     features,
+    kind_by_rows,
     labels,
     masks_of,
-    rows_of_type,
     set_edge_masks,
     warn_of_left_out,
+    why_left_out,
     with_masks_of_ids,
 )
 from lightning_gnn.private_pyg import graph_attributes
@@ -69,7 +73,7 @@ def prepare_hetero(
     masks_needed = masks_needed and predicted is None
     result = HeteroData()
     sizes: dict[NodeType, int] = {}
-    rows_of_type(dict(graph_attributes(data).items()), None, None, "the HeteroData itself")
+    _rows_of_type(dict(graph_attributes(data).items()), None, None, "the HeteroData itself")
     for name in data.node_types:
         with _prefix_errors(f"Node type {name!r}"):
             attributes = dict(data[name].items())
@@ -120,7 +124,7 @@ def _num_nodes(name: NodeType, store: BaseStorage) -> int:
 
 def _prepare_nodes(name: NodeType, store: BaseStorage, attributes: Mapping[str, Any], result: HeteroData) -> int:
     size, into = _num_nodes(name, store), result[name]
-    into.update(rows_of_type(attributes, size, None, f"node type {name!r}"))
+    into.update(_rows_of_type(attributes, size, None, f"node type {name!r}"))
     if "x" in into:
         into.x = features(into.x)
     else:
@@ -155,4 +159,29 @@ def _prepare_edges(kind: EdgeType, store: BaseStorage, sizes: Mapping[NodeType, 
         if store.get(attribute) is not None:
             into[attribute] = edge_values(attribute, store[attribute].cpu(), edge_index.size(1), torch.get_default_dtype())
     attributes = {name: value for name, value in store.items() if name not in into}
-    into.update(rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}"))
+    into.update(_rows_of_type(attributes, None, edge_index.size(1), f"edge type {kind}"))
+
+
+def _rows_of_type(attributes: Mapping[str, Any], num_nodes: int | None, num_edges: int | None, of: str) -> dict[str, Tensor]:
+    """Returns the tensors with one row per node or edge of a type, on the CPU; warns about other attributes.
+
+    Args:
+        attributes: attributes of the type, by name.
+        num_nodes, num_edges: number of nodes or edges of the type; None for the other kind.
+        of: description of the type.
+    """
+    kept, left_out = {}, {}
+    for name, value in attributes.items():
+        if value is None or name == "num_nodes" or (name in OF_BATCHES and isinstance(value, Tensor)):
+            continue
+        reason = why_left_out(name, value, num_nodes, num_edges)
+        of_rows = isinstance(value, Tensor) and kind_by_rows(name, value, num_nodes, num_edges) != "graph"
+        if reason is None and not of_rows:
+            reason = "it does not have one row per node or edge of its type, which batches of a HeteroData require"
+        if reason is None:
+            check_storable(name, value)
+            kept[name] = value.detach().cpu()
+        else:
+            left_out[name] = reason
+    warn_of_left_out(left_out, of)
+    return kept
