@@ -26,7 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-RANKS, EPOCHS, PAUSE_S = 2, 60, 0.1
+RANKS, EPOCHS, PAUSE_S = 2, 40, 0.15
+LATEST = 15
+"""Latest epoch of a signal: the others must last longer than the time between the signals of two ranks."""
 WITHIN_S = 30.0
 """How long ranks may take to end after SIGTERM; SLURM then sends SIGKILL (KillWait)."""
 APART_S = 2.0
@@ -42,8 +44,9 @@ def train(folder: Path) -> None:
     from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
 
     class Notes(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            (folder / f"begun-{trainer.global_rank}").write_text(str(trainer.current_epoch))
+        def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            with (folder / f"epochs-{trainer.global_rank}").open("a") as lines:
+                lines.write(f"{trainer.current_epoch}\n")
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             time.sleep(PAUSE_S * random.random())  # ranks are apart, which the next exchange brings together
@@ -124,22 +127,23 @@ def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def has_begun(folder: Path) -> bool:
-    return all((folder / f"begun-{rank}").exists() for rank in range(RANKS))
+def has_reached(folder: Path, epoch: int) -> bool:
+    return all(len(lines_of(folder / f"epochs-{rank}")) > epoch for rank in range(RANKS))
 
 
-def trial(folder: Path, moment: float, apart_s: float, first: int, expected: list[dict[str, Any]]) -> dict[str, Any]:
+def trial(folder: Path, epoch: int, moment: float, apart_s: float, first: int, expected: list[dict[str, Any]]) -> dict[str, Any]:
     """Signals once, requeues as SLURM does, and returns what came of it.
 
     Args:
         folder: of the trial.
-        moment: seconds after the begin of the training.
+        epoch: epoch that both ranks have begun.
+        moment: seconds after that.
         apart_s: seconds between the signals of ranks.
         first: rank that the signal reaches first.
         expected: weights of an undisturbed run.
     """
     wrong, tasks = [], start(folder)
-    if not wait(lambda: has_begun(folder), 120):
+    if not wait(lambda: has_reached(folder, epoch), 120):
         wrong.append("not begun")
     time.sleep(moment)
     for number, rank in enumerate((first, 1 - first)):
@@ -162,16 +166,17 @@ def trial(folder: Path, moment: float, apart_s: float, first: int, expected: lis
     calls = lines_of(folder / "scontrol")
     if calls != [f"requeue {os.getpid()}"]:
         wrong.append(f"scontrol {calls}")
-    for path in folder.glob("begun-*"):
+    for path in folder.glob("epochs-*"):
         path.unlink()
     tasks = start(folder)
     if not ended(tasks, 120) or any(task.returncode for task in tasks):
         wrong.append("next run failed")
-    elif lines_of(folder / "begun-0") == ["0"]:
+    elif lines_of(folder / "epochs-0")[0] == "0":
         wrong.append("next run began anew")
     elif not is_equal(weights(folder), expected):
         wrong.append("other weights")
-    return {"trial": folder.name, "apart": apart_s, "moment": moment, "saved": saved[0], "seconds": seconds, "wrong": wrong}
+    row = {"trial": folder.name, "apart": apart_s, "epoch": epoch, "moment": moment, "saved": saved[0]}
+    return {**row, "seconds": seconds, "wrong": wrong}
 
 
 def main() -> None:
@@ -189,16 +194,13 @@ def main() -> None:
     folder = root / "undisturbed"
     folder.mkdir()
     tasks = start(folder)
-    assert wait(lambda: has_begun(folder), 180), (folder / "output.txt").read_text()
-    began = time.monotonic()
-    assert ended(tasks, 180) and not any(task.returncode for task in tasks), (folder / "output.txt").read_text()
-    most, expected = 0.7 * (time.monotonic() - began), weights(folder)
-    rows = []
+    assert ended(tasks, 240) and not any(task.returncode for task in tasks), (folder / "output.txt").read_text()
+    rows, expected = [], weights(folder)
     for number in range(options.signals):
         apart_s = APART_S if 2 * number >= options.signals else 0.0
         folder = root / f"{number:02d}"
         folder.mkdir()
-        row = trial(folder, rng.uniform(0, most), apart_s, rng.randrange(RANKS), expected)
+        row = trial(folder, rng.randrange(LATEST), rng.uniform(0, PAUSE_S), apart_s, rng.randrange(RANKS), expected)
         rows.append(row)
         print(json.dumps(row), flush=True)
         if not row["wrong"]:

@@ -94,6 +94,6 @@ def _check_mpi(ranks: int) -> None:
     name, size = next(((name, os.environ[name]) for name in _MPI_SIZES if name in os.environ), ("", "1"))
     if size.isdecimal() and int(size) > 1:
         raise RuntimeError(
-            f"MPI has started {size} processes ({name}={size}), which Lightning does not detect: each would start {ranks} ranks. "
-            f"Start with `torchrun --nproc-per-node {ranks} script.py`, or `python script.py`, instead of mpirun."
+            f"MPI has started {size} processes ({name}={size}), which Lightning detects only with mpi4py: each would start "
+            f"{ranks} ranks. Install mpi4py for this MPI, or start with `torchrun --nproc-per-node {ranks} script.py`."
         )

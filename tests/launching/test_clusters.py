@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Finished, environment, run
+from conftest import SHARED
+from processes import REPOSITORY, Finished, environment, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -81,11 +82,10 @@ def test_variables(folder, name, arguments):
     check(run("tasks.py", ranks, "train.py", "dgcl", *arguments, cwd=folder), folder, name)
 
 
-def mpirun(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def mpirun(folder: Path) -> subprocess.CompletedProcess[str]:
     prefix = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    env = {**environment(), **variables}
     command = [*prefix, sys.executable, "train.py", "dgcl", "2", "1"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.campaign
@@ -97,3 +97,37 @@ def test_mpi(folder):
     finished = mpirun(folder)
     output = finished.stdout + finished.stderr
     check(Finished(finished.returncode, output, [], [], 0.0), folder, "MPIEnvironment")
+
+
+def test_mpi_without_mpi4py(folder):
+    """Otherwise each process would start all ranks."""
+    finished = run("train.py", "dgcl", 2, 1, cwd=folder, variables={"OMPI_COMM_WORLD_SIZE": "2"})
+    assert finished.code and "which Lightning detects only with mpi4py" in finished.output and "torchrun" in finished.output
+
+
+NETLAB = SHARED / "netlab" / "netlab.py"
+MACHINE = """
+import os, sys
+rank = os.environ["RANK"]
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+values = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "NNODES": "2", "NODEID": rank, "PROCID": rank, "LOCALID": "0"}
+names = {"NODELIST": "rank[0-1]", "JOB_ID": "4711", "JOB_NAME": "train"}
+os.environ.update({f"SLURM_{name}": value for name, value in {**values, **names}.items()})
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.campaign
+def test_slurm_on_two_machines(folder):
+    """Two network namespaces with one task each, which meet at the first host of SLURM's list."""
+    if not NETLAB.exists():
+        pytest.skip(f"needs {NETLAB} (set LIGHTNING_GNN_SHARED to the folder that holds netlab/)")
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to make network namespaces")
+    (folder / "machine.py").write_text(MACHINE)
+    topology = REPOSITORY / "tests" / "two_machines.json"
+    command = (sys.executable, "machine.py", "train.py", "dgcl", 1, 2)
+    finished = run(NETLAB, "run", topology, "--timeout", 90, "--", *command, cwd=folder, timeout=100, warm=False)
+    assert "Sent edge_cut-2-" in finished.output or "stored in" in finished.output
+    check(finished, folder, "SLURMEnvironment")

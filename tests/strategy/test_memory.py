@@ -382,3 +382,6 @@ def test_a_control_group_leaves_less(tmp_path):
     for limit, left in (("1000", 700), ("600", 300), ("max", float("inf")), ("200", 0)):
         (tmp_path / "limit").write_text(f"{limit}\n")
         assert _left_in(tmp_path, "limit", "used") == left
+    (tmp_path / "memory.stat").write_text("active_file 100\ninactive_file 0\ntotal_active_file 200\ntotal_inactive_file 100\n")
+    (tmp_path / "limit").write_text("1000\n")
+    assert _left_in(tmp_path, "limit", "used") == 600  # version 1: with the groups inside it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from functools import cache
 from multiprocessing import reduction
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
@@ -13,6 +14,15 @@ import numba
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.multiprocessing import reductions
+
+
+@cache
+def _warn_of_copies() -> None:
+    """Warn once in this process."""
+    rank_zero_warn(
+        "/dev/shm has no space for the tensors that ranks receive. They are copied to other memory, which takes their size once "
+        "more. Enlarge it, for example by docker run --shm-size, or use a strategy without _spawn in a script."
+    )
 
 
 class MemfdPickler:
@@ -27,10 +37,7 @@ class MemfdPickler:
     def __init__(self, error: RuntimeError) -> None:
         if "shared memory" not in str(error):
             raise error
-        rank_zero_warn(
-            "/dev/shm has no space for the tensors that ranks receive. They are copied to other memory, which takes their size "
-            "once more. Enlarge it, for example by docker run --shm-size, or use a strategy without _spawn in a script."
-        )
+        _warn_of_copies()
         self._copies: dict[int, int] = {}  # descriptors by address
 
     def dumps(self, value: Any) -> Any:
@@ -59,7 +66,7 @@ class MemfdPickler:
 
 
 def ensure_kernel_cache() -> None:
-    """Let numba cache kernels in the temporary folder if it can write neither beside the package nor in the home folder."""
+    """Let numba cache kernels in the temporary folder if it can write neither in the package nor in the home folder."""
     settings: Any = numba.config
     if settings.DISABLE_JIT:
         return
