@@ -5,6 +5,7 @@ Importing this package registers the strategies: ``Trainer(strategy="dgcl")``.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -115,3 +116,8 @@ __all__ = [
     "select_edges",
     "split_edges",
 ]
+
+if {"__file__", "__spec__"} <= vars(sys.modules["__main__"]).keys() and sys.modules["__main__"].__spec__ is None:  # a script
+    from lightning_gnn.launching.preload import preload
+
+    preload(sys._getframe().f_back)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,8 +23,8 @@ from typing_extensions import override
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.processes import current_progress, end_after, end_with_parent
-from lightning_gnn.launching import STARTED_BY, program
+from lightning_gnn.comm.processes import current_progress, end_after, end_with_parent, exit_status
+from lightning_gnn.launching import STARTED_BY, preload, program
 from lightning_gnn.launching.failures import (
     GRACE_S,
     IMPORT_S,
@@ -158,11 +159,13 @@ class ScriptLauncher(Launcher):
             "LOCAL_RANK": str(environment.local_rank()),
             "WORLD_SIZE": str(size),
         }
-        supervisor = Supervisor()
+        supervisor, preloaded = Supervisor(), preload.take()
         try:
             for local_rank in range(1, strategy.num_processes):
                 with ignoring_interrupts():
-                    supervisor.children.append(self._start_rank(local_rank, variables))
+                    supervisor.children.append(self._start_rank(local_rank, variables, preloaded))
+            if preloaded is not None:
+                preloaded.close()
             check()
             listener = listener_of(environment, size)
             if listener is not None:
@@ -177,28 +180,23 @@ class ScriptLauncher(Launcher):
         show_once()
         atexit.register(_see_off, supervisor)
 
-    def _start_rank(self, local_rank: int, variables: Mapping[str, str]) -> Child:
-        """Run the script again, with these environment variables."""
+    def _start_rank(self, local_rank: int, variables: Mapping[str, str], preloaded: preload.Preloaded | None = None) -> Child:
+        """Run the script again, with these environment variables; `preloaded` starts it without imports."""
         environment, ranks = self._strategy.cluster_environment, self._strategy.num_processes
         assert environment is not None
         command, folder = _command(local_rank, self._strategy.strategy_name)
         rank, size = environment.node_rank() * ranks + local_rank, ranks * self._strategy.num_nodes
         ours, theirs = Pipe()
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={
-                **os.environ,
-                **variables,
-                "LOCAL_RANK": str(local_rank),
-                STARTED_BY: f"{os.getpid()} {rank} {size} {theirs.fileno()}",
-                # A script's wandb.init() returns the configuration of the sweep here too, without a second run.
-                "WANDB_MODE": "disabled",
-            },
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        return Child(rank, process.pid, process.poll, ours)
+        started_by = f"{os.getpid()} {rank} {size} "
+        # A script's wandb.init() returns the configuration of the sweep here too, without a second run.
+        environment_of = {**os.environ, **variables, "LOCAL_RANK": str(local_rank), "WANDB_MODE": "disabled"}
+        with theirs:
+            if preloaded is not None:
+                pid = preloaded.start(command, folder, {**environment_of, STARTED_BY: started_by + "{}"}, theirs.fileno())
+                return Child(rank, pid, partial(exit_status, pid), ours)
+            environment_of[STARTED_BY] = f"{started_by}{theirs.fileno()}"
+            process = subprocess.Popen(command, cwd=folder, env=environment_of, pass_fds=[theirs.fileno()])
+            return Child(rank, process.pid, process.poll, ours)
 
     def _as_parent(self, supervisor: Supervisor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         show_once()
