@@ -157,8 +157,7 @@ class Steps:
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of `step`, Lightning's training step; or `SKIPPED`."""
         self._count += 1
-        # From the second step on: the first step frees much memory that later steps do not need.
-        if self._count == 2 and self._keeps_memory:
+        if self._count == 1 and self._keeps_memory:
             self.in_use.enter_context(keeping_freed_memory())
         self.loss = None
         draws = self.random.inside()

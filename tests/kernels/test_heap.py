@@ -66,7 +66,7 @@ def test_what_partitioners_free_is_given_back():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_from_the_second_step_until_teardown(monkeypatch, keep):
+def test_from_the_first_step_until_teardown(monkeypatch, keep):
     events: list[Any] = []
 
     class Kept:
@@ -83,5 +83,5 @@ def test_from_the_second_step_until_teardown(monkeypatch, keep):
     monkeypatch.setattr(steps, "keeping_freed_memory", Kept)
     trainer = quiet_trainer(DGCLStrategy(reuse_buffers=keep, self_check=False), 1, callbacks=[Steps()])
     trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
-    kept = ["step", "kept", "step", "step", "given back"]
+    kept = ["kept", "step", "step", "step", "given back"]
     assert events == (kept if keep else ["step", "step", "step"])
