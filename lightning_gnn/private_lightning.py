@@ -48,7 +48,7 @@ metrics_so_far = attrgetter("_logger_connector._callback_metrics")
 batches_of = attrgetter("_data_fetcher")
 """Attribute of the loop of a fit: its source of batches."""
 
-END_QUESTION = "_broadcast_sigterm_tensor"
+SIGTERM_CHECK = "_broadcast_sigterm_tensor"
 """Method of the loop of an epoch, since Lightning 2.6: checks whether rank 0 received SIGTERM."""
 
 PORT = "_main_port"

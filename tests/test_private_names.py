@@ -183,7 +183,7 @@ def test_the_names_are_in_this_lightning():
     assert private_lightning.metrics_so_far(trainer) == {} and callable(private_lightning.checkpoint_parser(trainer))
     assert private_lightning.batches_of(trainer.fit_loop) is None
     since_2_6 = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 6)
-    assert hasattr(trainer.fit_loop.epoch_loop, private_lightning.END_QUESTION) == since_2_6
+    assert hasattr(trainer.fit_loop.epoch_loop, private_lightning.SIGTERM_CHECK) == since_2_6
     environment = LightningEnvironment()
     setattr(environment, private_lightning.PORT, 12345)
     assert environment.main_port == 12345

@@ -19,7 +19,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.lightning_packages import is_overridden
-from lightning_gnn.private_lightning import END_QUESTION, EXAMPLE
+from lightning_gnn.private_lightning import SIGTERM_CHECK, EXAMPLE
 
 SKIPPED = object()
 """Return value in place of None, which Lightning rejects with several ranks."""
@@ -60,7 +60,7 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
             loop.__dict__.pop(name, None)
 
 
-class EndQuestion(pl.Callback):
+class SignalCheck(pl.Callback):
     """Lightning's check for SIGTERM in each step as a regular operation, in which ranks also agree on SLURM's signal.
 
     Lightning interprets a timeout of the check as a negative answer, and waits for the same rank again. SLURM's signal announces
@@ -75,7 +75,7 @@ class EndQuestion(pl.Callback):
     @contextmanager
     def replace_check(self, trainer: pl.Trainer) -> Iterator[None]:
         """Context manager in which this check replaces the check of Lightning's loop."""
-        loop, name = trainer.fit_loop.epoch_loop, END_QUESTION
+        loop, name = trainer.fit_loop.epoch_loop, SIGTERM_CHECK
         if self._world.size > 1 and hasattr(loop, name):  # since Lightning 2.6
             vars(loop)[name] = lambda: self._check(trainer)
         try:
@@ -85,7 +85,7 @@ class EndQuestion(pl.Callback):
 
     def _check(self, trainer: pl.Trainer) -> None:
         state = trainer.received_sigterm + 2 * bool(self._signals)
-        state = self._world.broadcast_number(state, "Lightning's question whether to end")
+        state = self._world.broadcast_number(state, "Lightning's check for SIGTERM")
         if state & 1:
             with suppress(CommunicationError):
                 self._world.barrier("End")
@@ -96,7 +96,7 @@ class EndQuestion(pl.Callback):
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        is_new = not self._requeue and END_QUESTION in vars(trainer.fit_loop.epoch_loop)
+        is_new = not self._requeue and SIGTERM_CHECK in vars(trainer.fit_loop.epoch_loop)
         if is_new and getattr(environment, "auto_requeue", False) and current_thread() is main_thread():
             handler = signal.getsignal(environment.requeue_signal)  # Lightning restores it at the end of the run
             if callable(handler):

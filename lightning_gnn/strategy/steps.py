@@ -23,7 +23,7 @@ from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import SharedModel
-from lightning_gnn.steps.loop import SKIPPED, EndQuestion, Progress, loss_in_outputs, without_example
+from lightning_gnn.steps.loop import SKIPPED, SignalCheck, Progress, loss_in_outputs, without_example
 from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
@@ -132,9 +132,9 @@ class Steps:
         self.weights = values.logs.weights
         self.in_use.enter_context(in_hooks(trainer, lambda: values.hook(not (on_batches and trainer.training))))
         self.in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
-        question = EndQuestion(self._world)
-        self.in_use.enter_context(question.replace_check(trainer))
-        self.add_callbacks(question)
+        check = SignalCheck(self._world)
+        self.in_use.enter_context(check.replace_check(trainer))
+        self.add_callbacks(check)
 
     def add_callbacks(self, *callbacks: pl.Callback, place: int = 0) -> None:
         """Insert callbacks into the Trainer's callbacks at `place`."""

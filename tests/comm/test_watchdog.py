@@ -178,7 +178,7 @@ def test_one_deadline_for_a_rank_that_sleeps_between_steps(ran, event, memory, t
     output = failed(ran)
     asleep = float(re.search(r"asleep at (\S+)", output)[1])
     assert ran[1].ended - asleep < 30, output  # 10 on a machine that does nothing else
-    waits = r"rank 1: waits for rank 0, for \d+\.\d s now, in: Lightning's question whether to end"
+    waits = r"rank 1: waits for rank 0, for \d+\.\d s now, in: Lightning's check for SIGTERM"
     assert re.search(waits, output), output
     assert re.search(r"Rank 0 is not waiting for another rank, in on_train_epoch_start, .*straying.py", output), output
 
