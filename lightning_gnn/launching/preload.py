@@ -8,7 +8,6 @@ OpenBLAS, which end at a fork. Started ranks run the script from its first line.
 from __future__ import annotations
 
 import ast
-import atexit
 import contextlib
 import ctypes
 import json
@@ -187,13 +186,7 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace or error.__traceback__)
         code = 1
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    ctypes.pythonapi.Py_Exit(code if isinstance(code, int) else 1)  # as at the end of a script: threads, atexit, flush
 
 
 def _adopt(value: bool) -> None:

@@ -19,7 +19,7 @@ from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import CommunicationError, World
 from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.lightning_packages import is_overridden
-from lightning_gnn.private_lightning import SIGTERM_CHECK, EXAMPLE
+from lightning_gnn.private_lightning import EXAMPLE, SIGTERM_CHECK
 
 SKIPPED = object()
 """Return value in place of None, which Lightning rejects with several ranks."""

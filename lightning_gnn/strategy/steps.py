@@ -23,7 +23,7 @@ from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.rows.mode import local_rows
 from lightning_gnn.steps.gradients import SharedModel
-from lightning_gnn.steps.loop import SKIPPED, SignalCheck, Progress, loss_in_outputs, without_example
+from lightning_gnn.steps.loop import SKIPPED, Progress, SignalCheck, loss_in_outputs, without_example
 from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
