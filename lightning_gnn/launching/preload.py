@@ -110,7 +110,8 @@ def preload(frame: FrameType | None) -> None:
 
 def _is_supported() -> bool:
     """Returns whether this process may start ranks by running a file again, and a fork of it can compute."""
-    is_own_script = not Path(str(sys.modules["__main__"].__file__)).is_relative_to(sys.prefix)
+    file = Path(str(sys.modules["__main__"].__file__))
+    is_own_script = file.name == "lightning-gnn" or not file.is_relative_to(sys.prefix)  # no other installed command
     is_alone = threading.active_count() == 1 and not any(name in os.environ for name in _STARTERS)
     on_cpu = sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None
     return is_own_script and is_alone and on_cpu and os.environ.get(SWITCH) != "0"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from processes import Finished, run
+
+from lightning_gnn.launching import preload
 
 SCRIPT = """
 import os, sys, threading, traceback
@@ -93,6 +97,15 @@ def test_a_process_is_forked_only_where_a_rank_would_not_differ(tmp_path, before
     (tmp_path / "script.py").write_text(IMPORTS.replace("BEFORE", before))
     finished = run("script.py", cwd=tmp_path, variables=variables, warm=False)
     assert f"preloaded {expected}" in finished.succeeded().output
+
+
+@pytest.mark.parametrize(("command", "expected"), [("lightning-gnn", True), ("pytest", False)])
+def test_of_installed_commands_only_ours_has_the_process(monkeypatch, command, expected):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{sys.prefix}/bin/{command}", raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    for name in preload._STARTERS:
+        monkeypatch.delenv(name, raising=False)
+    assert preload._is_supported() == expected
 
 
 @pytest.mark.parametrize(
