@@ -119,7 +119,7 @@ HOME_OF_PYTHON=$($PYTHON -c 'import sys; print(sys.base_prefix)')
 case $HOME_OF_PYTHON in /root/*)
     mkdir $FOLDER/python; mount --bind $HOME_OF_PYTHON $FOLDER/python; mount -t tmpfs -o mode=755 tmpfs /root
     mkdir -p $HOME_OF_PYTHON; mount --bind $FOLDER/python $HOME_OF_PYTHON;; esac
-chmod 777 $FOLDER/tmp; for each in $FOLDER $(dirname $FOLDER) $(dirname $(dirname $FOLDER)); do chmod o+rx $each; done
+chmod 777 $FOLDER/tmp; each=$FOLDER; while [ $each != / ]; do chmod o+rx $each; each=$(dirname $each); done
 """
 NOBODY = "setpriv --reuid 54321 --regid 54321 --clear-groups env -i PATH=$PATH PYTHONPATH=$FOLDER/site TMPDIR=$FOLDER/tmp"
 
