@@ -11,6 +11,7 @@ import ast
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import runpy
 import signal
@@ -152,11 +153,13 @@ def _serve(parent: int, connection: socket.socket) -> None:
 
 def _prepare() -> None:
     """Import modules of a later Trainer call, and load the tables of numba; nothing here starts a thread."""
-    package = sys.modules["lightning_gnn"]
+    package, disabled = sys.modules["lightning_gnn"], logging.root.manager.disable
+    logging.disable()  # the process that runs the script logs the same
     assert package.GraphDataModule and package.DGCLStrategy
     from numba.core.registry import cpu_target
 
     cpu_target.target_context.refresh()
+    logging.disable(disabled)
 
 
 def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
