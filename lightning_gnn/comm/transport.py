@@ -173,7 +173,7 @@ class Transport(ABC):
 
     @contextmanager
     def approximating(self, on: bool = True) -> Iterator[None]:
-        """Context manager that allows or forbids approximate rows; all ranks use the same value."""
+        """Context manager that allows or forbids a codec to encode rows; all ranks use the same value."""
         before, self.approximate = self.approximate, on
         try:
             yield

@@ -171,10 +171,10 @@ def check_same_graph(digests: Mapping[str, str], expected: Mapping[str, str], wh
     differing = sorted(name for name in {*digests, *expected} if digests.get(name) != expected.get(name))
     if differing:
         raise ValueError(
-            f"{where} has another {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''} than the graph that this run "
-            "began with, and all stages and ranks need the same graph. For random values, use the global generators of torch, "
-            "numpy and python, which are seeded while the graph is loaded, or a generator with a seed of its own. For a random "
-            "split, use GraphDataModule(..., split=(0.6, 0.2, 0.2))."
+            f"{where} differs from the graph that this run began with: {', '.join(differing[:5])}"
+            f"{', ...' if len(differing) > 5 else ''}. All stages and ranks need the same graph. For random values, use the "
+            "global generators of torch, numpy and python, which are seeded while the graph is loaded, or a seeded generator. "
+            "For a random split, use GraphDataModule(..., split=(0.6, 0.2, 0.2))."
         )
 
 

@@ -630,7 +630,7 @@ def _masks_of_ids(split: Mapping[str, Any], num_nodes: int) -> dict[str, Tensor]
         )
     unknown = sorted(map(str, set(split) - set(SPLITS)))
     if unknown:
-        raise ValueError(f"The index split has keys {unknown}; known are {sorted(SPLITS)}. Rename or remove them.")
+        raise ValueError(f"The index split must have keys in {sorted(SPLITS)}, got {unknown}. Rename or remove these keys.")
     if "train" not in split:
         raise ValueError(f"The index split has no 'train' (got {sorted(split)}). Add the ids of the training nodes.")
     masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in MASKS}

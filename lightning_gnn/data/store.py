@@ -584,7 +584,7 @@ def _remember(folder: Path, records: Mapping[str, list[int]]) -> None:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Context manager of the path of a file that is renamed to `path` at the end, complete and on disk, or removed."""
+    """Context manager with a temporary path. At the end, the file is flushed and renamed to `path`, or removed on errors."""
     scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield scratch

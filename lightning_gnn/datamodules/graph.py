@@ -455,7 +455,7 @@ class GraphDataModule(LightningDataModule):
         if not isinstance(data, Data):
             return feature("prepare_hetero")(data, self.input_type, *options, self.origin.short_ids)
         if self.input_type is not None:
-            raise ValueError(f"input_type={self.input_type!r} requires a HeteroData, but the graph has no types. Remove it.")
+            raise ValueError(f"input_type={self.input_type!r} needs a HeteroData, but the graph has no types. Remove input_type.")
         return prepare_graph(data, index_split, *options, self.origin.short_ids)
 
     def _load(self) -> Graph:
@@ -709,7 +709,7 @@ def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None
     edge_type: Any = getattr(module, "edge_type", None) if ready else None
     if not of.types.is_hetero:
         if edge_type is not None:
-            raise ValueError(f"{name}(edge_type={edge_type}) requires a HeteroData, but the graph has no types. Remove it.")
+            raise ValueError(f"{name}(edge_type={edge_type}) needs a HeteroData, but the graph has no types. Remove edge_type.")
         return
     if not samples:
         raise ValueError(
@@ -737,7 +737,7 @@ def check_fits(module: torch.nn.Module, of: Shard | Cut) -> None:
     ready = hasattr(module, "is_ready_made")  # a module of this package
     if not types.is_hetero:
         if ready and node_type is not None:
-            raise ValueError(f"{name}(node_type={node_type!r}) requires a HeteroData, but the graph has no types. Remove it.")
+            raise ValueError(f"{name}(node_type={node_type!r}) needs a HeteroData, but the graph has no types. Remove node_type.")
     elif ready and not getattr(module, "predicts_edges", False) and node_type != types.input_type:
         given = "calls model(x, edge_index)" if node_type is None else f"has node_type={node_type!r}"
         raise ValueError(

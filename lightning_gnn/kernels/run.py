@@ -203,7 +203,7 @@ class _Announcer(event.Listener):
 
     @contextmanager
     def in_set_up(self) -> Iterator[None]:
-        """Context manager of set-up, when the terminal shows no bars of Lightning: compilation then always shows a bar."""
+        """Context manager for the set-up of a run: compilation shows a progress bar, because Lightning shows none yet."""
         self._in_set_up = True
         try:
             yield

@@ -179,7 +179,7 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
 
 
 def _left_eager(method: Any) -> Any:
-    """Returns the method excluded from torch.compile, because it communicates and runs custom kernels."""
+    """Returns the method with torch.compile disabled, because the method communicates and runs custom kernels."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and the import takes seconds
         return method
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)

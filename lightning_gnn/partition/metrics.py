@@ -27,7 +27,7 @@ COLUMNS = 64
 
 @dataclass(frozen=True)
 class EdgeCutReport:
-    """Counts per rank, ``[P]`` each.
+    """Counts of an edge cut: one entry per rank, ``[P]``, except `cut_edges`.
 
     Attributes:
         nodes: local nodes.

@@ -244,7 +244,7 @@ class GlobalLogs:
         return sum(self.weights.counts)
 
     def _reduce(self, calls: Sequence[_Call]) -> list[float]:
-        """Reduce the values over ranks; returns their weights."""
+        """Replace the value of each call by its reduction over ranks; returns the sum of the ranks' weights for each call."""
         names = [call.name for call in calls]
         channels = torch.stack([self._channels(call) for call in calls], 1)  # [4, calls]
         values, sizes, are_all, are_sums = self._gather(channels, names).unbind(1)  # [P, calls] each
@@ -311,5 +311,5 @@ class GlobalLogs:
 
 
 def _may_be_of(stand_ins: int, value: float) -> bool:
-    """Returns whether a sum may be over placeholder rows; a larger count cannot be."""
+    """Returns whether a sum may be from placeholder rows only; an integer above their number cannot be."""
     return not (value.is_integer() and abs(value) > stand_ins)

@@ -129,7 +129,7 @@ class RowWeights:
 
     @property
     def stand_ins(self) -> int:
-        """Number of placeholder rows in this rank's empty mask; 0 if it has labeled rows."""
+        """Number of placeholder rows that this rank's mask has because no row is labeled; else 0."""
         return self._stage.stand_ins
 
     @property

@@ -292,7 +292,7 @@ class _Check:
     ) -> None:
         self._module, graph = module, datamodule.load()
         if isinstance(graph, HeteroData):
-            raise ValueError("lightning-gnn check does not support HeteroData. Compare a few epochs with devices=1.")
+            raise ValueError("lightning-gnn check does not support HeteroData. Compare the losses of fit with devices=1 and 2.")
         self.graph_size = graph.x.size(0)
         self.notes: list[str] = []
         self.graph = some_of(graph, nodes, seed)

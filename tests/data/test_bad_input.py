@@ -229,8 +229,8 @@ class Broken(WithSplit):
 
 INDEX_SPLITS: dict[str, tuple[Any, str]] = {
     "tuple": (([0], [1], [2]), "index split must be a dict.*got tuple"),
-    "unknown_key": ({"train": [0], "training": [0]}, r"keys \['training'\]; known are .* Rename or remove them"),
-    "number_as_key": ({0: [0]}, r"keys \['0'\]; known are"),
+    "unknown_key": ({"train": [0], "training": [0]}, r"keys in .*, got \['training'\]. Rename or remove these keys"),
+    "number_as_key": ({0: [0]}, r"keys in .*, got \['0'\]"),
     "no_train": ({"valid": [0]}, r"has no 'train' .got \['valid'\]"),
     "beyond": ({"train": [0, 6]}, "'train' holds node ids from 0 to 6, but there are 6 nodes: 0 to 5"),
     "negative": ({"train": [0], "test": [-1]}, "'test' holds node ids from -1 to -1"),

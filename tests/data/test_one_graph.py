@@ -232,7 +232,7 @@ def test_another_graph_is_refused_by_what_has_changed(tmp_path):
     data, _ = prepared(tmp_path, drawn_from_entropy)
     for manifest in tmp_path.glob("*/manifest.json"):
         shutil.rmtree(manifest.parent)
-    words = r"drawn_from_entropy, loaded again, has another test_mask, train_mask, val_mask than .*split=\(0.6, 0.2, 0.2\)"
+    words = r"drawn_from_entropy, loaded again, differs from .*: test_mask, train_mask, val_mask\. .*split=\(0.6, 0.2, 0.2\)"
     with pytest.raises(ValueError, match=words):
         data.load()
     with pytest.raises(ValueError, match=words):

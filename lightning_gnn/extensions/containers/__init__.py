@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 
 @cache
 def _warn_of_copies() -> None:
-    """Warn once in this process."""
+    """Warn, once per process, that tensors are copied because ``/dev/shm`` is full."""
     rank_zero_warn(
         "/dev/shm has no space for the tensors that ranks receive. They are copied to other memory, which takes their size once "
         "more. Enlarge it, for example by docker run --shm-size, or use a strategy without _spawn in a script."

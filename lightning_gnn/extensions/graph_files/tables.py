@@ -258,6 +258,6 @@ def read_edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **op
 
 
 def read_rows(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> torch.Tensor:
-    """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else rewritten."""
+    """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else written to a file in `scratch`."""
     of_one = len(files) == 1 and files[0].suffix == ".npy"
     return torch.from_numpy(map_file(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))

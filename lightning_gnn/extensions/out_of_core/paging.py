@@ -459,7 +459,7 @@ class Pager(TorchDispatchMode):
     def _map(self, block: _Block, flags: int, file: int, offset: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         if self._libc.mmap(block.begin, block.nbytes, protection, flags, file, offset) != block.begin:
-            raise OSError(ctypes.get_errno(), "a tensor's memory could not be mapped at its place")
+            raise OSError(ctypes.get_errno(), "mmap could not restore a tensor at its address")
 
     def _leave(self) -> None:
         self._op += 1

@@ -134,8 +134,8 @@ class ClusterAllReduceStrategy(ClusterStrategy):
     def __init__(self, average_every_n_batches: int = 1, average: Average = "gradients", **options: Any) -> None:
         if options.get("codec") is not None:
             raise ValueError(
-                f"codec={options['codec']!r} is not supported here: all workers average together, and only messages between "
-                'two workers are encoded. Remove it, or use strategy="gossip".'
+                f"codec={options['codec']!r} is not supported with cluster_allreduce: all workers average together, and only "
+                'messages between two workers are encoded. Remove codec, or use strategy="gossip".'
             )
         super().__init__(average_every_n_batches, average, heartbeat_timeout=10.0, **options)
 

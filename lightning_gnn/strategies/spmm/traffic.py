@@ -191,10 +191,10 @@ def block_traffic(grid: ProcessGrid, offsets: Ids) -> Ids:
 
 
 def summa_traffic(cube: ProcessCube, offsets: Ids, columns: int) -> Ids:
-    """Returns the words of rows of :class:`~lightning_gnn.strategies.spmm.matrices.SummaMatrix`, int64 ``[q + 3, P, P]``.
+    """Returns the numbers that each rank sends to each other rank in each stage of a product, int64 ``[q + 3, P, P]``.
 
-    Stages: the conversion of rows to columns of blocks; q stages of SUMMA; the sum over layers (empty in 2D); the conversion
-    back.
+    Stages of :class:`~lightning_gnn.strategies.spmm.matrices.SummaMatrix`: the conversion of rows to columns of blocks; q
+    stages of SUMMA; the sum over layers (empty in 2D); the conversion back.
     """
     q, ranks = cube.side, range(cube.num_ranks)
     own, sizes = np.diff(offsets), np.diff(offsets[::q])

@@ -46,10 +46,10 @@ LANES = (1 << LANE_BITS) - 1
 
 @compile_loop
 def by_degree_sum(source, target, degree, edge_mask, pairs, order):
-    """Sort edges by the sum of their ends' degrees, stably.
+    """Sort the C selected edges by the sum of their ends' degrees, stably.
 
-    Writes the ends to `pairs` ``[C, 2]`` and the edges' indices to `order` ``[C]``. `edge_mask` is bool ``[E]``, or empty for all
-    edges.
+    Writes the ends to `pairs` ``[C, 2]`` and the edges' indices to `order` ``[C]``. `edge_mask` is bool ``[E]``, or
+    empty to select all edges.
     """
     max_degree = 0
     for each in degree:

@@ -246,7 +246,7 @@ class VertexCutStrategy(GNNStrategy):
         return [*super().stage_callbacks(shard), loaded, *self.scheme.schedule(self.world)]
 
     def _log_loaded_edges(self, counts: Sequence[int]) -> None:
-        """Log, once after the first training step, the layers that compute loaded edges.
+        """Log, once after the first training step, the layers that aggregate over loaded edges instead of the vertex cut.
 
         Args:
             counts: number of loaded edges of each rank.

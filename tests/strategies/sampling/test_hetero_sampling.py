@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, type[Exception], str]] = {
         {"num_neighbors": [3]},
         lambda: NodeClassifier(GraphSAGE(8, 8, 2, CLASSES), node_type="paper"),
         ValueError,
-        "node_type='paper'. requires a HeteroData, but the graph has no types",
+        "node_type='paper'. needs a HeteroData, but the graph has no types",
     ),
     "embedding": (
         typed_graph,
