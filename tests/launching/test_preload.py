@@ -84,10 +84,10 @@ print("preloaded", take() is not None)
     [
         ("'A docstring.'\nimport torch\nfrom pathlib import Path", {}, True),
         ("import os\nhere = os.getcwd()", {}, False),
-        ("import thread", {}, False),
-        ("import user", {}, False),
-        ("", {"LIGHTNING_GNN_PRELOAD": "0"}, False),
-        ("", {"RANK": "0"}, False),
+        pytest.param("import thread", {}, False, marks=pytest.mark.campaign),
+        pytest.param("import user", {}, False, marks=pytest.mark.campaign),
+        pytest.param("", {"LIGHTNING_GNN_PRELOAD": "0"}, False, marks=pytest.mark.campaign),
+        pytest.param("", {"RANK": "0"}, False, marks=pytest.mark.campaign),
     ],
     ids=["imports", "a line before", "a thread", "another file imports first", "the switch", "torchrun"],
 )
@@ -111,7 +111,11 @@ def test_of_installed_commands_only_ours_has_the_process(monkeypatch, command, e
 @pytest.mark.parametrize(
     ("event", "last"),
     [
-        ("raise", "Rank 1 failed in epoch 1, the epoch's start: ValueError: the data is spoilt"),
+        pytest.param(
+            "raise",
+            "Rank 1 failed in epoch 1, the epoch's start: ValueError: the data is spoilt",
+            marks=pytest.mark.campaign,
+        ),
         ("kill", "Rank 1 was ended by SIGKILL in epoch 1, the epoch's start"),
     ],
 )
@@ -129,6 +133,7 @@ print("waiting", Path("/proc/self/task/{0}/children".format(__import__("os").get
 """
 
 
+@pytest.mark.campaign
 def test_the_process_ends_with_a_script_that_does_not_use_it(tmp_path):
     (tmp_path / "script.py").write_text(UNUSED)
     _, pid = run("script.py", cwd=tmp_path, warm=False).succeeded().output.split()
