@@ -418,7 +418,7 @@ def test_refused_options(options, message):
 
 
 def test_all_at_once_nothing_is_encoded():
-    with pytest.raises(ValueError, match="all workers average together, .* Remove it, or use strategy=.gossip"):
+    with pytest.raises(ValueError, match="all workers average together, .* Remove codec, or use strategy=.gossip"):
         ClusterAllReduceStrategy(codec="int8")
 
 
