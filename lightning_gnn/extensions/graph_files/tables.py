@@ -258,6 +258,10 @@ def read_edges(files: Sequence[Path], scratch: Path, num_nodes: int | None, **op
 
 
 def read_rows(files: Sequence[Path], scratch: Path, name: str, **options: Any) -> torch.Tensor:
-    """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else written to a file in `scratch`."""
+    """Returns the rows of an attribute: mapped if they are in one ``.npy`` file, else written to a file in `scratch`.
+
+    A single column of ``x`` is a matrix.
+    """
     of_one = len(files) == 1 and files[0].suffix == ".npy"
-    return torch.from_numpy(map_file(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
+    rows = torch.from_numpy(map_file(files[0]) if of_one else write_rows(scratch / f"{name}.npy", Table(files, **options)))
+    return rows.view(-1, 1) if name == "x" and rows.dim() == 1 else rows

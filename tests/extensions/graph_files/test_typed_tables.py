@@ -25,6 +25,7 @@ from lightning_gnn.data.sources import MASKS
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.extensions.graph_files import in_edges
 from lightning_gnn.extensions.graph_files.folders import read_folder
+from lightning_gnn.extensions.graph_files.tables import read_rows
 from lightning_gnn.extensions.graph_files.typed_tables import KeyTable
 from lightning_gnn.partition.layout import LayoutSpec
 
@@ -425,3 +426,9 @@ def test_a_random_split_of_the_configuration(tmp_path):
     found, _ = read_folder(config, tmp_path / "scratch")
     counts = [int(found["paper"][name].sum()) for name in MASKS]
     assert sum(counts) == SIZES["paper"] - 1 and abs(counts[0] - 20) <= 1, "without the node that has no label"
+
+
+def test_a_single_column_of_features_is_a_matrix(tmp_path):
+    (tmp_path / "nodes.csv").write_text("age,year\n1.5,3\n2.5,4\n0.5,5\n")
+    x, y = (read_rows([tmp_path / "nodes.csv"], tmp_path, name, columns=[of]) for name, of in (("x", "age"), ("y", "year")))
+    assert x.shape == (3, 1) and y.shape == (3,)
