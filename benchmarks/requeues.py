@@ -1,4 +1,4 @@
-"""Sends SLURM's requeue signal to a training at random moments, and looks at what is saved and at what becomes of the next run.
+"""Sends SLURM's requeue signal to a training run at random moments; checks saved steps and the weights of the next run.
 
 python benchmarks/requeues.py [--signals 20] [--seed 0] [--json FILE]
 
@@ -172,7 +172,7 @@ def trial(folder: Path, epoch: int, moment: float, apart_s: float, first: int, e
     if not ended(tasks, 120) or any(task.returncode for task in tasks):
         wrong.append("next run failed")
     elif lines_of(folder / "epochs-0")[0] == "0":
-        wrong.append("next run began anew")
+        wrong.append("next run began at epoch 0")
     elif not is_equal(weights(folder), expected):
         wrong.append("other weights")
     row = {"trial": folder.name, "apart": apart_s, "epoch": epoch, "moment": moment, "saved": saved[0]}

@@ -24,7 +24,7 @@ STARTED_BY = "LIGHTNING_GNN_STARTED_BY"
 """Environment variable of a started rank: process id of its parent, its rank, number of ranks, descriptor of its pipe."""
 
 
-_MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
+MPI_SIZES = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"
 """Environment variables of processes that Open MPI, MPICH or Intel MPI, or MVAPICH started."""
 
 
@@ -91,7 +91,7 @@ def make_launcher(strategy: Launchable, start_method: StartMethod) -> Launcher:
 
 def _check_mpi(ranks: int) -> None:
     """Raises RuntimeError in one of several processes that MPI started, since each would start all ranks."""
-    name, size = next(((name, os.environ[name]) for name in _MPI_SIZES if name in os.environ), ("", "1"))
+    name, size = next(((name, os.environ[name]) for name in MPI_SIZES if name in os.environ), ("", "1"))
     if size.isdecimal() and int(size) > 1:
         raise RuntimeError(
             f"MPI has started {size} processes ({name}={size}), which Lightning detects only with mpi4py: each would start "

@@ -27,12 +27,12 @@ from types import FrameType
 import numpy as np
 import torch
 
-from lightning_gnn.launching import STARTED_BY, program
+from lightning_gnn.launching import MPI_SIZES, STARTED_BY, join_parent, program
 
 SWITCH = "LIGHTNING_GNN_PRELOAD"
 """Environment variable: ``0`` disables the process."""
 
-_STARTERS = "RANK", "LOCAL_RANK", "SLURM_JOB_ID", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", STARTED_BY
+_STARTERS = "RANK", "LOCAL_RANK", "SLURM_JOB_ID", "LSB_JOBID", *MPI_SIZES, STARTED_BY
 """Environment variables of processes in which this package does not start ranks."""
 
 _LOOK_S = 5.0  # interval at which the process checks that its parent runs
@@ -176,8 +176,6 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
         np.random.seed()  # noqa: NPY002  as at its import
         # Its import does not end in this process; threads that import it would wait.
         setattr(sys.modules["lightning_gnn"].__spec__, "_initializing", False)  # noqa: B010
-        from lightning_gnn.launching import join_parent
-
         join_parent()
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
@@ -188,7 +186,8 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != arguments[0]:
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace or error.__traceback__)
+        error.__traceback__ = trace or error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     ctypes.pythonapi.Py_Exit(code if isinstance(code, int) else 1)  # as at the end of a script: threads, atexit, flush
 

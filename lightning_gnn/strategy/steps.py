@@ -99,7 +99,6 @@ class Steps:
         self.binding: Any = Unbound()
         self.rows: GraphRows | None = None
         self.in_use = ExitStack()
-        self._count = 0
 
     def share(self, shared: SharedModel) -> None:
         self.shared = shared
@@ -156,8 +155,8 @@ class Steps:
 
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of `step`, Lightning's training step; or `SKIPPED`."""
-        self._count += 1
-        if self._count == 1 and self._keeps_memory:
+        if self._keeps_memory:
+            self._keeps_memory = False  # from the first step on
             self.in_use.enter_context(keeping_freed_memory())
         self.loss = None
         draws = self.random.inside()

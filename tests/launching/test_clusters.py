@@ -65,7 +65,7 @@ def check(finished: Finished, folder: Path, environment: str) -> None:
 
 
 def variables_of(name: str, folder: Path) -> list[dict[str, str]]:
-    """Returns what a launcher sets for each of two ranks."""
+    """Returns the environment variables that a launcher sets, for each of two ranks."""
     if name == "LSFEnvironment":  # jsrun; the first host of the file is the launch node
         (folder / "hosts").write_text(f"launch\n{platform.node()}\n{platform.node()}\n")
         job = {"LSB_JOBID": str(os.getpid()), "LSB_DJOB_RANKFILE": str(folder / "hosts"), "JSM_NAMESPACE_SIZE": "2"}

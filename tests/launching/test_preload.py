@@ -67,7 +67,7 @@ def test_ranks_run_the_script_from_its_first_line_without_its_imports(tmp_path):
     assert [ranks[rank][0] for rank in "012"] == ["False", "True", "True"]
     for rank in "012":
         assert ranks[rank][1:-2] == [ranks["0"][1], "__main__", "['a", "b']", str(tmp_path)]
-    assert ranks["1"][-1] == ranks["2"][-1] == ranks["0"][-2]  # its process is the parent of theirs
+    assert ranks["1"][-1] == ranks["2"][-1] == ranks["0"][-2]  # rank 0's process is the parent of the others
     assert "thread of rank 1 has ended" in finished.output
 
 

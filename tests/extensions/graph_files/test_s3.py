@@ -7,27 +7,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_folders import GRAPH, own, trained
+from test_urls import BLOCK, TWO, serving
 
 from lightning_gnn import GraphDataModule
 from lightning_gnn.data.store import read_cut
 from lightning_gnn.datamodules import graph as datamodule
 from lightning_gnn.extensions.graph_files import urls
-from lightning_gnn.partition.layout import LayoutSpec
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs: pip install s3fs")
 moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install moto[server]")
 
 pytestmark = pytest.mark.campaign
-TWO, BLOCK = LayoutSpec("edge_cut", 2), 1000
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -62,15 +60,9 @@ class Proxy(BaseHTTPRequestHandler):
 
 @contextmanager
 def proxy(port: int) -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    server.port, server.requests, server.cut = port, [], None
-    server.ranges = lambda name: [of for command, each, of in server.requests if (command, each) == ("GET", name)]
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(Proxy, port=port, cut=None) as server:
+        server.ranges = lambda name: [of for command, each, of in server.requests if (command, each) == ("GET", name)]
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture

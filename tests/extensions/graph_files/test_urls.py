@@ -79,17 +79,28 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path, ranges: bool = True, tag: bool = True) -> Iterator[Any]:
-    """Context manager of a server of a folder, with its `url`, the `requests` for contents, and `faults` by file."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Handler(*args, directory=str(folder)))
-    server.ranges, server.tag, server.requests, server.faults, server.missing = ranges, tag, [], {}, 404
-    server.url = f"http://127.0.0.1:{server.server_port}/"
+def serving(handler: Callable[..., Any], **attributes: Any) -> Iterator[Any]:
+    """Context manager of a local server with these attributes and the `requests` that its handler notes."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    vars(server).update(attributes, requests=[])
     Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def served(folder: Path, ranges: bool = True, tag: bool = True) -> Iterator[Any]:
+    """Context manager of a server of a folder, with its `url`, the `requests` for contents, and `faults` by file."""
+
+    def handler(*args: Any) -> Handler:
+        return Handler(*args, directory=str(folder))
+
+    with serving(handler, ranges=ranges, tag=tag, faults={}, missing=404) as server:
+        server.url = f"http://127.0.0.1:{server.server_port}/"
+        yield server
 
 
 def summed(folder: Path) -> Path:
