@@ -1,4 +1,4 @@
-"""Process that has run the imports of a script, in which ranks start without repeating them.
+"""Forked process that has run the imports of a script; ranks are forks of it and do not import again.
 
 The process is forked when the first lines of a script import this package. A fork does not copy threads, and a GPU's context does
 not work in it. So the process is forked only under a CPU build of torch, and only before any thread exists, except the threads of
@@ -33,7 +33,7 @@ SWITCH = "LIGHTNING_GNN_PRELOAD"
 """Environment variable: ``0`` disables the process."""
 
 _STARTERS = "RANK", "LOCAL_RANK", "SLURM_JOB_ID", "LSB_JOBID", *MPI_SIZES, STARTED_BY
-"""Environment variables of processes in which this package does not start ranks."""
+"""Environment variables of processes that another launcher or this package started; no process is forked in them."""
 
 _LOOK_S = 5.0  # interval at which the process checks that its parent runs
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER of Linux: orphans of this process's children become its children
@@ -57,7 +57,8 @@ class Preloaded:
         Args:
             command: Python with its options, and the script with its arguments.
             folder: working directory.
-            environment: environment variables of the rank, in which ``{}`` of `STARTED_BY` is the number of its pipe.
+            environment: environment variables of the rank. `STARTED_BY` contains ``{}``, which the rank replaces by its
+                pipe's descriptor.
             descriptor: the rank's pipe to this process.
         """
         request = json.dumps([command[1 + len(program.options()) :], folder, dict(environment)])
@@ -77,7 +78,7 @@ _preloaded: Preloaded | None = None
 
 
 def take() -> Preloaded | None:
-    """Returns the process of this script, once; None if there is none."""
+    """Returns the forked process at the first call; None later, or if there is none."""
     global _preloaded
     found, _preloaded = _preloaded, None
     return found
@@ -193,4 +194,5 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
 
 
 def _adopt(value: bool) -> None:
+    """Make this process the parent of its descendants whose parent ends, or stop that."""
     ctypes.CDLL(None).prctl(_ADOPT, int(value))

@@ -20,18 +20,18 @@ from torch.multiprocessing import reductions
 def _warn_of_copies() -> None:
     """Warn, once per process, that tensors are copied because ``/dev/shm`` is full."""
     rank_zero_warn(
-        "/dev/shm has no space for the tensors that ranks receive. They are copied to other memory, which takes their size once "
-        "more. Enlarge it, for example by docker run --shm-size, or use a strategy without _spawn in a script."
+        "/dev/shm has no space for the tensors that ranks receive. They are copied to other memory and take twice their size. "
+        "Enlarge /dev/shm, for example by docker run --shm-size, or use a strategy without _spawn in a script."
     )
 
 
 class MemfdPickler:
-    """Pickler for running processes that copies CPU tensors to anonymous memory, since ``/dev/shm`` is too small.
+    """Pickler that sends objects to running processes, with CPU tensors in anonymous memory, as ``/dev/shm`` is too small.
 
     The copies are shared by all processes that receive them.
 
     Args:
-        error: torch's error; raised if it has another cause.
+        error: error of torch when it shared a tensor; raised again unless it is about shared memory.
     """
 
     def __init__(self, error: RuntimeError) -> None:

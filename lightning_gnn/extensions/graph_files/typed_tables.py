@@ -53,7 +53,7 @@ class TypeFiles(NamedTuple):
         num_nodes: number of nodes, if it is known.
         seeds: files with ids of nodes, by attribute, such as ``train_idx``.
         split: fractions of a random split of the labeled nodes.
-        by_rows: whether ``.npy`` files of edges are ``[E, 2]``, also for two edges.
+        by_rows: whether ``.npy`` files of edges always are ``[E, 2]``. Otherwise, a file whose first size is 2 is ``[2, E]``.
     """
 
     attributes: Mapping[str, Files]
@@ -287,6 +287,7 @@ def attribute_name(name: str) -> str:
 
 
 def table_options(of: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options to read files in a format of DGL."""
     return {"delimiter": of.get("delimiter", " "), "header": False} if of.get("name") == "csv" else {}
 
 

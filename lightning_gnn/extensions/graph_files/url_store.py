@@ -102,4 +102,4 @@ class UrlStore(LocalStore):
             if local.is_file() or remote.read_text("manifest.json") is None:
                 remote.upload([file for file in files if file.name != "verified.json"])
         except Exception as error:  # the partition is stored locally, and training can begin
-            rank_zero_warn(f"{error} The entry is in {local} only: other machines partition the graph again, or receive it.")
+            rank_zero_warn(f"{error} The entry is in {local} only: later runs on other machines partition the graph again.")
