@@ -71,11 +71,11 @@ def labelled() -> None:
             run_over_rows(loop, csr, *arguments, work=work)
 
     sums.run_over_rows = attention.run_over_rows = marked  # type: ignore[attr-defined]
-    take_rows, send = exchange.take_rows, exchange.Exchange.send
+    index_select, send = torch.index_select, exchange.Exchange.send
 
-    def taken(*arguments: Any) -> Any:
+    def taken(*arguments: Any, **options: Any) -> Any:
         with record_function(f"gather|{_layer[0]}"):
-            return take_rows(*arguments)
+            return index_select(*arguments, **options)
 
     def sent(self: Any, out: Any, out_counts: Any, into: Any, into_counts: Any, call: Any, began: float) -> Any:
         bytes_sent = self.world.transport.message_bytes(out)
@@ -88,7 +88,7 @@ def labelled() -> None:
 
         return waited
 
-    exchange.take_rows, exchange.Exchange.send = taken, sent  # type: ignore[method-assign]
+    torch.index_select, exchange.Exchange.send = taken, sent  # type: ignore[method-assign]
     for function in (edges.SumOfRows, edges.StatisticsOfRows):
         forward, backward = function.forward, function.backward
 

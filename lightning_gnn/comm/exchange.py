@@ -23,7 +23,6 @@ from typing_extensions import Self, override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter, Moment, Traffic
-from lightning_gnn.kernels import add_rows, take_rows
 from lightning_gnn.partition.shard import HaloPlan
 
 
@@ -311,19 +310,20 @@ class HaloExchange(Exchange):
         self.send_counts = [len(rows) for rows in plan.send_rows]
         self.send_rows = torch.from_numpy(np.concatenate(plan.send_rows)).to(world.device)
         num_halo = sum(self.recv_counts)
+        self._send_parts = self.send_rows.split(self.send_counts)
         super().__init__(plan.num_owned, num_halo, world, meter, num_halo == 0 and len(self.send_rows) == 0)
 
     @override
     def start_expand(self, x: Tensor, halo: Tensor, call: Call) -> Callable[[], None]:
-        began = self.now(call)
+        began = Moment.now(self.world.device, "send", call.layer, call.direction)
         packed = self.world.transport.scratch((len(self.send_rows), *x.shape[1:]), x.dtype)
-        take_rows(x, self.send_rows, packed)
+        torch.index_select(x.detach(), 0, self.send_rows, out=packed)
         return self.send(packed, self.send_counts, halo, self.recv_counts, call, began)
 
     @override
     def start_reduce(self, halo: Tensor, call: Call) -> Callable[[Tensor], None]:
         """See :class:`Exchange`. Peers are added one by one, with distinct rows each: the paper's non-atomic backward."""
-        began = self.now(call)
+        began = Moment.now(self.world.device, "send", call.layer, call.direction)
         arrived = self.buffers.take((len(self.send_rows), *halo.shape[1:]), halo.dtype)
         wait = self.send(halo, self.recv_counts, arrived, self.send_counts, call, began)
 
@@ -336,9 +336,9 @@ class HaloExchange(Exchange):
 
     def add_arrived(self, out: Tensor, arrived: Tensor, call: Call) -> None:
         """Add values of other ranks to local rows in place, in the order of :attr:`send_rows`, or take the maximum."""
-        for rows, values in zip(self.send_rows.split(self.send_counts), arrived.split(self.send_counts)):
+        for rows, values in zip(self._send_parts, arrived.split(self.send_counts)):
             if len(rows) and call.operation == "sum":
-                add_rows(out, rows, values)
+                out.index_add_(0, rows, values)
             elif len(rows):
                 out[rows] = torch.maximum(out[rows], values)
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,10 @@ class SharedMemory:
 
         Waits until receivers have taken the buffer's earlier messages; as a separate `operation`, if a name is given.
         """
-        box = self._outboxes[self._current]
-        if not self._is_taken(box):
+        box, is_taken = self._outboxes[self._current], not self.leaving
+        for peer, number in box.waits_for.items():  # not `_has_taken`: this runs for every message
+            is_taken &= bool(self._tables[peer][self.rank, _TAKEN] >= number)
+        if not is_taken:
             with self._watch.during(operation) if operation else nullcontext():
                 for request in self.leaving:
                     request.wait()
@@ -169,13 +171,6 @@ class SharedMemory:
             box.segment = self._new_segment(max(1 << 16, 1 << (num_bytes - 1).bit_length()))
             box.first, box.generation = box.segment.bytes.data_ptr(), box.generation + 1
         return box.segment.bytes[:num_bytes]
-
-    def _is_taken(self, box: _Outbox) -> bool:
-        """Returns whether all receivers have taken the messages in a buffer."""
-        for peer, number in box.waits_for.items():  # not `_has_taken`: this runs for every message
-            if self._tables[peer][self.rank, _TAKEN] < number:
-                return False
-        return not self.leaving
 
     def _new_segment(self, size: int) -> Segment:
         return Segment.create(size)
@@ -194,15 +189,15 @@ class SharedMemory:
             messages: non-empty list of peers and rows.
             mark: number of the operation; the receiver expects the same number.
         """
-        if not self.lends(messages[0][1]):
-            messages = self._copy_messages(messages)
         box = self._outboxes[self._current]
+        if box.segment is None or not 0 <= messages[0][1].data_ptr() - box.first < box.segment.size:
+            messages = self._copy_messages(messages)
         assert box.segment is not None
         for peer, rows in messages:
             offset = rows.data_ptr() - box.first if rows.nbytes else 0
             assert 0 <= offset < box.segment.size, "rows of scratch memory and others in one call"
             # The receiver of the previous message has yet to read its fields.
-            if not self._has_taken(peer, self._num_sent[peer]):
+            if self._tables[peer][self.rank, _TAKEN] < self._num_sent[peer]:
                 self._wait(peer, self._num_sent[peer], self._has_taken)
             self._num_sent[peer] += 1
             row = self._tables[self.rank][peer]
@@ -213,13 +208,13 @@ class SharedMemory:
 
     def _copy_messages(self, messages: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """Returns the messages with their rows in the send buffer."""
-        tensors = list(map(itemgetter(1), messages))
+        peers, tensors = zip(*messages)
         distinct = dict(zip(map(id, tensors), tensors))
         sizes = list(map(attrgetter("nbytes"), distinct.values()))
         copies = dict(zip(distinct, self.scratch(sum(sizes)).split(sizes)))
         for key, rows in distinct.items():
             copies[key].copy_(as_bytes(rows))
-        return [(peer, copies[id(rows)]) for peer, rows in messages]
+        return list(zip(peers, map(copies.__getitem__, map(id, tensors))))
 
     def expect(self, peer: int, mark: int, accept: Accept) -> tuple[int, int]:
         """Register a receiver for the next unclaimed message of `peer`.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -163,9 +164,8 @@ class Transport(ABC):
             traffic.rows += len(rows) if num_rows is None else 0
         return traffic
 
-    def message_bytes(self, rows: Tensor) -> int:
-        """Returns the bytes of a message of these rows now, also if it is split into several messages by rows."""
-        return rows.nbytes
+    message_bytes: Any = attrgetter("nbytes")
+    """Function that returns the bytes of a message of rows now, also if it is split into several messages by rows."""
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int:
         """Returns the bytes that a row of `width` numbers takes in a training message; codecs return fewer."""
@@ -208,21 +208,10 @@ class TransportWrapper(Transport):
 
     # Methods of the wrapped transport, without a frame in between.
 
-    @property
-    def scratch(self) -> Any:
-        return self._transport.scratch
-
-    @property
-    def lends(self) -> Any:
-        return self._transport.lends
-
-    @property
-    def start_each(self) -> Any:
-        return self._transport.start_each
-
-    @property
-    def start_varied(self) -> Any:
-        return self._transport.start_varied
+    scratch: Any = property(attrgetter("_transport.scratch"))
+    lends: Any = property(attrgetter("_transport.lends"))
+    start_each: Any = property(attrgetter("_transport.start_each"))
+    start_varied: Any = property(attrgetter("_transport.start_varied"))
 
 
 class ProcessTransport(Transport):
@@ -282,7 +271,7 @@ class ProcessTransport(Transport):
         expected: list[tuple[int, int]] = []
         for peer, rows in receives:
             if memory is not None and peer in self._local:
-                accept = rows.accept if isinstance(rows, UpTo) else as_bytes(rows).copy_
+                accept = rows.accept if isinstance(rows, UpTo) else rows.detach().view(-1).view(torch.uint8).copy_
                 expected.append(memory.expect(peer, mark, accept))
                 continue
             if isinstance(rows, UpTo):  # gloo fills only a part of the buffer
@@ -295,16 +284,22 @@ class ProcessTransport(Transport):
                 local.append((peer, rows))
             else:
                 remote.append(dist.P2POp(dist.isend, as_bytes(rows), peer, self._group, mark))
-        works, requests = list[Any](), list[_Request]()
-        if remote:
-            works = self._start(remote)
-            requests = [_Request(work, op.peer, self) for work, op in zip(works, remote)]
+        works = dist.batch_isend_irecv(remote) if remote and self._queued else []
+        requests = list[_Request]()
+        for each in [] if self._queued else remote:
+            try:
+                [work] = dist.batch_isend_irecv([each])
+            except RuntimeError as error:  # the peer has closed the connection earlier
+                raise PeerError(each.peer, f"nothing to or from rank {each.peer} ({error})") from error
+            requests.append(_Request(work, each.peer, self))
         if memory is not None and remote:
             leaving = [request for request, op in zip(requests, remote) if op.op is dist.isend]
             memory.leaving = [request for request in memory.leaving if not request.is_done] + leaving
         # All receives are registered before a message is posted: the peer may do the same, and each must accept the other's.
         if memory is not None and local:
             memory.post(local, mark)
+        if memory is not None and not remote:
+            return partial(memory.receive_all, expected)
 
         def wait() -> None:
             if memory is not None:
@@ -319,17 +314,6 @@ class ProcessTransport(Transport):
                 rows.accept(data)
 
         return wait
-
-    def _start(self, messages: list[dist.P2POp]) -> list[Any]:
-        if self._queued:
-            return dist.batch_isend_irecv(messages)
-        works = []
-        for each in messages:
-            try:
-                works += dist.batch_isend_irecv([each])
-            except RuntimeError as error:  # the peer has closed the connection earlier
-                raise PeerError(each.peer, f"nothing to or from rank {each.peer} ({error})") from error
-        return works
 
     @override
     def start_varied(self, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]) -> Callable[[], dict[int, Tensor]]:
@@ -411,8 +395,9 @@ class _Request:
         self.is_done, began = True, time.perf_counter()
         watch = self._transport.watch
         try:
-            with watch.waiting(self._peer):
-                self._work.wait(timedelta(seconds=watch.deadline_s))
+            watch.peer = self._peer
+            self._work.wait(timedelta(seconds=watch.deadline_s))
+            watch.peer = None
         except RuntimeError as error:
             waited = time.perf_counter() - began
             reason = f"nothing to or from rank {self._peer} for {waited:.1f} s ({error})"

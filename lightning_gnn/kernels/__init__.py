@@ -5,6 +5,6 @@ On the CPU, numba compiles them at first use and caches them on disk; other devi
 
 from lightning_gnn.kernels.csr import CSR
 from lightning_gnn.kernels.run import cache_folder
-from lightning_gnn.kernels.sums import add_rows, spmm, take_rows
+from lightning_gnn.kernels.sums import spmm, take_rows
 
-__all__ = ["CSR", "add_rows", "cache_folder", "spmm", "take_rows"]
+__all__ = ["CSR", "cache_folder", "spmm", "take_rows"]

@@ -91,11 +91,6 @@ def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         return torch.index_select(x.detach(), 0, rows, out=out)
 
 
-def add_rows(out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Add `values` ``[K, ...]`` to rows of `out` in place; `rows` are distinct, so no two additions conflict."""
-    return out.index_add_(0, rows, values)
-
-
 STATISTICS = ("sum", "squares", "max", "min")
 """Names of the statistics in :class:`RowStatistics`."""
 

@@ -21,7 +21,7 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import add_remaining_self_loops, softmax
 from warm import cold
 
-from lightning_gnn.kernels import CSR, add_rows, attention, spmm, sums, take_rows
+from lightning_gnn.kernels import CSR, attention, spmm, sums, take_rows
 from lightning_gnn.nn.convs import kernel_groups
 
 
@@ -305,9 +305,6 @@ def test_rows():
     out = torch.empty(2, 3)
     take_rows(x.requires_grad_(), torch.tensor([4, 1]), out)
     assert torch.equal(out, x[[4, 1]])
-    total = torch.zeros(6, 3)
-    add_rows(total, torch.tensor([4, 1]), out)
-    assert torch.equal(total[4], x[4]) and float(total[0].sum()) == 0
 
 
 def _forked(queue: Any) -> None:

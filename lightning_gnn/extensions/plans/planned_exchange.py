@@ -23,7 +23,7 @@ from lightning_gnn.comm.shared_memory import Accept
 from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.extensions.plans.plan import Plan
 from lightning_gnn.extensions.plans.tables import RankPlan, Stage
-from lightning_gnn.kernels import add_rows, take_rows
+from lightning_gnn.kernels import take_rows
 from lightning_gnn.partition.shard import HaloPlan, Ids
 
 
@@ -211,7 +211,7 @@ class PlannedExchange(Exchange):
             for run in stage.adds:
                 into, arriving = (remote, *owned)[run.owned], values[run.place]
                 if call.operation == "sum":
-                    add_rows(into, run.rows, arriving)
+                    into.index_add_(0, run.rows, arriving)
                 else:
                     into[run.rows] = torch.maximum(into[run.rows], arriving)
 

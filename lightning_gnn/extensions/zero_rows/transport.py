@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,7 @@ def nonzero_rows(rows: Tensor, counts: Sequence[int]) -> list[int]:
         counts: number of rows of each part, ``[P]``.
     """
     num_nonzero = np.empty(len(counts), np.int64)
-    loops.count_nonzero(_as_bytes(rows).numpy(), np.array(counts), num_nonzero)
+    loops.count_nonzero(rows.detach().view(len(rows), -1).view(torch.uint8).numpy(), np.array(counts), num_nonzero)
     return num_nonzero.tolist()
 
 
@@ -121,8 +122,8 @@ class ZeroRows:
         self._world = world
         self._step: Step | None = None
         self._looks = True
-        # Key: call, and whether this rank sends. Value: one state per peer.
-        self._states = defaultdict[tuple[Call, bool], list[_State]](lambda: [_State() for _ in range(world.size)])
+        # By call: the states of sent and of received messages, one per peer.
+        self._states = defaultdict[Call, list[list[_State]]](lambda: [[_State() for _ in range(world.size)] for _ in range(2)])
         self._under_way: set[Callable[[], None]] = set()
 
     def messages(self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call) -> Messages:
@@ -132,7 +133,10 @@ class ZeroRows:
                 receive()
             self._step = self._world.step
             self._looks = self._step.number < _LOOKS or self._step.number % _LOOKS == 0
-        sending, receiving = self._current_states(call, True, out_counts), self._current_states(call, False, into_counts)
+        sending, receiving = self._states[call]
+        for state, count in (*zip(sending, out_counts), *zip(receiving, into_counts)):
+            if count and state.step is not self._step:
+                state.step, state.short, state.worth = self._step, bool(state.worth), None
         sends, num_rows = self._pack(out, out_counts, sending)
         receives: list[tuple[int, Receive]] = []
         for peer, rows in by_peer(into, into_counts):
@@ -150,20 +154,12 @@ class ZeroRows:
 
         return sends, receives, self._world.transport.traffic(sends, num_rows), around
 
-    def _current_states(self, call: Call, is_sender: bool, counts: Sequence[int]) -> list[_State]:
-        """Returns the states of messages to or from each rank, after moving states of ranks with rows to this step."""
-        states = self._states[call, is_sender]
-        for state, count in zip(states, counts):
-            if count and state.step != self._step:
-                state.step, state.short, state.worth = self._step, bool(state.worth), None
-        return states
-
     def _pack(self, out: Tensor, counts: Sequence[int], states: Sequence[_State]) -> tuple[Sequence[tuple[int, Tensor]], int]:
         """Returns the messages that replace `counts` rows to each rank, ``[P]``, and the number of rows in them."""
-        short = [count > 0 and state.short for state, count in zip(states, counts)]
-        if not any(short):
+        if not any(map(attrgetter("short"), compress(states, counts))):
             self._look(out, counts, states)
             return by_peer(out, counts), len(out)
+        short = [count > 0 and state.short for state, count in zip(states, counts)]
         row_bytes = out[0].nbytes
         room = [-(-(bits_bytes(count) + count * row_bytes) // ALIGNED) * ALIGNED for count in counts]
         transport = self._world.transport
@@ -207,7 +203,7 @@ class ZeroRows:
         """Record the numbers of nonzero rows; `short`: also for messages that omit zero rows."""
         for state, count, num_nonzero in zip(states, counts, nonzero):
             if count and (short if state.short else self._looks):
-                saved = (count - num_nonzero) * row_bytes - bits_bytes(count)
+                saved = (count - num_nonzero) * row_bytes - (count + 7) // 8
                 state.worth = state.worth is not False and saved >= _WORTH * count * row_bytes
 
 
