@@ -11,7 +11,7 @@ R rows, K columns of the matrix, E slots, H heads, C channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def pair_sums(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H]``.
         target: ``[R, H]``.
     """
-    return _PairSums.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target)).to(source.dtype)
+    return _apply(_PairSums, csr, source, target)
 
 
 def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def pair_products(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
         source: ``[K, H, C]``.
         target: ``[R, H, C]``.
     """
-    return _PairProducts.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target)).to(source.dtype)
+    return _apply(_PairProducts, csr, source, target)
 
 
 def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float) -> Tensor:
@@ -58,7 +58,7 @@ def additive_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor,
         attention: ``[H, C]``.
         slope: negative slope of the leaky ReLU.
     """
-    return _AdditiveScores.apply(csr.to_slot_order(), *_to_loop_dtypes(source, target, attention), slope).to(source.dtype)
+    return _apply(_AdditiveScores, csr, source, target, attention, slope=slope)
 
 
 def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def edge_softmax(csr: CSR, scores: Tensor, across: Across | None = None) -> Tens
         scores: ``[E, H]``.
         across: see :data:`Across`; None if this rank has all edges of its rows. For 16-bit floats, it gets float32.
     """
-    return _EdgeSoftmax.apply(csr.to_slot_order(), scores, across or (lambda partial, operation: partial))
+    return _EdgeSoftmax.apply(csr if csr.edge is None else csr.slot_order, scores, across)
 
 
 def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
@@ -80,20 +80,18 @@ def weighted_sums(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
         x: ``[K, H, C]``.
         weight: ``[E, H]``.
     """
-    return _WeightedSums.apply(csr.to_slot_order(), *_to_loop_dtypes(x, weight)).to(x.dtype)
+    return _apply(_WeightedSums, csr, x, weight)
 
 
-def _to_loop_dtypes(*tensors: Tensor) -> Sequence[Tensor]:
-    """Returns tensors in dtypes that the loops support: numba has no 16-bit floats."""
-    return tensors if tensors[0].device.type != "cpu" else [_wide(each) for each in tensors]
+def _apply(function: Any, csr: CSR, *tensors: Tensor, **options: float) -> Tensor:
+    """Returns the result of an autograd function, in the dtype of the first tensor; numba has no 16-bit floats."""
+    wide = list[Tensor]()
+    for each in tensors:  # a comprehension would be a call
+        wide.append(each.float() if each.element_size() < 4 and each.device.type == "cpu" else each)
+    return function.apply(csr if csr.edge is None else csr.slot_order, *wide, *options.values()).to(tensors[0].dtype)
 
 
 # Loops as functions ###########################################################
-
-
-def _slots(csr: CSR) -> tuple[Tensor, bool]:
-    """Returns the edge-list position of each nonzero of the transpose, and whether these differ from the nonzeros' order."""
-    return (csr.indptr.new_empty(0, dtype=torch.int32), False) if csr.edge is None else (csr.edge, True)
 
 
 def _scores(loop: Any, csr: CSR, source: Tensor, *arguments: Any) -> Tensor:
@@ -104,22 +102,18 @@ def _scores(loop: Any, csr: CSR, source: Tensor, *arguments: Any) -> Tensor:
 
 def _slot_sums(csr: CSR, values: Tensor) -> Tensor:
     """Returns sums over rows; `values` are in the order of the list that `csr.edge` refers to."""
-    place, placed = _slots(csr)
+    place, placed = csr.slots
     out = values.new_empty((csr.num_rows, values.size(1)))
     run_over_rows(loops.slot_sums, csr, place, values, out, placed, work=values.numel())
     return out
 
 
 def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
-    place, placed = _slots(csr)
+    place, placed = csr.slots
     out = x.new_empty((csr.num_rows, *x.shape[1:]))
     work = csr.num_edges * x.size(1) * x.size(2)
     run_over_rows(loops.spmm_heads, csr, csr.indices, place, weight, x, out, placed, work=work)
     return out
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.element_size() < 4 else values
 
 
 def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
@@ -141,7 +135,7 @@ class _PairSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         grad = grad.contiguous()
-        source = _slot_sums(ctx.csr.transpose(), grad) if ctx.needs_input_grad[1] else None
+        source = _slot_sums(ctx.csr.full_transpose, grad) if ctx.needs_input_grad[1] else None
         target = _slot_sums(ctx.csr, grad) if ctx.needs_input_grad[2] else None
         return None, source, target
 
@@ -159,7 +153,7 @@ class _PairProducts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         source, target = ctx.saved_tensors
         grad = grad.contiguous()
-        source_grad = _spmm_heads(ctx.csr.transpose(), target, grad) if ctx.needs_input_grad[1] else None
+        source_grad = _spmm_heads(ctx.csr.full_transpose, target, grad) if ctx.needs_input_grad[1] else None
         target_grad = _spmm_heads(ctx.csr, source, grad) if ctx.needs_input_grad[2] else None
         return None, source_grad, target_grad
 
@@ -179,27 +173,28 @@ class _AdditiveScores(torch.autograd.Function):
         grad = grad.contiguous()
 
         def slopes(csr: CSR, row_values: Tensor, col_values: Tensor) -> Tensor:
-            place, placed = _slots(csr)
+            place, placed = csr.slots
             out = torch.empty_like(row_values)
             arguments = (csr.indices, place, grad, row_values, col_values, ctx.slope, out, placed)
             run_over_rows(loops.additive_scores_grad, csr, *arguments, work=csr.num_edges * row_values[:1].numel())
             return out
 
         # leaky_relu(z) is z times its slope, so the gradient of attention uses the same sums as the gradients of both sides.
-        at_source, at_target = slopes(ctx.csr.transpose(), source, target), slopes(ctx.csr, target, source)
+        at_source, at_target = slopes(ctx.csr.full_transpose, source, target), slopes(ctx.csr, target, source)
         for_attention = torch.einsum("khc,khc->hc", source, at_source) + torch.einsum("rhc,rhc->hc", target, at_target)
         return None, at_source.mul_(attention), at_target.mul_(attention), for_attention, None
 
 
 class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across) -> Tensor:
+    def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across | None) -> Tensor:
         # In float16, a hub's sum of exponentials would overflow, and 1e-16 would round to 0.
-        dtype, scores = scores.dtype, _wide(scores.contiguous())
+        dtype, scores = scores.dtype, scores.contiguous().to(torch.promote_types(scores.dtype, torch.float32))
         largest = scores.new_empty((csr.num_rows, scores.size(1)))
         run_over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
-        powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max")).exp_()
-        total = across(_slot_sums(csr, powers), "sum").add_(1e-16)
+        powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max") if across else largest).exp_()
+        total = _slot_sums(csr, powers)
+        total = (across(total, "sum") if across else total).add_(1e-16)
         out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_()).to(dtype)
         ctx.csr, ctx.across = csr, across
         ctx.save_for_backward(out)
@@ -209,9 +204,10 @@ class _EdgeSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (out,) = ctx.saved_tensors
-        wide = _wide(out)
+        wide = out.to(torch.promote_types(out.dtype, torch.float32))
         scaled = wide * grad
-        mean = ctx.across(_slot_sums(ctx.csr, scaled), "sum")
+        mean = _slot_sums(ctx.csr, scaled)
+        mean = ctx.across(mean, "sum") if ctx.across else mean
         return None, scaled.sub_(_on_slots(loops.times_rows, ctx.csr, wide, mean)).to(out.dtype), None
 
 
@@ -228,6 +224,6 @@ class _WeightedSums(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        x_grad = _spmm_heads(ctx.csr.transpose(), grad, weight) if ctx.needs_input_grad[1] else None
+        x_grad = _spmm_heads(ctx.csr.full_transpose, grad, weight) if ctx.needs_input_grad[1] else None
         weight_grad = _scores(loops.pair_products, ctx.csr, x, grad) if ctx.needs_input_grad[2] else None
         return None, x_grad, weight_grad

@@ -162,11 +162,11 @@ class CSR:
             in_list: whether it must have an ``edge``, 4 bytes per edge; unweighted sums do not need it. A cached ``edge``
                 remains.
         """
-        return self._full_transpose if in_list or "_full_transpose" in vars(self) else self._bare_transpose
+        return self.full_transpose if in_list or "full_transpose" in vars(self) else self._bare_transpose
 
     def to_slot_order(self) -> CSR:
         """Returns the matrix with its slots as the edge list."""
-        return self if self.edge is None else self._slot_order
+        return self if self.edge is None else self.slot_order
 
     def chunks(self, count: int) -> list[tuple[int, int]]:
         """Returns at most `count` ranges of rows with about equal numbers of edges and rows."""
@@ -199,11 +199,18 @@ class CSR:
         return {}
 
     @cached_property
-    def _slot_order(self) -> CSR:
+    def slot_order(self) -> CSR:
+        """Matrix with its slots as the edge list, see :meth:`to_slot_order`."""
         return CSR(self.indptr, self.indices, None, self.num_cols)
 
     @cached_property
-    def _full_transpose(self) -> CSR:
+    def slots(self) -> tuple[Tensor, bool]:
+        """:attr:`edge`, empty for None, and whether there is one."""
+        return (self.indptr.new_empty(0, dtype=torch.int32), False) if self.edge is None else (self.edge, True)
+
+    @cached_property
+    def full_transpose(self) -> CSR:
+        """Transpose with an ``edge``, see :meth:`transpose`."""
         return self._transpose(in_list=True)
 
     @cached_property

@@ -76,7 +76,7 @@ def in_place_of(device: torch.device) -> Iterator[None]:
         _in_place_of.pop()
 
 
-def has_loops_for(x: torch.Tensor, num_edges: int, columns: int | None = None) -> bool:
+def has_loops_for(x: torch.Tensor, edge_index: torch.Tensor, columns: int | None = None) -> bool:
     """Returns whether loops over edges support rows like `x` ``[n, F]``, on the CPU as float32 if necessary.
 
     Warns once on a device without loops: PyG's path then creates `columns` numbers, by default F, for each edge.
@@ -85,7 +85,7 @@ def has_loops_for(x: torch.Tensor, num_edges: int, columns: int | None = None) -
     if has_loops(x.device, wide):
         return True
     if x.device.type not in ("cpu", *BACKENDS):
-        _warn_of_rows_per_edge(x.device.type, num_edges * (columns or x.size(1)) * x.itemsize)
+        _warn_of_rows_per_edge(x.device.type, edge_index.size(1) * (columns or x.size(1)) * x.itemsize)
     return False
 
 
@@ -122,23 +122,18 @@ def run_over_rows(loop: Any, csr: CSR, *arguments: Any, work: int) -> None:
     if backend is not None:
         backend(loop.py_func.__name__, (csr, *arguments))
         return
-    if work < _SMALL:  # calls dominate the step of a small graph
-        loop(*_arrays(csr.indptr, *arguments), 0, csr.num_rows)
+    if work >= _SMALL:
+        run_over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
         return
-    run_over_ranges(loop, csr.indptr, *arguments, size=csr.num_rows, ranges=csr.chunks, work=work)
-
-
-def _arrays(*arguments: Any) -> list[Any]:
-    """Returns tensors as arrays, and numbers unchanged; raises an error for bfloat16, which has no array dtype."""
-    found = []
-    for value in arguments:  # a loop: a comprehension is one more call on the call path
-        found.append(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
-    return found
+    arrays: list[Any] = [csr.indptr.numpy()]
+    for value in arguments:  # calls dominate the step of a small graph, and a comprehension is one
+        arrays.append(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
+    loop(*arrays, 0, csr.num_rows)
 
 
 def run_over_ranges(loop: Any, *arguments: Any, size: int, ranges: Callable[[int], Iterable[tuple[int, int]]], work: int) -> None:
     """Run ``loop(*arguments, low, high)`` over 0 to `size`; large work is split over threads by ``ranges(count)``."""
-    arrays = _arrays(*arguments)
+    arrays = [value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
     threads = min(torch.get_num_threads(), size)
     if threads <= 1 or work < _SMALL:
         loop(*arrays, 0, size)

@@ -75,7 +75,7 @@ def pna(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Ten
     context.check_edges(edge_index, layer)
     edges = context.split_edges(edge_index)
     columns = self.towers * self.F_in
-    if edge_attr is not None or edges is None or not has_loops_for(x, edge_index.size(1), columns):
+    if edge_attr is not None or edges is None or not has_loops_for(x, edge_index, columns):
         return type(self).forward(self, x, edge_index, edge_attr)
     context.check_rows(x.size(0), layer)
     rows = x.view(-1, self.towers, self.F_in) if self.divide_input else x.unsqueeze(1).expand(-1, self.towers, -1)

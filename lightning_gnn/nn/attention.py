@@ -125,7 +125,7 @@ def transformer(
 def _by_kernels(conv: Any, context: GraphContext, layer: str, source: Tensor, edge_index: Any) -> bool:
     context.check_edges(edge_index, layer)
     context.check_rows(source.size(0), layer)
-    return source.dim() == 2 and has_loops_for(source, edge_index.size(1), conv.heads * conv.out_channels)
+    return source.dim() == 2 and has_loops_for(source, edge_index, conv.heads * conv.out_channels)
 
 
 def _per_head(rows: Tensor, attention: Tensor) -> Tensor:

@@ -215,8 +215,8 @@ class GraphContext:
     def count_propagation(self, layer: str) -> None:
         """Count a propagation along edges; raises :class:`UnsupportedModelError` if there are too many."""
         self.propagations[layer] += 1
-        count, limit = self.propagations.total(), self.exchange.most_propagations
-        if limit is not None and count > limit:
+        limit = self.exchange.most_propagations
+        if limit is not None and (count := self.propagations.total()) > limit:
             raise UnsupportedModelError(
                 f"'{layer}' is propagation number {count} of a step, but neighborhoods are replicated for "
                 f"num_hops={limit}: rows would be missing. Set num_hops of the strategy to the number of propagations "
@@ -353,7 +353,8 @@ class GraphContext:
             targets: values of local rows as targets, ``[N, K]`` or ``[N, K, C]``.
         """
         self.count_propagation(layer)
-        matrix = None if in_list else self._distribute_edges(edge_index, partial(self._attention_bytes, sources, targets))
+        spread = self.exchange.products is not None and not in_list
+        matrix = self._distribute_edges(edge_index, partial(self._attention_bytes, sources, targets)) if spread else None
         if matrix is None:
             self.on_loaded_edges.add(layer)
             csr, present = self.matrix(edge_index), self.exchange.present
@@ -558,7 +559,8 @@ class GraphContext:
                 out[:, columns] = kind.apply(x[:, columns].contiguous(), over, edge_sum, world.call(layer))
             return (out,)
 
-        kept = self.cache.derive_from_x(("sum", id(edge_sum)), x, 1, lambda: self._to_keep(by_columns))
+        name, make = ("sum", id(edge_sum)), lambda: self._to_keep(by_columns)
+        kept = None if x.requires_grad else self.cache.derive_from_x(name, x, 1, make)
         return kind.apply(x, over, edge_sum, world.call(layer)) if kept is None else kept[0]
 
     def statistics(self, x: Tensor, edge_index: Tensor, wanted: Sequence[str], layer: str) -> tuple[Tensor, ...] | None:
@@ -573,7 +575,7 @@ class GraphContext:
             layer: name for errors and traffic.
         """
         edges = self.split_edges(edge_index)
-        if edges is None or not has_loops_for(x, edge_index.size(1)):
+        if edges is None or not has_loops_for(x, edge_index):
             return None
         self.count_propagation(layer)
         matrix = self._distribute_edges(edge_index, partial(self._statistics_bytes, x, wanted))
