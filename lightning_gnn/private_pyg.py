@@ -92,7 +92,7 @@ def is_plain_map(lin: Any) -> bool:
     if is_parametrized(lin):
         return False
     own = type(lin).forward in (torch.nn.Linear.forward, Linear.forward) and "forward" not in lin.__dict__
-    return own and lin.weight.dim() == 2 and not is_watched(lin)  # [out, in]
+    return own and lin.weight.dim() == 2 and not any(hooks_of_calls(lin))  # [out, in]
 
 
 def is_watched(module: torch.nn.Module) -> bool:

@@ -56,7 +56,7 @@ class LazyIds(Tensor):
         Raises:
             MemoryError: not enough memory; the message names the attribute and its readers.
         """
-        if not self.were_read:
+        if self.ids.dtype != torch.long:
             num_bytes = 8 * self.ids.numel()
             looked_up = self.ids.device.type == "cpu" and not torch.compiler.is_compiling()
             free = available_bytes() if looked_up else None

@@ -56,6 +56,11 @@ class _BoundConv:
     """Properties of the conv's messages."""
     functions: dict[str, Any]
     """Original methods as functions of the conv, which a copy of the conv calls on itself."""
+    sources: Set[str]
+    targets: Set[str]
+    """Arguments of `propagate` that are read at edge sources, and at edge targets."""
+    of_update: Set[str]
+    """Arguments among `sources` and `targets` that `update` reads, and neither message nor aggregation."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BoundConv:
         return self
@@ -170,7 +175,9 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
     if pyg.implements_edge_update(conv):
         wrapped["edge_updater"] = _edge_updater
     rule = rule_of(type(conv), "message")
-    state = _BoundConv(context, layer, rule, {name: getattr(conv, name).__func__ for name in wrapped})
+    sources, targets, _ = pyg.lifted_arguments(conv)
+    functions = {name: getattr(conv, name).__func__ for name in wrapped}
+    state = _BoundConv(context, layer, rule, functions, sources, targets, pyg.read_by_update(conv) & (sources | targets))
     adapter = rule_of(type(conv)).adapter
     methods = adapter(conv, context, layer) if adapter is not None else {}
     methods.update(fused_methods(conv, context, layer, methods.get("forward", conv.forward).__func__))
@@ -292,7 +299,7 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
     state: _BoundConv = self.__dict__[STATE]
     context = state.context
     context.check_edges(edge_index, state.layer, kwargs.get("edge_weight"))
-    reductions = pyg.reductions(self.aggr_module)
+    reductions = pyg.reductions(self.aggr_module) if state.rule.sends_rows else None
     rows = None if reductions is None else _rows_of_messages(self, state, kwargs)
     if reductions is not None and rows is not None:
         weight = kwargs.get(state.rule.weight) if state.rule.weight is not None else None
@@ -312,10 +319,9 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
         )
     context.count_propagation(state.layer)
     context.on_loaded_edges.add(state.layer)
-    sources, targets, _ = pyg.lifted_arguments(self)
-    lifted = _with_halo(self, state, kwargs, sources, targets)
+    lifted = _with_halo(self, state, kwargs, state.sources, state.targets)
     size = (context.num_owned + context.num_halo, context.num_targets)
-    given = {name: kwargs[name] for name in pyg.read_by_update(self) & (sources | targets) if name in kwargs}
+    given = {name: kwargs[name] for name in state.of_update if name in kwargs} if state.of_update else {}
     update = self.update
 
     def update_local(out: Any, **kwargs: Any) -> Any:
@@ -337,13 +343,13 @@ def _edge_updater(self: MessagePassing, edge_index: Tensor, size: Any = None, **
 
 def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str, Any]) -> Tensor | None:
     """Returns the source rows that are the messages, possibly weighted; None for other messages, equally on all ranks."""
-    if not state.rule.sends_rows or not pyg.is_plain(conv):
+    if not pyg.is_plain(conv):
         return None
     x = kwargs["x"]
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     if not isinstance(source, Tensor) or source.dim() != 2 or not source.is_floating_point():
         return None
-    for rows in (source, target):
+    for rows in (source,) if target is source else (source, target):
         if rows is not None:
             state.context.check_rows(rows.size(0), state.layer, per_target=rows is not source)
     return source
@@ -358,7 +364,7 @@ def _with_halo(
     for name in sorted(sources | targets):
         value = kwargs.get(name)
         source, target = value if isinstance(value, (tuple, list)) else (value, value)
-        for rows in (source, target):
+        for rows in (source,) if target is source else (source, target):
             if isinstance(rows, Tensor):
                 state.context.check_rows(rows.size(conv.node_dim), state.layer, per_target=rows is not source)
         if name in sources and isinstance(source, Tensor):

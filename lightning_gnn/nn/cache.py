@@ -85,8 +85,8 @@ class BatchCache:
     def derive_constants(self, name: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T | None:
         """Returns ``make()``, a tuple of tensors that count as constant; None unless all inputs satisfy :meth:`is_own`."""
         made: Any = self.derive(name, tensors, make, strict=True)
-        if made is not None:
-            self._constants.update({id(tensor): tensor for tensor in made})
+        for tensor in made or ():
+            self._constants[id(tensor)] = tensor
         return made
 
     def is_constant(self, x: Tensor) -> bool:

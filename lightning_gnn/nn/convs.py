@@ -29,8 +29,8 @@ class ConvRule:
         forward: faster function equal to the conv's forward. It takes the rank's graph context and the layer's name before the
             conv and its arguments.
         fits: function that returns whether the settings of a conv allow `forward`.
-        maps: function that returns the linear maps whose weights `forward` reads; empty if they are unknown, None if `forward`
-            calls all maps.
+        maps: name of the linear map whose weight `forward` reads, or function that returns several; empty if they are unknown,
+            None if `forward` calls all maps.
         kernels: groups of :func:`lightning_gnn.kernels.warm_up.warm_up` that it runs.
         halo_columns: function that returns the number of exchanged columns, or None for the columns of x. Set only for convs that
             take ``(x_source, x_target)`` and map each source row separately, so that S x may be their input. Other convs may draw
@@ -45,7 +45,7 @@ class ConvRule:
     weight: str | None = None
     forward: Callable[..., Any] | None = None
     fits: Callable[[Any], bool] = reorder.is_linear
-    maps: Callable[[Any], list[Any] | None] = lambda conv: None
+    maps: str | Callable[[Any], list[Any]] | None = None
     kernels: tuple[str, ...] = ("sums",)
     halo_columns: Callable[[Any], int | None] | None = None
     several_hops: bool | None = False
@@ -88,17 +88,17 @@ CONVS: dict[str | type, ConvRule] = {
     "APPNP": _HOPS,
     "ARMAConv": replace(_NORMALIZED, several_hops=True),
     "ChebConv": ConvRule(adapters.cheb, sends_rows=True, weight="norm", several_hops=True),
-    CommNetConv: ConvRule(adapters.commnet, sends_rows=True, forward=reorder.commnet, maps=lambda conv: [conv.lin_heard]),
+    CommNetConv: ConvRule(adapters.commnet, sends_rows=True, forward=reorder.commnet, maps="lin_heard"),
     "DNAConv": _NORMALIZED,
     "EGConv": _NORMALIZED,
     "FAConv": _NORMALIZED,
     "GATConv": replace(_ATTENTION, forward=attention.gat),
     "GATv2Conv": replace(_ATTENTION, forward=attention.gatv2),
     "GCN2Conv": _WEIGHTED,
-    "GCNConv": replace(_WEIGHTED, forward=reorder.gcn, maps=lambda conv: [conv.lin]),
+    "GCNConv": replace(_WEIGHTED, forward=reorder.gcn, maps="lin"),
     "GINConv": replace(_ROWS, forward=reorder.gin, maps=reorder.first_of_nn, halo_columns=lambda conv: None),
     "GatedGraphConv": ConvRule(several_hops=True),
-    "GraphConv": replace(_ROWS, weight="edge_weight", forward=reorder.graph_conv, maps=lambda conv: [conv.lin_rel]),
+    "GraphConv": replace(_ROWS, weight="edge_weight", forward=reorder.graph_conv, maps="lin_rel"),
     "HANConv": ConvRule(takes_all_types=True, refused=f"{_TYPES} convs for one type"),
     "HGTConv": ConvRule(takes_all_types=True, refused=f"{_TYPES} TransformerConv"),
     "LGConv": _WEIGHTED,
@@ -109,8 +109,8 @@ CONVS: dict[str | type, ConvRule] = {
         forward=aggregations.pna, fits=aggregations.has_sums, maps=aggregations.maps_of, kernels=("sums", "statistics")
     ),
     "RGCNConv": ConvRule(adapters.rgcn),
-    "SAGEConv": replace(_ROWS, forward=reorder.sage, maps=lambda conv: [conv.lin_l]),
-    "SGConv": replace(_HOPS, forward=reorder.sg, maps=lambda conv: [conv.lin]),
+    "SAGEConv": replace(_ROWS, forward=reorder.sage, maps="lin_l"),
+    "SGConv": replace(_HOPS, forward=reorder.sg, maps="lin"),
     "SSGConv": _HOPS,
     "SimpleConv": ConvRule(sends_rows=True, weight="edge_weight"),
     "SuperGATConv": ConvRule(adapters.supergat),
@@ -206,7 +206,7 @@ def fused_methods(conv: MessagePassing, context: GraphContext, layer: str, origi
     forward = partial(rule.forward, context, layer)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        maps = rule.maps(self)
+        maps = rule.maps(self) if callable(rule.maps) else [getattr(self, rule.maps)] if rule.maps else None
         may_read = maps is None or (maps != [] and all(map(pyg.is_plain_map, maps)))
         return (forward if pyg.is_plain(self) and may_read else original)(self, *args, **kwargs)
 

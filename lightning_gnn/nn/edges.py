@@ -139,7 +139,7 @@ class SumOfRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange, edge_sum: Sum, call: Call) -> Tensor:
         ctx.exchange, ctx.edge_sum, ctx.call, ctx.dtype = exchange, edge_sum, call, x.dtype
         edges, weights = edge_sum.edges, edge_sum.weights
-        x = scale_rows(x, edge_sum.before).contiguous()
+        x = (x if edge_sum.before is None else x * edge_sum.before.to(x.dtype).unsqueeze(1)).contiguous()
         halo = exchange.buffers.take((exchange.num_halo, x.size(1)), x.dtype)
         wait = exchange.start_expand(x, halo, call)
         # As in PyG, a float32 weight makes messages of bfloat16 rows float32; the exchange sends the original dtype.
@@ -161,7 +161,7 @@ class SumOfRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         edge_sum, exchange = ctx.edge_sum, ctx.exchange
         edges, weights = edge_sum.edges, edge_sum.weights
-        grad = scale_rows(grad.contiguous(), edge_sum.after)
+        grad = (grad if edge_sum.after is None else grad * edge_sum.after.to(grad.dtype).unsqueeze(1)).contiguous()
         # Values that other ranks wait for go first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
         spmm(
@@ -182,7 +182,8 @@ class SumOfRows(torch.autograd.Function):
         )
         finish(own)
         exchange.buffers.give_back(halo)
-        return scale_(own, edge_sum.before), None, None, None
+        own = own if edge_sum.before is None else own.mul_(edge_sum.before.to(own.dtype).unsqueeze(1))
+        return own, None, None, None
 
 
 class Product(torch.autograd.Function):

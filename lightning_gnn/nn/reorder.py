@@ -23,7 +23,7 @@ Aggregate = Callable[[Tensor], Tensor]
 
 
 def _map_first(context: GraphContext, x: Tensor, lin: Any) -> bool:
-    kept = context.cache.widths > 0 and context.cache.is_constant(x)
+    kept = not x.requires_grad and context.cache.widths > 0 and context.cache.is_constant(x)
     return not kept and not context.exchange.one_way and lin.weight.size(0) < x.size(-1)
 
 
@@ -41,7 +41,8 @@ def _plus(bias: Tensor | None, out: Tensor) -> Tensor:
 def gcn(context: GraphContext, layer: str, self: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
     hop = _hop(self, context, layer, x, edge_index, edge_weight)
     rows, mapped = _sides(context, x, self.lin)
-    return _plus(self.bias, mapped(hop(rows)))
+    out: Tensor = mapped(hop(rows))
+    return out if self.bias is None else out + self.bias
 
 
 def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> Aggregate:
@@ -50,7 +51,7 @@ def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Te
     if getattr(conv, "normalize", True):
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
         edge_sum = context.gcn_sum(layer, edge_index, edge_weight, improved, loops, x.dtype)
-        if edge_sum is not None and pyg.linear_aggregation(conv) == "sum":
+        if edge_sum is not None and type(conv.aggr_module) is pyg_nn.SumAggregation:
             context.check_rows(x.size(0), layer)
             return partial(context.total, edge_sum=edge_sum, layer=layer)
         edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
