@@ -361,7 +361,8 @@ class GraphContext:
             missing = None
             if present is not None:
                 missing = ~torch.cat([present.new_ones(self.num_owned), present])[csr.indices.long()]
-            rows = self.exchange.expand_all(sources, layer) if sources[1:] else [self.expand(sources[0], layer)]
+            expand = self.exchange.expand if self.share is None else self.expand
+            rows = self.exchange.expand_all(sources, layer) if sources[1:] else [expand(sources[0], layer)]
             return AttentionEdges(csr, rows, targets, _as_it_is, missing=missing)
 
         def across(partial: Tensor, operation: str) -> Tensor:
