@@ -59,6 +59,7 @@ _FEATURES = {
     "containers": ["MemfdPickler", "ensure_kernel_cache"],
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
+    "liveness": ["RankHelper"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from lightning_gnn.comm.transport import Buffers, ProcessTransport, Transport
 from lightning_gnn.comm.watchdog import GROUP_MARGIN_S, CommunicationError, PeerError, Watchdog
 from lightning_gnn.devices import backend_of, copy_to_host
 from lightning_gnn.private_torch import call_counter, default_store
-from lightning_gnn.registry import wrap_transport
+from lightning_gnn.registry import feature, wrap_transport
 
 T = TypeVar("T")
 
@@ -188,6 +189,12 @@ class World:
                     device_id=device if self.backend != "gloo" else None,
                 )
         self.graph_group = self._new_group(self.backend)
+        shared: Any = default_store(dist)() if size > 1 else None
+        name = self.graph_group.group_name if size > 1 else ""
+        self._helper: Any = None
+        if size > 1:
+            keys = dist.PrefixStore(f"lightning_gnn/helper/{name}", shared)
+            self._helper = feature("RankHelper")(rank, keys, timeout.total_seconds())
         # On the CPU: control messages do not wait for a device.
         self.host_group = self._new_group("gloo") if self.backend != "gloo" else None
         if size > 1 and self.backend != "gloo":
@@ -195,9 +202,8 @@ class World:
             # have no device_id, and NCCL then connects at the first message.
             dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
         if size > 1:
-            shared: Any = default_store(dist)()
-            name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
-            self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD))
+            store = dist.PrefixStore(f"lightning_gnn/watchdog/{name}", shared.clone())
+            self.watch.start(store, call_counter(dist.group.WORLD), self._helper.tell)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = self._make_memory()
@@ -444,6 +450,8 @@ class World:
         # The threads of a group end with its last reference, and tensors of the user may refer to this object.
         self._ranks.close()
         self.graph_group = self.gradient_group = self.host_group = None
+        if self._helper is not None:
+            self._helper.close(sys.exc_info()[1])
 
 
 def raise_together(world: World, failure: Exception | None, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes of the ranks on this machine: training progress, end and exit status.
+"""Processes of the ranks on this machine: position, end and exit status.
 
 A lost connection does not identify the failed rank: gloo names a port. Torchrun names one failed rank, possibly a rank that
 failed because of another failure.
@@ -13,46 +13,43 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch.distributed as dist
 
-PHASES: Final = (
-    "",  # unknown
-    "set-up",
-    "the sanity check",
-    "the epoch's start",
-    "forward",
-    "backward",
-    "the optimizer's step",
-    "validation",
-    "the epoch's end",
-    "test",
-    "prediction",
-)
+RUNS, REACTS, CLOSED, REPORTED, GIVEN_UP = range(5)
+"""End of a rank: handles an error; has left the other ranks by an error; has printed its last line; ended by its helper."""
 
-_FORM = struct.Struct("qq")  # epoch or -1, phase
+_PLACE = struct.Struct("112s")
+_OPERATION = struct.Struct("d200s")  # start in monotonic seconds, 0 after the end; name
+_ENDING = struct.Struct("q")
+_LOSS = struct.Struct("304s")  # written by the helper process: lost rank, a space, and how it was lost
+_OPERATION_AT, _ENDING_AT, _LOSS_AT, _SIZE = 112, 320, 328, 632
 _EXIT_STATUS = 49  # index in /proc/PID/stat, counted from the state
 _STEP_S = 0.02
 
 
 class Progress:
-    """Epoch and phase of a rank, in memory that other processes can read until the rank's process has ended.
+    """Position of a rank, in memory that other processes can read until the rank's process has ended.
 
     Attributes:
         address: address for other processes of this machine; empty if they cannot read it.
+        note: function that records the start time and the name of the current operation.
+        is_supervised: whether the process that started this rank prints its failures.
     """
+
+    is_supervised = False
 
     def __init__(self) -> None:
         self.address = ""
-        self._memory: mmap.mmap | bytearray = bytearray(_FORM.size)
+        self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if hasattr(os, "memfd_create"):  # Linux
             descriptor = os.memfd_create("lightning_gnn")  # open while this process lives
-            os.truncate(descriptor, _FORM.size)
-            self._memory = mmap.mmap(descriptor, _FORM.size)
+            os.truncate(descriptor, _SIZE)
+            self._memory = mmap.mmap(descriptor, _SIZE)
             self.address = f"{os.getpid()} {descriptor}"
-        self.at("")
+        self.note: Callable[[float, bytes], None] = partial(_OPERATION.pack_into, self._memory, _OPERATION_AT)
 
     @classmethod
     def of(cls, address: str) -> Progress | None:
@@ -62,18 +59,50 @@ class Progress:
         try:
             pid, descriptor = map(int, address.split())
             with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-                found._memory = mmap.mmap(file.fileno(), _FORM.size, access=mmap.ACCESS_READ)
+                found._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         except (OSError, ValueError):  # another user's process, or it has ended
             return None
         return found
 
     def at(self, phase: str, epoch: int | None = None) -> None:
-        """Record a phase, one of :data:`PHASES`, and the epoch of a fit."""
-        _FORM.pack_into(self._memory, 0, -1 if epoch is None else epoch, PHASES.index(phase))
+        """Record a phase, such as ``"forward"``, and the epoch of a fit."""
+        place = phase if epoch is None else f"epoch {epoch}, {phase}"
+        _PLACE.pack_into(self._memory, 0, place.encode())
 
     def __str__(self) -> str:
-        epoch, phase = _FORM.unpack_from(self._memory)
-        return ", ".join(filter(None, [f"epoch {epoch}" if epoch >= 0 else "", PHASES[phase]]))
+        since, operation = _OPERATION.unpack_from(self._memory, _OPERATION_AT)
+        place = _text(*_PLACE.unpack_from(self._memory))
+        return ", ".join(filter(None, [place, _text(operation) if since else ""]))
+
+    @property
+    def operation(self) -> str:
+        """Current operation, or the operation that raised the last error."""
+        return _text(_OPERATION.unpack_from(self._memory, _OPERATION_AT)[1])
+
+    @property
+    def ending(self) -> int:
+        """How far the rank is from its end, from :data:`RUNS` to :data:`GIVEN_UP`."""
+        return int(*_ENDING.unpack_from(self._memory, _ENDING_AT))
+
+    @ending.setter
+    def ending(self, value: int) -> None:
+        _ENDING.pack_into(self._memory, _ENDING_AT, value)
+
+    @property
+    def loss(self) -> tuple[int, str] | None:
+        """Rank that the helper process has found to be lost, and how it was lost; None without one."""
+        rank, _, how = _text(*_LOSS.unpack_from(self._memory, _LOSS_AT)).partition(" ")
+        return (int(rank), f"rank {rank} {how}") if rank else None
+
+    def begin(self) -> None:
+        """Record the begin of a run of several ranks."""
+        self.ending = RUNS
+        self.note(0.0, b"")
+        _LOSS.pack_into(self._memory, _LOSS_AT, b"")
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="ignore")
 
 
 _current: tuple[int, Progress] | None = None
@@ -107,9 +136,9 @@ def meet(store: dist.Store, rank: int, size: int, machine: str | None) -> None:
             _pids[peer], _progress[peer] = pid, Progress.of(address)
 
 
-def place_of(rank: int) -> str:
-    """Returns the training progress of a rank of this machine, also after it has ended; empty if unknown."""
-    return str(_progress.get(rank) or "")
+def progress_of(rank: int) -> Progress | None:
+    """Returns the progress of a rank of this machine, also after it has ended; None if unknown."""
+    return _progress.get(rank)
 
 
 def exit_statuses(wait_s: float = 0.0) -> dict[int, int]:

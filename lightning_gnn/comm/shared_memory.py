@@ -295,6 +295,7 @@ class SharedMemory:
                     # Check once more after the peer has ended: the message may be its last.
                     if self._is_gone(peer) and not ready(peer, number):
                         raise PeerError(peer, f"rank {peer} has ended")
+                    self._watch.check_ranks()
                     if self._watch.alarm or now - began > self._watch.deadline_s:
                         raise PeerError(peer, f"nothing from rank {peer} for {now - began:.1f} s", astray=True)
         self.waited_s += time.perf_counter() - began

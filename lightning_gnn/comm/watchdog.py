@@ -30,8 +30,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-EXIT_STATUS = 70
-"""Exit status of a process that the watchdog ends because its code does not respond: EX_SOFTWARE of sysexits.h."""
+from lightning_gnn.comm.processes import REACTS, current_progress
 
 GROUP_MARGIN_S = 3.0
 """Seconds that process groups wait longer than the deadline, so that the state of all ranks is available by then."""
@@ -39,8 +38,7 @@ GROUP_MARGIN_S = 3.0
 _LOOK_S = 0.5
 _LONG_S = 1.0  # minimum length of a published wait
 _AGAIN_S = 30.0  # maximum interval between publications of a wait
-_ANSWERS_S = 4.0  # maximum time for ranks to publish their state
-_GRACE_S = 6.0  # time for errors of the code itself, after the alarm
+_ANSWERS_S = 1.5  # maximum time for ranks to publish their state
 _KEPT = 100  # operations in the history
 _SHOWN = 3  # operations of the history in a report
 _FRAMES = 100
@@ -214,6 +212,8 @@ class Watchdog:
         self._passed: deque[Passed] = deque(maxlen=_KEPT)
         self._running: dict[int, tuple[str, float]] = {}  # by thread: the operation and its start time
         self._owner = threading.get_ident()
+        self._note: Callable[[float, bytes], None] | None = None
+        self._tell: Callable[[str], object] = str  # no helper process
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._summary = ""
@@ -235,13 +235,18 @@ class Watchdog:
             CommunicationError: in place of an exception of type `errors`.
         """
         thread = threading.get_ident()
-        before, name = self._running.get(thread), f"{operation}, {self.place}"
-        self._running[thread] = name, time.monotonic()
+        before, name, now = self._running.get(thread), f"{operation}, {self.place}", time.monotonic()
+        note = self._note if thread == self._owner else None
+        self._running[thread] = name, now
+        if note is not None:
+            note(now, name.encode())
         if joint is not None:
             self._number += joint
             self._passed.append(Passed(self._number, name, joint, self._calls()))
         try:
             yield
+            if note is not None:
+                note(*((0.0, b"") if before is None else (before[1], before[0].encode())))
         except errors as error:
             raise self._make_error(operation, error) from None
         finally:
@@ -251,6 +256,9 @@ class Watchdog:
                 self._running[thread] = before
 
     def _make_error(self, operation: str, error: Exception) -> CommunicationError:
+        if self._note is not None:
+            self._note(0.0, f"{operation}, {self.place}".encode())
+            current_progress().ending = REACTS
         peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
         report = self.report_alarm(f"{operation} on rank {self.rank}: {error}.") if astray or self.alarm else ""
@@ -281,14 +289,15 @@ class Watchdog:
 
     # Alarm ######################################################################
 
-    def start(self, store: Any, calls: Callable[[], int]) -> None:
+    def start(self, store: Any, calls: Callable[[], int], tell: Callable[[str], object] = str) -> None:
         """Start the watchdog thread.
 
         Args:
             store: store of all ranks, with its own key prefix and its own connection.
             calls: function that returns the number of calls of torch.distributed on the default group.
+            tell: function that sends the alarm to the helper processes, which then end the ranks.
         """
-        self._store, self._calls = store, calls
+        self._store, self._calls, self._tell, self._note = store, calls, tell, current_progress().note
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
         atexit.register(self.stop)  # a thread that uses the store while Python ends could abort the process
@@ -302,7 +311,12 @@ class Watchdog:
             self._thread.join(2 * _LOOK_S)
             if not self._thread.is_alive():
                 self._store, self._calls = None, lambda: 0
-        self._thread = None
+        self._thread = self._note = None
+
+    def check_ranks(self) -> None:
+        """Raises PeerError if the helper process has found a lost rank."""
+        if self._note is not None and (loss := current_progress().loss) is not None:
+            raise PeerError(*loss)
 
     def report_alarm(self, reason: str) -> str:
         """Raise the alarm and return the report of all ranks, for an error of this rank; empty without a watchdog thread.
@@ -366,7 +380,8 @@ class Watchdog:
         return ""
 
     def _raise_alarm(self) -> None:
-        """Publish the state of this rank, collect the states of all ranks, and end this process unless an error ends it."""
+        """Publish the state of this rank and collect the states of all ranks; helper processes end the ranks."""
+        self._tell(self.alarm)
         self._store.compare_set("alarm", "", self.alarm)
         self._store.add("news", 1)
         self.alarm = self._read_value("alarm")  # the first alarm, on all ranks
@@ -385,11 +400,6 @@ class Watchdog:
         self._summary, self.cause = summary(self.alarm, answers, self.size), cause(self.alarm, answers, self.size)
         if self.rank == 0:
             print(self._summary, file=sys.stderr, flush=True)
-        self._summary_ready.set()
-        if not self._end.wait(_GRACE_S):
-            print(f"Watchdog, rank {self.rank}: ends this process.", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(EXIT_STATUS)
 
     def _state(self, least_s: float) -> State:
         """Returns the state of this rank; without its operation if it is shorter than `least_s` seconds."""

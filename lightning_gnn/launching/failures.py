@@ -15,11 +15,10 @@ from types import TracebackType
 
 from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import is_about_peers
-from lightning_gnn.comm.processes import current_progress
-from lightning_gnn.comm.watchdog import EXIT_STATUS
+from lightning_gnn.comm.processes import GIVEN_UP, REACTS, REPORTED, Progress, current_progress
 from lightning_gnn.launching import RankFailedError
 
-GRACE_S = 3.0
+GRACE_S = 2.5
 """Seconds that ranks may take to end by themselves after a failure before they are terminated."""
 
 IMPORT_S = 300.0
@@ -60,6 +59,7 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Returns the failure of `rank`, this process, by `error`."""
+        current_progress().ending = REACTS
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
             pickle.loads(pickle.dumps(error))
@@ -74,11 +74,13 @@ class Failure:
         return cls(rank, "failed", reason, str(current_progress()), text, about_peers, sent)
 
     @classmethod
-    def from_exit_code(cls, rank: int, code: int, place: str = "") -> Failure:
+    def from_exit_code(cls, rank: int, code: int, progress: Progress | None = None) -> Failure:
         """Returns the failure of a process that ended without a report."""
+        place = str(progress or "")
+        if progress is not None and progress.ending == GIVEN_UP and (loss := progress.loss) is not None:
+            return cls(rank, "was ended by its helper process", loss[1], place, about_peers=True)
         if code >= 0:
-            about_peers = code == EXIT_STATUS  # exit status of the watchdog: its ranks are deadlocked
-            return cls(rank, f"ended with exit status {code}", "see its output", place, about_peers=about_peers)
+            return cls(rank, f"ended with exit status {code}", "see its output", place)
         name = signal.Signals(-code).name
         hint = "if this was not intended, the machine may have run out of memory" if name == "SIGKILL" else ""
         return cls(rank, f"was ended by {name}", hint, place)
@@ -103,8 +105,9 @@ def report_ended_ranks(rank: int, event: str, wait_s: float = 0.0) -> str:
     """
     lines = []
     for peer, status in processes.exit_statuses(wait_s).items():
-        place = processes.place_of(peer)
-        failure = Failure.from_exit_code(peer, status, place) if status else Failure(peer, "has ended", place=place)
+        progress = processes.progress_of(peer)
+        ended = Failure(peer, "has ended", place=str(progress or ""))
+        failure = Failure.from_exit_code(peer, status, progress) if status else ended
         lines.append(f"Rank {rank} {event}: {str(failure)[0].lower()}{str(failure)[1:]}")
     if lines:
         # os.write instead of print: a signal handler may interrupt another.
@@ -141,6 +144,7 @@ def show_once() -> None:
             print(text, end="", file=sys.stderr)
         if line:
             print(line, file=sys.stderr, flush=True)
+        current_progress().ending = REPORTED
 
     hook._shows_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

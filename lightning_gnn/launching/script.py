@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_gnn.checkpoints import with_whole_last
 from lightning_gnn.comm.group import CommunicationError, is_about_peers
 from lightning_gnn.comm.listening import hold
-from lightning_gnn.comm.processes import current_progress, end_after, end_with_parent, exit_status
+from lightning_gnn.comm.processes import REPORTED, current_progress, end_after, end_with_parent, exit_status
 from lightning_gnn.launching import STARTED_BY, preload, program
 from lightning_gnn.launching.failures import (
     GRACE_S,
@@ -266,7 +266,8 @@ class ScriptLauncher(Launcher):
     def _report_guest(self, error: Exception) -> None:
         """Report an error of a rank that this package did not start, and that started no ranks."""
         own = Failure.of(self._strategy.global_rank, error)
-        ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
+        during = f" in {operation}" if (operation := current_progress().operation) else ""
+        ended = report_ended_ranks(own.rank, f"cannot go on{during}", SETTLE_S) if own.about_peers else ""
         show_once()
         report_to_torchrun(ended or str(own), own.about_peers)
         set_report(error, "" if ended else str(own), "" if ended else _without_traceback(error))
@@ -306,11 +307,12 @@ def _watch(supervisor: Supervisor, inside: threading.Event) -> None:
         failures = supervisor.look()
         if not failures or supervisor.stopping:
             continue
-        if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S):
+        if supervisor.wait_for(lambda: not inside.is_set(), GRACE_S / 2):  # before the helper process ends this process
             return
         supervisor.end(grace=0.0)
         said = f"This process did not detect the failure of another rank, and ends.\n{failures[0].error()}"
         print(said, file=sys.stderr, flush=True)
+        current_progress().ending = REPORTED
         os._exit(1)
 
 

@@ -76,6 +76,7 @@ class Reporter:
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self.needs_parent, self._connection = rank, True, connection
+        current_progress().is_supervised = True
 
     def send(self, event: str, value: Any = None) -> None:
         """Send an event to the parent, unless it is gone.
@@ -170,7 +171,7 @@ class Supervisor:
                 code = child.exit_code()  # before listening, so that its last message is available
                 child.listen()
                 if code and not child.failures:
-                    child.failures.append(Failure.from_exit_code(child.rank, code, str(child.progress or "")))
+                    child.failures.append(Failure.from_exit_code(child.rank, code, child.progress))
             found = [failure for child in self.children for failure in child.failures]
             return sorted(self._select_failures(found), key=lambda failure: failure.about_peers)
 
