@@ -262,8 +262,10 @@ class Watchdog:
         peer = f"rank {error.peer}'s" if isinstance(error, PeerError) else "the other ranks'"
         astray = error.astray if isinstance(error, PeerError) else "timed out" in str(error).lower()
         report = self.report_alarm(f"{operation} on rank {self.rank}: {error}.") if astray or self.alarm else ""
+        loss = current_progress().loss if self._note is not None else None
+        reason = loss[1] if loss else f"{error}.{f' {self.cause}' if report else ''}"
         failure = CommunicationError(
-            f"{operation} on rank {self.rank}: {error}.{f' {self.cause}' if report else ''}\n"
+            f"{operation} on rank {self.rank}: {reason}\n"
             f"The deadline is {self.deadline_s:.0f} s (argument `timeout` of the strategy). Look at {peer} output "
             "first: it may have stopped, be slower than the deadline, or have taken another branch of the code."
             + (f"\n{report}" if report else "")
@@ -337,7 +339,7 @@ class Watchdog:
             news, heard_at, next_s, reported = 0, 0.0, _LONG_S, ""
             while not self._end.is_set():
                 self._raise.wait(_LOOK_S)
-                if self._end.is_set():
+                if self._end.is_set() or current_progress().loss:  # the store may be lost, too
                     return
                 operation, waited_s = self._longest_wait()
                 if operation != reported or waited_s < next_s / 2:
@@ -396,6 +398,8 @@ class Watchdog:
         )
         deadline = time.monotonic() + _ANSWERS_S
         while len(answers := self._read_states("answers")) < self.size and time.monotonic() < deadline:
+            if current_progress().loss:
+                break
             time.sleep(0.05)
         self._summary, self.cause = summary(self.alarm, answers, self.size), cause(self.alarm, answers, self.size)
         if self.rank == 0:

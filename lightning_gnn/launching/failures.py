@@ -27,6 +27,7 @@ IMPORT_S = 300.0
 SETTLE_S = 1.0
 """Seconds for which a rank that lost a peer searches for ranks that ended."""
 
+_MEMORY_HINT = "if this was not intended, the machine may have run out of memory"
 _REPORT = "_lightning_gnn_report"
 
 STOP_S = 60.0
@@ -82,8 +83,7 @@ class Failure:
         if code >= 0:
             return cls(rank, f"ended with exit status {code}", "see its output", place)
         name = signal.Signals(-code).name
-        hint = "if this was not intended, the machine may have run out of memory" if name == "SIGKILL" else ""
-        return cls(rank, f"was ended by {name}", hint, place)
+        return cls(rank, f"was ended by {name}", _MEMORY_HINT if name == "SIGKILL" else "", place)
 
     def __str__(self) -> str:
         place = f" in {self.place}" if self.place else ""
@@ -103,12 +103,18 @@ def report_ended_ranks(rank: int, event: str, wait_s: float = 0.0) -> str:
         event: event of this rank, in the form that follows "Rank 0", such as "cannot go on".
         wait_s: seconds to wait for a rank that ended.
     """
-    lines = []
-    for peer, status in processes.exit_statuses(wait_s).items():
+    own = current_progress()
+    place = str(own) if own.operation in str(own) else ", ".join(filter(None, [str(own), own.operation]))
+    during = f" in {place}" if place else ""
+    reasons = []
+    for peer, status in ({} if own.loss else processes.exit_statuses(wait_s)).items():
         progress = processes.progress_of(peer)
         ended = Failure(peer, "has ended", place=str(progress or ""))
-        failure = Failure.from_exit_code(peer, status, progress) if status else ended
-        lines.append(f"Rank {rank} {event}: {str(failure)[0].lower()}{str(failure)[1:]}")
+        failure = str(Failure.from_exit_code(peer, status, progress) if status else ended)
+        reasons.append(f"{failure[0].lower()}{failure[1:]}")
+    if own.loss:
+        reasons = [own.loss[1] + (f": {_MEMORY_HINT}" if "SIGKILL" in own.loss[1] else "")]
+    lines = [f"Rank {rank} {event}{during}: {reason}" for reason in reasons]
     if lines:
         # os.write instead of print: a signal handler may interrupt another.
         os.write(2, "".join(f"{line}\n" for line in lines).encode())

@@ -232,17 +232,19 @@ class ScriptLauncher(Launcher):
 
         Ends the other ranks, or lets them continue if all failed and still run.
         """
+
         # Messages of another rank may be delayed. If all ranks raise, for example for invalid input, all may continue. A rank
         # that did not raise would wait forever.
-        all_failed = supervisor.wait_for(supervisor.all_failed, GRACE_S)
-        failures = supervisor.look()
+        def found() -> Failure | None:
+            return next((each for each in supervisor.look() if is_about_peers(error) and not each.about_peers), None)
+
+        supervisor.wait_for(lambda: supervisor.all_failed() or found() is not None, GRACE_S)
+        all_failed, cause = supervisor.all_failed(), found()
         if all_failed and len(supervisor.running()) == len(supervisor.children):
             supervisor.forget_failures()
-        else:
+        elif all_failed or cause is None:  # else they notice that this rank leaves, or their helper processes end them
             supervisor.end(grace=1.0 if all_failed else 0.0)
-        if is_about_peers(error) and failures and not failures[0].about_peers:
-            return failures[0].error()
-        return None
+        return None if cause is None else cause.error()
 
     @override
     def kill(self, signum: Any) -> None:
@@ -266,8 +268,7 @@ class ScriptLauncher(Launcher):
     def _report_guest(self, error: Exception) -> None:
         """Report an error of a rank that this package did not start, and that started no ranks."""
         own = Failure.of(self._strategy.global_rank, error)
-        during = f" in {operation}" if (operation := current_progress().operation) else ""
-        ended = report_ended_ranks(own.rank, f"cannot go on{during}", SETTLE_S) if own.about_peers else ""
+        ended = report_ended_ranks(own.rank, "cannot go on", SETTLE_S) if own.about_peers else ""
         show_once()
         report_to_torchrun(ended or str(own), own.about_peers)
         set_report(error, "" if ended else str(own), "" if ended else _without_traceback(error))

@@ -7,6 +7,7 @@ was waited for; what is sent is read late, too.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -25,6 +26,9 @@ from torch.futures import Future
 NAME = "queued"
 DELAY_S = 0.001
 LIMIT_S = 25.0
+
+NEVER_RETURNS = "LIGHTNING_GNN_TEST_NEVER_RETURNS"
+"""Set in the environment: a wait for a peer that is gone does not raise; it holds the main thread and the interpreter lock."""
 
 ONE_QUEUE = "LIGHTNING_GNN_TEST_ONE_QUEUE"
 """Set in the environment: all communicators of a process share one queue, as kernels of a busy GPU may."""
@@ -45,9 +49,22 @@ class _Queue:
                 time.sleep(DELAY_S)
                 job()
             except BaseException as error:
+                if os.environ.get(NEVER_RETURNS):
+                    _lost.set()
+                    return
                 done(error)
             else:
                 done(None)
+
+
+_lost = threading.Event()
+
+
+def never_return() -> None:
+    """Holds the interpreter lock for ever; signals do not end it, either."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 _shared: list[_Queue] = []
@@ -72,7 +89,9 @@ class _Messages:
         self._ended.set()
 
     def wait(self, timeout: Any = None) -> bool:
-        self._ended.wait()
+        while not self._ended.wait(0.1):
+            if _lost.is_set():
+                never_return()
         if self._error is not None:
             raise RuntimeError(f"NCCL (emulated): {self._error}") from self._error
         return True

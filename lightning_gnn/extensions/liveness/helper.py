@@ -92,7 +92,7 @@ class Helper:
             self._selector.register(self._listener, selectors.EVENT_READ)
         elif connection >= 0:
             self._add_link(socket.socket(fileno=connection), 0)
-        self._reason = ""  # of the end of all ranks
+        self._reason, self._is_alarm = "", True  # of the end of all ranks
         self._reported_at, self._ends_at = float("inf"), {_RUNS: float("inf"), _REACTS: float("inf")}
         with contextlib.suppress(AttributeError, OSError):  # older systems: noticed at the next tick
             self._selector.register(os.pidfd_open(process), selectors.EVENT_READ)
@@ -185,13 +185,13 @@ class Helper:
             link.send(line)
 
     def _announce(self, kind: str, text: str) -> None:
-        """Inform all helpers, for the first lost rank or alarm, and set the time at which this rank ends."""
-        if self._reason:
+        """Inform all helpers of the first alarm and the first lost rank, and set the time at which this rank ends."""
+        if self._reason and not (self._is_alarm and kind == "lost"):
             return
         self._send(f"{kind} {text}")
         now = time.monotonic()
         if kind == "lost":
-            self._reason = f"rank {text}"
+            self._reason, self._is_alarm = f"rank {text}", False
             self._ends_at = {_RUNS: now + _STUCK_S, _REACTS: now + _LOSS_S}
             _LOSS.pack_into(self._memory, _LOSS_AT, text.encode())
         else:
@@ -202,7 +202,8 @@ class Helper:
         """Inform the others of the end of this rank, and write its last line unless the rank or its supervisor does."""
         own = f"{self._rank} {self._exit_status()}{self._place()}"
         is_first = not self._reason
-        self._announce("lost", own)
+        if is_first:
+            self._announce("lost", own)
         if _runs(self._supervisor) or self._ending() in (_CLOSED, _REPORTED):
             return
         line = f"Rank {own}" if is_first else f"Rank {self._rank} cannot go on{self._place()}: {self._reason}"

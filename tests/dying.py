@@ -1,0 +1,116 @@
+"""A user's script in which something happens to ranks in epoch 3, started in every way: EVENT MEMORY TIMEOUT FOLDER.
+
+Started as ``by-hand`` (the first argument), it starts the ranks itself, each with environment variables as a user would set them.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: E402
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SIZE = int(os.environ.get("DYING_RANKS", "2"))
+
+
+def start_by_hand() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE), "NODE_RANK": "0"}
+    command = [sys.executable, __file__, *sys.argv[2:]]
+    ranks = [subprocess.Popen(command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(SIZE)]
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+if sys.argv[1] == "by-hand":
+    sys.exit(start_by_hand())
+
+EVENT, MEMORY, TIMEOUT, FOLDER = sys.argv[1], sys.argv[2], float(sys.argv[3]), Path(sys.argv[4])
+if "RANK" in os.environ:  # not under our own launcher, whose ranks share one stream
+    os.dup2(os.open(FOLDER / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+
+import lightning as L
+from torch_geometric.nn.models import GCN
+
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, planted_partition
+
+sys.path.append(str(Path(__file__).parent / "device"))
+from queued import never_return
+
+if "DYING_ON_DEVICE" in os.environ:
+    import on_device
+
+    on_device.begin()
+
+
+def hold_interpreter(seconds: int) -> None:
+    """Sleeps as a compiler may: no other thread of this process runs Python."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def cut_network() -> None:
+    for name in os.listdir("/sys/class/net"):
+        subprocess.run(["ip", "link", "set", name, "down"], check=True)
+
+
+class Happens(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch != 3:
+            return
+        if EVENT == "hold":
+            hold_interpreter(20)
+        elif trainer.global_rank == 1:
+            if EVENT in ("kill while others are stuck", "stop while others are stuck"):
+                time.sleep(2)  # the others are
+            (FOLDER / "when").write_text(str(time.time()))
+            if EVENT == "raise":
+                raise ValueError("the data of rank 1 is spoilt")
+            if EVENT == "exit":
+                sys.exit(7)
+            if EVENT == "sleep":
+                time.sleep(600)
+            if EVENT == "cut":
+                cut_network()
+            if EVENT.startswith("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if EVENT.startswith("stop"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        elif EVENT.endswith("while others are stuck"):
+            never_return()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if trainer.global_rank != 1:
+            time.sleep(0.5)  # saves something
+            (FOLDER / f"on_exception-{trainer.global_rank}").touch()
+
+
+def main() -> None:
+    strategy = DGCLStrategy(shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    nodes = int(os.environ.get("DYING_MACHINES", "1"))
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=SIZE // nodes,
+        num_nodes=nodes,
+        accelerator="cpu",
+        max_epochs=5,
+        callbacks=[Happens()],
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        **options,
+    )
+    for number in range(2 if EVENT == "twice" else 1):
+        trainer.fit_loop.max_epochs = 5 * (number + 1)
+        trainer.fit(NodeClassifier(GCN(32, 16, 2, 8)), datamodule=GraphDataModule(planted_partition(2000)))
+    print(f"rank {trainer.global_rank} finished", flush=True)
+
+
+if __name__ == "__main__":
+    main()
