@@ -182,7 +182,7 @@ def summary(alarm: str, answers: Mapping[int, State], size: int) -> str:
         answers: published states by rank.
         size: number of ranks.
     """
-    silent = "does not respond: its process has ended, is stopped, or cannot be reached"
+    silent = "does not respond: its process is in a call outside of Python, has ended, is stopped, or cannot be reached"
     lines = [f"  rank {rank}: {answers.get(rank, silent)}" for rank in range(size)]
     missing = [f"rank {rank}" for rank in range(size) if rank not in answers or not answers[rank].operation]
     return "\n".join([f"Watchdog: {alarm}", *lines, *([f"Missing: {', '.join(missing)}."] if missing else [])])

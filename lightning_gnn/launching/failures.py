@@ -151,6 +151,8 @@ def show_once() -> None:
         if line:
             print(line, file=sys.stderr, flush=True)
         current_progress().ending = REPORTED
+        if current_progress().loss is not None:
+            processes.end_process(1)
 
     hook._shows_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -27,6 +27,7 @@ from types import FrameType
 import numpy as np
 import torch
 
+from lightning_gnn.comm.processes import end_process
 from lightning_gnn.launching import MPI_SIZES, STARTED_BY, join_parent, program
 
 SWITCH = "LIGHTNING_GNN_PRELOAD"
@@ -190,7 +191,7 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
         error.__traceback__ = trace or error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    ctypes.pythonapi.Py_Exit(code if isinstance(code, int) else 1)  # as at the end of a script: threads, atexit, flush
+    end_process(code if isinstance(code, int) else 1)
 
 
 def _adopt(value: bool) -> None:

@@ -235,11 +235,11 @@ class ScriptLauncher(Launcher):
 
         # Messages of another rank may be delayed. If all ranks raise, for example for invalid input, all may continue. A rank
         # that did not raise would wait forever.
-        def found() -> Failure | None:
+        def peers_failure() -> Failure | None:
             return next((each for each in supervisor.look() if is_about_peers(error) and not each.about_peers), None)
 
-        supervisor.wait_for(lambda: supervisor.all_failed() or found() is not None, GRACE_S)
-        all_failed, cause = supervisor.all_failed(), found()
+        supervisor.wait_for(lambda: supervisor.all_failed() or peers_failure() is not None, GRACE_S)
+        all_failed, cause = supervisor.all_failed(), peers_failure()
         if all_failed and len(supervisor.running()) == len(supervisor.children):
             supervisor.forget_failures()
         elif all_failed or cause is None:  # else they notice that this rank leaves, or their helper processes end them

@@ -4,7 +4,7 @@
 
 runs it. It imports only a few modules of Python, so that it starts fast. Rank 0's helper connects to all others: a star needs one
 connection per rank, and one place decides which rank was lost first. Rank 0's machine also has the store, so a run needs it
-anyway. A helper sends heartbeats while the process of its rank runs, whatever that process computes.
+anyway. A helper sends heartbeats while the process of its rank runs, even in a call that does not return.
 
 Helpers send lines: ``beat``, ``bye`` at a normal end, ``lost RANK HOW`` and ``alarm HOW``. A rank sends ``bye`` and
 ``alarm HOW`` to standard input.
@@ -29,6 +29,7 @@ _TICK_S = 0.2
 _LEAST_DEADLINE_S = 5.0  # a busy machine may not run a helper for some seconds
 _STUCK_S = 2.2  # from the loss of another rank to the end of a rank that does not react
 _LOSS_S = 2.7  # to the end of a rank that handles the error
+_EXIT_S = 1.0  # from the last line of a rank to its end
 _ALARM_S = 4.0  # ranks first compare their states
 _STATUS = 49  # index of the exit status in /proc/PID/stat, counted from the state
 
@@ -136,12 +137,16 @@ class Helper:
         ending = self._ending()
         if ending == _REPORTED:
             self._reported_at = min(self._reported_at, now)
-        if self._reason and now > self._ends_at.get(ending, self._reported_at + _LOSS_S):
+        if ending == _REPORTED:
+            ends_at = max(self._ends_at[_REACTS], self._reported_at + _EXIT_S)
+        else:
+            ends_at = self._ends_at.get(ending, float("inf"))
+        if self._reason and now > ends_at:
             if ending < _CLOSED:
                 _ENDING.pack_into(self._memory, _ENDING_AT, _GIVEN_UP)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process, signal.SIGKILL)
-            self._ends_at = dict.fromkeys(range(_GIVEN_UP + 1), float("inf"))
+            self._ends_at = {_REACTS: float("inf")}
 
     def _listen_to_rank(self) -> bool:
         """Returns whether the rank has left the run."""
