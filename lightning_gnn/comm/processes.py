@@ -6,19 +6,15 @@ failed because of another failure.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -178,16 +174,6 @@ def end_with_parent(parent: int, unless: Callable[[], bool] = lambda: False) -> 
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process as Python does, but without freeing each object, which takes seconds."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def end_after(seconds: float, code: int) -> None:

@@ -17,6 +17,7 @@ from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import is_about_peers
 from lightning_gnn.comm.processes import GIVEN_UP, REACTS, REPORTED, Progress, current_progress
 from lightning_gnn.launching import RankFailedError
+from lightning_gnn.launching.preload import end_process
 
 GRACE_S = 2.5
 """Seconds that ranks may take to end by themselves after a failure before they are terminated."""
@@ -151,8 +152,8 @@ def show_once() -> None:
         if line:
             print(line, file=sys.stderr, flush=True)
         current_progress().ending = REPORTED
-        if current_progress().loss is not None:
-            processes.end_process(1)
+        if current_progress().loss is not None or isinstance(error, RankFailedError) or is_about_peers(error):
+            end_process(1)
 
     hook._shows_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -8,6 +8,7 @@ OpenBLAS, which end at a fork. Started ranks run the script from its first line.
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import ctypes
 import json
@@ -23,11 +24,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from lightning_gnn.comm.processes import end_process
 from lightning_gnn.launching import MPI_SIZES, STARTED_BY, join_parent, program
 
 SWITCH = "LIGHTNING_GNN_PRELOAD"
@@ -192,6 +193,16 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     end_process(code if isinstance(code, int) else 1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as Python does, but without freeing each object, which takes seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _adopt(value: bool) -> None:
