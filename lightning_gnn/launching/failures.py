@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -153,7 +154,7 @@ def show_once() -> None:
             print(line, file=sys.stderr, flush=True)
         current_progress().ending = REPORTED
         if current_progress().loss is not None or isinstance(error, RankFailedError) or is_about_peers(error):
-            end_process(1)
+            atexit.register(end_process, 1)  # not here: torch's hook collects the output of this hook
 
     hook._shows_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook

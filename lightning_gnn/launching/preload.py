@@ -197,6 +197,7 @@ def _run_rank(preloaded: int, descriptor: int, arguments: list[str], folder: str
 
 def end_process(code: int) -> NoReturn:
     """End this process as Python does, but without freeing each object, which takes seconds."""
+    atexit.unregister(end_process)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
