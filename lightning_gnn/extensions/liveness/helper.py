@@ -209,6 +209,7 @@ class Helper:
         is_first = not self._reason
         if is_first:
             self._announce("lost", own)
+        self._send("bye")
         if _runs(self._supervisor) or self._ending() in (_CLOSED, _REPORTED):
             return
         line = f"Rank {own}" if is_first else f"Rank {self._rank} cannot go on{self._place()}: {self._reason}"
