@@ -189,21 +189,18 @@ class World:
                     device_id=device if self.backend != "gloo" else None,
                 )
         self.graph_group = self._new_group(self.backend)
-        shared: Any = default_store(dist)() if size > 1 else None
-        name = self.graph_group.group_name if size > 1 else ""
-        self._helper: Any = None
-        if size > 1:
-            keys = dist.PrefixStore(f"lightning_gnn/helper/{name}", shared)
-            self._helper = feature("RankHelper")(rank, keys, timeout.total_seconds())
         # On the CPU: control messages do not wait for a device.
         self.host_group = self._new_group("gloo") if self.backend != "gloo" else None
         if size > 1 and self.backend != "gloo":
             # A collective connects all ranks; some ranks may have no messages in the first exchange. A user's default group may
             # have no device_id, and NCCL then connects at the first message.
             dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
+        self._helper: Any = None
         if size > 1:
-            store = dist.PrefixStore(f"lightning_gnn/watchdog/{name}", shared.clone())
-            self.watch.start(store, call_counter(dist.group.WORLD), self._helper.tell)
+            self._helper = feature("RankHelper")(rank, self._share, timeout.total_seconds())
+            shared: Any = default_store(dist)()
+            name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
+            self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD), self._helper.tell)
         self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = self._make_memory()
@@ -266,6 +263,12 @@ class World:
     def group_timeout(self) -> timedelta:
         """Timeout of process groups, longer than the deadline of the watchdog."""
         return self.timeout + timedelta(seconds=GROUP_MARGIN_S)
+
+    def _share(self, text: str) -> str:
+        """Returns the text of rank 0."""
+        shared = [text]
+        dist.broadcast_object_list(shared, 0, self.host_group or self.graph_group)
+        return shared[0]
 
     def _new_group(self, backend: str) -> Any:
         with self._beside_others():

@@ -9,10 +9,9 @@ import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-import torch.distributed as dist
 
 from lightning_gnn.comm.listening import listen_for_ranks
 from lightning_gnn.comm.processes import CLOSED, REPORTED, current_progress
@@ -29,13 +28,13 @@ class RankHelper:
 
     Args:
         rank: this rank.
-        store: store of all ranks.
+        share: collective that returns rank 0's argument.
         deadline_s: seconds without a message of another rank's helper after which that rank counts as lost.
     """
 
     _current: RankHelper | None = None  # of this process; it outlives an error of its run
 
-    def __init__(self, rank: int, store: dist.Store, deadline_s: float) -> None:
+    def __init__(self, rank: int, share: Callable[[str], str], deadline_s: float) -> None:
         self._owner, progress = os.getpid(), current_progress()
         before = RankHelper._current
         if before is not None and before._owner == self._owner:
@@ -44,7 +43,7 @@ class RankHelper:
         progress.begin()
         self._leaves_at_exit = True
         is_enabled = bool(progress.address) and os.environ.get(SWITCH) != "0"
-        link, token = _listen(store, is_enabled) if rank == 0 else _connect(rank, store, is_enabled)
+        link, token = _listen(share, is_enabled) if rank == 0 else _connect(rank, share(""), is_enabled)
         if not is_enabled:
             return
         memory = int(progress.address.split()[1])
@@ -106,21 +105,20 @@ class RankHelper:
                 self._process.stdin.write(f"{line}\n".encode())
 
 
-def _listen(store: dist.Store, is_enabled: bool) -> tuple[socket.socket | None, str]:
+def _listen(share: Callable[[str], str], is_enabled: bool) -> tuple[socket.socket | None, str]:
     """Returns, on rank 0, a socket for the other helpers and the token of the run, after it has published its address."""
     if not is_enabled:
-        store.set("address", "")
+        share("")
         return None, ""
     host, token = os.environ.get("MASTER_ADDR") or socket.gethostname(), secrets.token_hex(8)
     # All addresses behind a gateway, as for the store, which warns.
     listener = listen_for_ranks(host, 0, 1) or socket.create_server(("", 0))
-    store.set("address", f"{host} {listener.getsockname()[1]} {token}")
+    share(f"{host} {listener.getsockname()[1]} {token}")
     return listener, token
 
 
-def _connect(rank: int, store: dist.Store, is_enabled: bool) -> tuple[socket.socket | None, str]:
+def _connect(rank: int, address: str, is_enabled: bool) -> tuple[socket.socket | None, str]:
     """Returns, on other ranks, a connection to rank 0's helper and the token of the run; None without a helper there."""
-    address = store.get("address").decode()
     if not address or not is_enabled:
         return None, ""
     host, port, token = address.split()
