@@ -142,7 +142,7 @@ def test_a_machine_without_network(tmp_path):
 @pytest.mark.parametrize(("start", "event", "memory", "timeout"), [(BY_HAND, "sleep", "sockets", 5.0)])
 def test_a_rank_that_sleeps_past_the_deadline_of_a_wait(ran, start, event, memory, timeout):
     for rank, line in last_lines(ran).items():
-        assert line.startswith(f"Rank {rank} ") and PLACE in line and "Lightning's question" in line, line
+        assert line.startswith(f"Rank {rank} ") and PLACE in line and "Lightning's check" in line, line
 
 
 @happening
