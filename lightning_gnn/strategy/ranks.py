@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -197,7 +198,8 @@ class RankStrategy(ParallelStrategy):
         if self._world is not None:
             self._world.close()
             self._world = None
-        current_progress().at("")
+        if sys.exc_info()[1] is None:  # else the last line of this process names it
+            current_progress().at("")
 
 
 def _how_to_start(environment: ClusterEnvironment | None, machines: int, ranks: int) -> str:
