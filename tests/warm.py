@@ -110,9 +110,13 @@ def _install(connection: socket.socket) -> None:
 
 def serve_from_here() -> None:
     """Has this process's Pythons forked from what it is now: a fork, in which nobody else's files are open."""
+    global _forker
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
+        # Replaced later, they would close what is open at their numbers by then.
+        _forker = None
+        sys.stdin.close()
         _open({theirs.fileno(): theirs.fileno()})
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _serve(theirs)
@@ -165,7 +169,7 @@ def _fork(
     options = []  # of the interpreter: -u, -B
     while arguments and arguments[0].startswith("-") and arguments[0] not in _ARGUMENTS:
         options.append(arguments.pop(0))
-    if not arguments:
+    if not arguments or "-S" in options:  # imports no packages
         return None
     request = {
         "arguments": arguments,
