@@ -24,7 +24,7 @@ HOMES = {"private_torch.py", "private_lightning.py", "private_pyg.py", "steps/me
 PACKAGES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "torch_geometric")
 PRIVATE = re.compile(r"_(?!_)\w+")
 OF_OTHERS = {
-    *("_asdict", "_replace", "_exit", "_getframe", "_current_frames", "_actions", "_shutdown", "_run_exitfuncs"),  # of Python
+    *("_asdict", "_replace", "_exit", "_getframe", "_current_frames", "_actions", "_run_exitfuncs"),  # of Python
     *("_mmap", "_cache", "_cache_file", "_source_stamp", "_internal"),  # of numpy, numba and pymetis, in one file each
     "_shows_once",  # ours, on a function
 }

@@ -13,12 +13,12 @@ import time
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 from lightning_gnn.comm import processes
 from lightning_gnn.comm.group import is_about_peers
 from lightning_gnn.comm.processes import GIVEN_UP, REACTS, REPORTED, Progress, current_progress
 from lightning_gnn.launching import RankFailedError
-from lightning_gnn.launching.preload import end_process
 
 GRACE_S = 2.5
 """Seconds that ranks may take to end by themselves after a failure before they are terminated."""
@@ -154,10 +154,20 @@ def show_once() -> None:
             print(line, file=sys.stderr, flush=True)
         current_progress().ending = REPORTED
         if current_progress().loss is not None or isinstance(error, RankFailedError) or is_about_peers(error):
-            atexit.register(end_process, 1)  # not here: torch's hook collects the output of this hook
+            atexit.register(_end_process)  # not here: torch's hook collects the output of this hook
 
     hook._shows_once = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _end_process() -> NoReturn:
+    """End this process as Python does after an error, but without freeing objects: it takes seconds, and threads may be stuck."""
+    atexit.unregister(_end_process)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def set_report(error: BaseException, line: str, text: str | None = None) -> None:
