@@ -37,9 +37,11 @@ if "RANK" in os.environ:  # not under our own launcher, whose ranks share one st
     os.dup2(os.open(FOLDER / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 import lightning as L
+import psutil
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, planted_partition
+from lightning_gnn.comm.processes import exit_status
 
 sys.path.append(str(Path(__file__).parent / "device"))
 from queued import never_return
@@ -60,6 +62,20 @@ def cut_network() -> None:
         subprocess.run(["ip", "link", "set", name, "down"], check=True)
 
 
+class LeavingStrategy(DGCLStrategy):
+    """Rank 1 leaves the run some seconds after the end of the process of rank 0."""
+
+    def teardown(self) -> None:
+        link = FOLDER / "process"
+        if EVENT == "leave" and self.global_rank == 0:
+            os.symlink(str(os.getpid()), link)
+        elif EVENT == "leave":
+            while not link.is_symlink() or exit_status(int(os.readlink(link))) is None:
+                time.sleep(0.1)
+            time.sleep(4)  # a helper process that had lost a rank would end this one
+        super().teardown()
+
+
 class Happens(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch != 3:
@@ -67,7 +83,7 @@ class Happens(L.Callback):
         if EVENT == "hold":
             hold_interpreter(20)
         elif trainer.global_rank == 1:
-            if EVENT in ("kill while others are stuck", "stop while others are stuck"):
+            if EVENT.endswith("while others are stuck"):
                 time.sleep(2)  # the others are
             (FOLDER / "when").write_text(str(time.time()))
             if EVENT == "raise":
@@ -78,7 +94,10 @@ class Happens(L.Callback):
                 time.sleep(600)
             if EVENT == "cut":
                 cut_network()
-            if EVENT.startswith("kill"):
+            if EVENT.startswith("vanish"):  # as at the loss of a machine: the helper process first
+                for child in psutil.Process().children():
+                    child.kill()
+            if EVENT.startswith(("kill", "vanish")):
                 os.kill(os.getpid(), signal.SIGKILL)
             if EVENT.startswith("stop"):
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -92,7 +111,7 @@ class Happens(L.Callback):
 
 
 def main() -> None:
-    strategy = DGCLStrategy(shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False)
+    strategy = LeavingStrategy(shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     nodes = int(os.environ.get("DYING_MACHINES", "1"))
     trainer = L.Trainer(

@@ -49,7 +49,7 @@ def last_lines(ran: tuple[Path, Finished]) -> dict[int, str]:
     assert finished.code != 0 and not finished.left_over and not finished.files, (finished, everything)
     if not files:  # all ranks share one stream
         return {0: finished.output.rstrip().splitlines()[-1]}
-    return {int(file.name[-1]): file.read_text().rstrip().splitlines()[-1] for file in files}
+    return {int(file.name[-1]): ["", *file.read_text().rstrip().splitlines()][-1] for file in files}
 
 
 PLACE = "in epoch 3, the epoch's start"
@@ -96,6 +96,15 @@ def test_a_killed_rank_while_others_are_in_a_call_that_never_returns(ran, start,
             assert re.fullmatch(rf"Rank {rank} cannot go on {PLACE}: rank 1 (was ended by SIGKILL|has ended) {PLACE}", line)
 
 
+@happening
+@pytest.mark.parametrize(("start", "event", "memory", "ranks"), [(BY_HAND, f"vanish {STUCK}", "sockets", 3)])
+def test_a_rank_that_ends_with_its_helper(ran, start, event, memory, ranks):
+    """As at the loss of a machine: no helper of that rank says so."""
+    lines = last_lines(ran)
+    for rank in (0, 2):
+        assert re.fullmatch(rf"Rank {rank} cannot go on {PLACE}: rank 1 has ended, with its helper process: .*", lines[rank])
+
+
 ON_DEVICE = {"DYING_ON_DEVICE": "1", "LIGHTNING_GNN_TEST_NEVER_RETURNS": "1"}
 
 
@@ -104,7 +113,7 @@ def test_a_lost_rank_on_a_device_whose_waits_never_return(event, tmp_path):
     """As NCCL's: nothing raises in the other rank, and its main thread holds the interpreter lock."""
     lines = last_lines((tmp_path, die(tmp_path, BY_HAND, event, timeout=100.0 if event == "kill" else 5.0, **ON_DEVICE)))
     how = "was ended by SIGKILL|has ended" if event == "kill" else "has been stopped for 5 s|has not responded for 5 s.*"
-    assert re.match(rf"Rank 0 cannot go on in epoch 3, .*: rank 1 ({how})", lines[0]), lines
+    assert re.match(rf"Rank 0 cannot go on in epoch 3, .*, .*step \d+: rank 1 ({how})", lines[0]), lines
 
 
 @happening
@@ -170,4 +179,11 @@ def test_ranks_that_hold_the_interpreter_lock_are_not_lost(ran, start, event, me
 @happening
 @pytest.mark.parametrize(("start", "event", "memory"), [(LAUNCHER, "twice", "shared"), (BY_HAND, "twice", "sockets")])
 def test_several_calls_of_a_trainer_leave_nothing_behind(ran, start, event, memory):
+    assert ran[1].succeeded().output.count("finished") == 2
+
+
+@happening
+@pytest.mark.parametrize(("start", "event", "memory"), [(BY_HAND, "leave", "sockets")])
+def test_a_rank_that_has_ended_normally_is_not_lost(ran, start, event, memory):
+    """Rank 1 leaves some seconds after the end of rank 0."""
     assert ran[1].succeeded().output.count("finished") == 2
