@@ -40,12 +40,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = _local(path)
+        target = local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale_parts(target)
+        remove_stale_parts(target)
         part = target.with_name(f".{target.name}.{platform.node()}.{os.getpid()}.{uuid4().hex}.part")
         try:
             with open(part, "xb") as file, _checksums():
@@ -65,7 +65,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        file = _local(path)
+        file = local_path(path)
         if file is not None and file.exists():
             damage = damage_of(file)
             if damage:
@@ -75,7 +75,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *args, **kwargs)
 
 
-def _remove_stale_parts(target: Path) -> None:
+def remove_stale_parts(target: Path) -> None:
     """Remove temporary files of this machine's processes that were killed while they wrote the file."""
     begin = f".{target.name}.{platform.node()}."
     # Without glob, which caches a regular expression of every pattern.
@@ -86,10 +86,14 @@ def _remove_stale_parts(target: Path) -> None:
         if os.name == "posix" and writer.isdigit():
             try:
                 os.kill(int(writer), 0)
-            except ProcessLookupError:
-                part.unlink(missing_ok=True)
+                state = Path(f"/proc/{writer}/stat")
+                ended = state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
+            except (ProcessLookupError, FileNotFoundError):
+                ended = True
             except PermissionError:  # a process of another user: it runs
-                pass
+                ended = False
+            if ended:
+                part.unlink(missing_ok=True)
 
 
 def damage_of(file: Path) -> str:
@@ -131,7 +135,7 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
         return args
     assert trainer.state.fn is not None
     found = checkpoint_parser(trainer)(trainer.state.fn, "last", True, True)
-    file = None if found is None else _local(found)
+    file = None if found is None else local_path(found)
     damage = "" if file is None else damage_of(file)
     if file is None or not damage:
         return args
@@ -142,7 +146,7 @@ def with_whole_last(trainer: pl.Trainer | None, args: tuple[Any, ...]) -> tuple[
     return tuple(str(other) if index in places else each for index, each in enumerate(args))
 
 
-def _local(path: Any) -> Path | None:
+def local_path(path: Any) -> Path | None:
     """Returns the path of a local file; None for other file systems."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None

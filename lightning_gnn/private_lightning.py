@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from copy import copy
 from operator import attrgetter
+from typing import Any
 
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as DtypeContext
 from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE as HYDRA_AVAILABLE
@@ -22,6 +24,9 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop as Loop
+from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 
 HOOK = "_current_fx_name"
@@ -45,6 +50,21 @@ results_of = attrgetter("_results")
 metrics_so_far = attrgetter("_logger_connector._callback_metrics")
 """Attribute of a Trainer: the last ``callback_metrics``, without communication."""
 
+METRICS_SO_FAR = tuple(attrgetter(f"_logger_connector.{name}") for name in ("_callback_metrics", "_logged_metrics"))
+"""Attributes of a Trainer: the last ``callback_metrics`` and ``logged_metrics``, without communication."""
+
+EXPERIMENT = "_experiment"
+"""Attribute of a logger: its writer, or None."""
+
+WANDB_RUN = "_attach_id"
+"""Attribute of a ``WandbLogger``, and of W&B's runs: name of a run that another process has started."""
+
+LOGGER_VERSION = "_version"
+"""Attribute of a logger with versions: its version, or None before the first use."""
+
+SAVED_AT, SAVED_FILE = "_last_global_step_saved", "_last_checkpoint_saved"
+"""Attributes of a ``ModelCheckpoint``: step and file of its last checkpoint, which its state does not include."""
+
 batches_of = attrgetter("_data_fetcher")
 """Attribute of the loop of a fit: its source of batches."""
 
@@ -53,6 +73,37 @@ SIGTERM_CHECK = "_broadcast_sigterm_tensor"
 
 PORT = "_main_port"
 """Attribute of a ``LightningEnvironment``: the rendezvous port of ranks."""
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Returns the checkpoint of a fit without the state of the strategy, as Lightning makes it, but faster."""
+    connector: Any = copy(trainer._checkpoint_connector)
+    loops = {f"{name}_loop": getattr(trainer, f"{name}_loop") for name in ("fit", "validate", "test", "predict")}
+    connector._get_loops_state_dict = lambda: {name: _state_of_loop(loop) for name, loop in loops.items()}
+    found: dict[str, Any] = connector.dump_checkpoint(False)
+    return found
+
+
+def _state_of_loop(loop: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns ``loop.state_dict()``, without ``dataclasses.asdict``, which takes most of its time."""
+    found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if isinstance(value, BaseProgress):
+            found[prefix + name] = _fields(value)
+        elif isinstance(value, Loop):
+            found |= _state_of_loop(value, f"{prefix}{name}.")
+    return found
+
+
+def _fields(value: Any) -> Any:
+    return {name: _fields(each) for name, each in vars(value).items()} if hasattr(value, "__dict__") else value
+
+
+RESTARTING = "_restarting"
+"""Attribute of a loop: whether it continues inside an epoch; always True with ``max_steps`` alone."""
+
+tear_down = attrgetter("_teardown")
+"""Method of a Trainer: undoes the set-up of a call."""
 
 _PACKAGES = "lightning.pytorch", "pytorch_lightning"
 

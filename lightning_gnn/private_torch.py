@@ -32,6 +32,9 @@ base_of = attrgetter("_base")
 storage_id = attrgetter("_cdata")
 """Id of a storage, also without memory."""
 
+copy_all = torch._foreach_copy_
+"""Function that copies the second list of tensors into the first."""
+
 make_wrapper = torch.Tensor._make_wrapper_subclass
 """Function that makes a tensor of a subclass, without memory."""
 

@@ -57,6 +57,9 @@ _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_fo
 
 _FEATURES = {
     "containers": ["MemfdPickler", "ensure_kernel_cache"],
+    "elastic.balance": ["check_balance"],
+    "elastic.launcher": ["ElasticLauncher"],
+    "elastic.recovery": ["Recovery"],
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
     "liveness": ["RankHelper"],

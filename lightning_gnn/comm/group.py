@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnn.comm.call import Call, Step, known_call
 from lightning_gnn.comm.listening import gloo_beside, meeting_store
-from lightning_gnn.comm.processes import meet
+from lightning_gnn.comm.processes import current_progress, meet
 from lightning_gnn.comm.shared_memory import SharedMemory, machine_key
 from lightning_gnn.comm.traffic import span
 from lightning_gnn.comm.transport import Buffers, ProcessTransport, Transport
@@ -72,11 +72,26 @@ def next_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         try:
             _stores[key] = meeting_store(rank, size, timeout)
         except Exception as error:
-            raise RuntimeError(_why_not_met(error, rank, size, key, time.monotonic() - began)) from error
+            kind = CommunicationError if current_progress().outlives_others else RuntimeError
+            raise kind(_why_not_met(error, rank, size, key, time.monotonic() - began)) from error
     _groups_made[key] += 1
     # torchrun keeps its store when it restarts the ranks, and with it the addresses of the ended ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"lightning_gnn/{attempt}/{_groups_made[key]}", _stores[key])
+
+
+def gather_numbers(rank: int, size: int, timeout: timedelta, number: int) -> list[int]:
+    """Returns the numbers of all ranks in rank order, before they have a process group."""
+    store = next_store(rank, size, timeout)
+    store.set(f"{rank}", f"{number}")
+    store.wait([f"{peer}" for peer in range(size)], timeout)
+    return [int(store.get(f"{peer}")) for peer in range(size)]
+
+
+def forget_stores() -> None:
+    """Forget the stores of this process: ranks that continue without a lost one meet in another, perhaps at an equal port."""
+    for each in (_stores, _groups_made, _waits):
+        each.clear()
 
 
 def _why_not_met(error: Exception, rank: int, size: int, key: tuple[str, str, int], waited_s: float) -> str:
@@ -110,7 +125,8 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
 def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
     """Wait until all ranks of this process's last run have called it; needs no process group.
 
-    Without effect in a process that was not a rank, for example a process that started ranks.
+    Without effect in a process that was not a rank, for example a process that started ranks. Ranks that outlive others return
+    if one is lost.
 
     Raises:
         RuntimeError: the wait timed out, or rank 0, which keeps the store, has ended.
@@ -128,6 +144,8 @@ def wait_for_all(rank: int, size: int, timeout: timedelta) -> None:
             if name == "come" or rank == 0:
                 store.wait([f"all {name}"], timeout)
     except RuntimeError as error:
+        if current_progress().outlives_others:
+            return  # the next call of the Trainer continues without the lost rank
         raise RuntimeError(f"Rank {rank} waited for the other ranks of the last run, which did not all come: {error}") from error
 
 
@@ -163,6 +181,7 @@ class World:
     buffers = Buffers
     """Factory of receive buffer pools on a device."""
     _watchdog = Watchdog
+    _waited_s = 0.0
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta, shared_memory: bool = True) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
@@ -175,6 +194,25 @@ class World:
                 f"A process group of {dist.get_world_size()} ranks exists already, but this Trainer needs {size}. "
                 "End the other one first with torch.distributed.destroy_process_group(), or set devices to that number."
             )
+        self.closed, self._waited_s = False, 0.0
+        self.graph_group, self.host_group, self.gradient_group = None, None, None
+        self._helper, self._memory, self._ranks = None, None, None
+        try:
+            self._connect(shared_memory)
+        except BaseException:
+            self.close()
+            raise
+
+    graph_group: Any
+    host_group: Any
+    gradient_group: Any
+    _helper: Any
+    _memory: SharedMemory | None
+    _ranks: Any
+
+    def _connect(self, shared_memory: bool) -> None:
+        """Connect the ranks."""
+        rank, size, device, timeout = self.rank, self.size, self.device, self.timeout
         if self._owns_default:
             store = self._store()
             if size > 1:
@@ -195,13 +233,11 @@ class World:
             # A collective connects all ranks; some ranks may have no messages in the first exchange. A user's default group may
             # have no device_id, and NCCL then connects at the first message.
             dist.all_reduce(torch.zeros(1, device=device), group=self.graph_group)
-        self._helper: Any = None
         if size > 1:
             self._helper = feature("RankHelper")(rank, self._share, timeout.total_seconds())
             shared: Any = default_store(dist)()
             name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
             self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD), self._helper.tell)
-        self._memory: SharedMemory | None = None
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = self._make_memory()
         hosts = None
@@ -211,8 +247,6 @@ class World:
         self.transport: Any = wrap_transport(self._ranks)
         apart = size > 1 and not self._ranks.all_local
         self.gradient_group = self._new_group(self.backend) if apart else None
-        self._waited_s = 0.0
-        self.closed = False
 
     def _make_memory(self) -> SharedMemory:
         return SharedMemory(self.rank, self.all_gather_object, self.watch)
@@ -290,7 +324,7 @@ class World:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context manager that counts the time of a torch collective as waiting."""
+        """Context manager that counts the time of a torch collective as waiting; it copies little."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
@@ -389,7 +423,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.all_take_part("Gathering values"):
+        with self.all_take_part("Gathering values"), self._waiting():
             dist.all_gather_object(values, value, group=self.host_group)
         return values
 
@@ -398,14 +432,14 @@ class World:
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        with self.all_take_part(f"A value of rank {source}"):
+        with self.all_take_part(f"A value of rank {source}"), self._waiting():
             dist.broadcast_object_list(values, source, group=self.host_group)
         return values[0]
 
     def broadcast_number(self, value: int, operation: str) -> int:
         """Returns the value of rank 0, by the broadcast on the default group that Lightning uses to stop a run."""
         number = torch.tensor([value], dtype=torch.int64, device=self.device)
-        with self.all_take_part(operation), self.watch.waiting(0 if self.rank else None):
+        with self.all_take_part(operation), self._waiting(), self.watch.waiting(0 if self.rank else None):
             request = dist.broadcast(number, 0, async_op=True)
             try:
                 request.wait(*([self.timeout] if self.backend == "gloo" else []))  # on devices the host waits below
@@ -433,7 +467,7 @@ class World:
     def barrier(self, name: str = "Barrier") -> None:
         """Wait until all ranks have called it."""
         if self.size > 1:
-            with self.all_take_part(name):
+            with self.all_take_part(name), self._waiting():
                 dist.barrier(group=self.host_group)
 
     def close(self) -> None:
@@ -451,7 +485,8 @@ class World:
                 if group is not None:
                     dist.destroy_process_group(group)
         # The threads of a group end with its last reference, and tensors of the user may refer to this object.
-        self._ranks.close()
+        if self._ranks is not None:
+            self._ranks.close()
         self.graph_group = self.gradient_group = self.host_group = None
         if self._helper is not None:
             self._helper.close(sys.exc_info()[1])

@@ -17,10 +17,17 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_gnn.comm.processes import current_progress
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable of torch: ``"True"`` if the process that started the ranks serves their store."""
 
 LISTENER_VARIABLE = "LIGHTNING_GNN_LISTENER"
 """Environment variable of rank 0: file descriptor of an open socket that listens at the rendezvous address."""
+
+_CONNECT = timedelta(seconds=10)
 
 _held: dict[int, socket.socket] = {}  # of this process, by port
 
@@ -60,9 +67,14 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
     It replaces torch's ``env://``, which listens on all addresses of rank 0's machine. With torchrun's agent store, torchrun
     serves it.
+
+    Raises:
+        DistNetworkError: this rank outlives others, and the store has ended because a rank was lost.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if current_progress().outlives_others:
+        return _supervisors_store(address, port, timeout)
+    if rank == 0 and os.environ.get(AGENT_STORE) != "True":
         listener = _take(port) or _listener(address, port, size)
         if listener is not None:
             return dist.TCPStore(address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
@@ -71,15 +83,32 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     return next(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
 
 
-def _wait_for_listener(address: str, port: int) -> None:
-    """Wait until a process listens at the address, for at most a second: torch's own retries are up to a second apart."""
+def _supervisors_store(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Returns the store that :func:`serve_store` serves in the process that started the ranks."""
+    if not _wait_for_listener(address, port):  # torch would wait for the whole timeout
+        raise dist.DistNetworkError(f"The store at {address}:{port} has ended, because another rank was lost.")
+    store = dist.TCPStore(address, port, None, False, min(timeout, _CONNECT), wait_for_workers=False)
+    store.set_timeout(timeout)
+    return store
+
+
+def serve_store(address: str) -> tuple[dist.Store, int]:
+    """Returns a store for ranks of which none serves it, and its port; ranks need `AGENT_STORE`."""
+    listener = _listen(address, 0, 1) or socket.create_server(("", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+
+
+def _wait_for_listener(address: str, port: int) -> bool:
+    """Returns whether a process listens at the address within a second: torch's own retries are up to a second apart."""
     end = time.monotonic() + 1
     while time.monotonic() < end:
         try:
             socket.create_connection((address, port), timeout=1).close()
-            return
+            return True
         except OSError:
             time.sleep(0.005)
+    return False
 
 
 def _listener(address: str, port: int, size: int) -> socket.socket | None:

@@ -37,9 +37,10 @@ class Progress:
         address: address for other processes of this machine; empty if they cannot read it.
         note: function that records the start time and the name of the current operation.
         is_supervised: whether the process that started this rank prints its failures.
+        outlives_others: whether this rank continues without lost ranks; the process that started it decides.
     """
 
-    is_supervised = False
+    is_supervised = outlives_others = False
 
     def __init__(self) -> None:
         self.address = ""
@@ -163,6 +164,14 @@ def exit_status(pid: int) -> int | None:
     except OSError:  # its parent has collected the status
         return 0
     return os.waitstatus_to_exitcode(int(fields[_EXIT_STATUS])) if fields[0] in "ZX" else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, for example by SIGSTOP."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def end_with_parent(parent: int, unless: Callable[[], bool] = lambda: False) -> None:

@@ -308,10 +308,10 @@ class SharedMemory:
         return bool(self._tables[peer][self.rank, _CLOSED]) or exit_status(self._pids[peer]) is not None
 
     def close(self) -> None:
-        """Announce the end to peers; waits briefly for messages that peers have not taken yet."""
+        """Announce the end to peers; without an alarm, wait briefly for messages that peers have not taken yet."""
         if self._control is None:
             return
-        deadline = time.perf_counter() + min(5.0, self._watch.deadline_s)
+        deadline = time.perf_counter() + (0.0 if self._watch.alarm else min(5.0, self._watch.deadline_s))
         for box in self._outboxes:
             for peer, number in box.waits_for.items():
                 while not self._has_taken(peer, number) and time.perf_counter() < deadline:

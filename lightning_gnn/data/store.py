@@ -260,6 +260,7 @@ def write_store(
     predicted: Predicted | None = None,
     digests: Mapping[str, str] | None = None,
     write_edges: Callable[[np.ndarray, int, ArrayWriter], EdgeFiles] | None = None,
+    measure_locality: bool = True,
 ) -> None:
     """Write the partition `part` of `data` to `folder`; the folder appears complete or not at all.
 
@@ -276,13 +277,14 @@ def write_store(
         predicted: masks and labels of `data`; by default derived from it.
         digests: available result of :func:`~lightning_gnn.data.loading.graph_digests`.
         write_edges: function that writes edges, halos and ids of all parts, given `part`, P and a writer; by default from memory.
+        measure_locality: whether the manifest reports the locality of rows, which takes a quarter of the time.
 
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
     with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
         out, predicted = ArrayWriter(scratch), predicted or Predicted.of(data)
-        written = (write_edges or partial(_write_edges, data, predicted))(part, layout.parts, out)
+        written = (write_edges or partial(_write_edges, data, predicted, measure_locality))(part, layout.parts, out)
         attributes: dict[str, list[str]] = {}
         for kind, order in written.orders.by_type.items():
             key = written.orders.types.key(kind)
@@ -419,7 +421,7 @@ class EdgeFiles:
         offsets: first node of each part and the end, ``[P + 1]``.
         orders: order of nodes and edges.
         edge_orders: original edge ids of each part.
-        locality: locality of its rows; None for the graph's own order, where nothing was measured.
+        locality: locality of its rows; None if it was not measured.
     """
 
     offsets: np.ndarray
@@ -428,15 +430,19 @@ class EdgeFiles:
     locality: Locality | None
 
 
-def _write_edges(data: Graph, predicted: Predicted, part: np.ndarray, num_parts: int, out: ArrayWriter) -> EdgeFiles:
+def _write_edges(
+    data: Graph, predicted: Predicted, measure_locality: bool, part: np.ndarray, num_parts: int, out: ArrayWriter
+) -> EdgeFiles:
     """Write edges, halos and ids of all parts of a graph in memory; rows of a part are renumbered for locality."""
     joined = JoinedGraph.of(data)
     edge_index = joined.edge_index
     began = time.perf_counter()
     relabelling = joined.relabelling(part, num_parts)
     seconds = time.perf_counter() - began
-    before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
-    locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
+    locality = None
+    if measure_locality:
+        before = recent_reads(edge_index, Relabelling.from_assignment(part, num_parts))
+        locality = Locality(before, recent_reads(edge_index, relabelling), seconds)
     edge_orders = []
     for number, piece in enumerate(joined.parts(relabelling)):
         out.save(f"part{number}.edge_index", piece.edge_index)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -488,6 +489,11 @@ class GraphDataModule(LightningDataModule):
         """Returns whether the graph is only used for prediction, and may lack masks and labels."""
         return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether :meth:`stored_cut` is available."""
+        return self._folder is not None
+
     def stored_cut(self, by_rows: bool = False) -> Cut:
         """Returns the partitioned graph as ``read_cut`` of the store does; available after :meth:`prepare_for`."""
         assert self._folder is not None
@@ -692,6 +698,15 @@ class GraphDataModule(LightningDataModule):
         finally:
             owner.unlink(missing_ok=True)
             lock.release()
+
+    def remove_remains(self) -> None:
+        """Remove what ended processes have left in the partition directory: their lock is free."""
+        for owner in self.partition_dir.glob("*.owner"):
+            name = owner.name.removesuffix(".owner")
+            with suppress(Timeout), FileLock(self.partition_dir / f"{name}.lock", timeout=0):
+                for left in self.partition_dir.glob(f".{name}.*"):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+                owner.unlink(missing_ok=True)
 
 
 def check_links(module: torch.nn.Module, of: Shard | Cut, samples: bool) -> None:

@@ -86,6 +86,7 @@ class ScriptLauncher(Launcher):
     """
 
     _script = _script  # state of the process, shared by all launchers
+    _first_rank = 1  # of a machine, among the ranks that this process starts
 
     def __init__(self, strategy: Launchable) -> None:
         self._strategy = strategy
@@ -161,17 +162,14 @@ class ScriptLauncher(Launcher):
         }
         supervisor, preloaded = Supervisor(), preload.take()
         try:
-            for local_rank in range(1, strategy.num_processes):
+            for local_rank in range(self._first_rank, strategy.num_processes):
                 with ignoring_interrupts():
                     supervisor.children.append(self._start_rank(local_rank, variables, preloaded))
             if preloaded is not None:
                 preloaded.close()
             check()
-            listener = listener_of(environment, size)
-            if listener is not None:
-                hold(listener)  # only rank 0 has a listener
-            variables["MASTER_PORT"] = port = str(environment.main_port)
-            supervisor.start_all(None, max(IMPORT_S, strategy.timeout.total_seconds()), MASTER_PORT=port)
+            seconds = max(IMPORT_S, strategy.timeout.total_seconds())
+            variables["MASTER_PORT"] = str(self._begin_ranks(supervisor, size, seconds))
         except BaseException:
             supervisor.end(grace=0.0)
             raise
@@ -179,6 +177,16 @@ class ScriptLauncher(Launcher):
         self._script.supervisor, self._script.size = supervisor, size
         show_once()
         atexit.register(_see_off, supervisor)
+
+    def _begin_ranks(self, supervisor: Supervisor, size: int, seconds: float) -> int:
+        """Let the started ranks begin when they have arrived; returns the port at which ranks meet."""
+        environment = self._strategy.cluster_environment
+        assert environment is not None
+        listener = listener_of(environment, size)
+        if listener is not None:
+            hold(listener)  # only rank 0 has a listener
+        supervisor.start_all(None, seconds, MASTER_PORT=str(environment.main_port))
+        return environment.main_port
 
     def _start_rank(self, local_rank: int, variables: Mapping[str, str], preloaded: preload.Preloaded | None = None) -> Child:
         """Run the script again, with these environment variables; `preloaded` starts it without imports."""

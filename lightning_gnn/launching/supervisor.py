@@ -87,6 +87,20 @@ class Reporter:
         with contextlib.suppress(OSError):
             self._connection.send((event, value))
 
+    def ask(self, event: str, value: Any) -> Any:
+        """Returns the parent's answer to an event; raises EOFError if the parent is gone."""
+        self.send(event, value)
+        while (answer := self._connection.recv()) is None:  # a request, see has_request()
+            pass
+        return answer
+
+    def has_request(self) -> bool:
+        """Returns whether the parent has sent None since the last call."""
+        found = False
+        while self._connection.poll():
+            found = self._connection.recv() is None
+        return found
+
     def send_failure(self, error: BaseException) -> None:
         """Send an error of this rank to the parent, which shows it."""
         self.send("failed", Failure.of(self.rank, error))
@@ -120,6 +134,7 @@ class Child:
         connection: the parent's end of the pipe.
         failures: failures that the rank sent, or the failure of its process.
         received: values of its events, by name.
+        handlers: functions that receive the values of events in place of `received`, by name.
         progress: shared memory with the rank's progress, after arrival.
     """
 
@@ -129,6 +144,7 @@ class Child:
     connection: Connection
     failures: list[Failure] = field(default_factory=list)
     received: dict[str, Any] = field(default_factory=dict)
+    handlers: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     progress: Progress | None = None
 
     def listen(self) -> None:
@@ -137,6 +153,9 @@ class Child:
                 event, value = self.connection.recv()
                 if event == "failed":
                     self.failures.append(value)
+                    continue
+                if event in self.handlers:
+                    self.handlers[event](value)
                     continue
                 self.received[event] = value
                 if event == "arrived":

@@ -60,16 +60,24 @@ def loss_in_outputs(trainer: pl.Trainer, loss: Callable[[], Tensor | None]) -> I
             loop.__dict__.pop(name, None)
 
 
+class RanksChange(Exception):
+    """Raised on all ranks before a step, when other ranks join."""
+
+
 class SignalCheck(pl.Callback):
     """Lightning's check for SIGTERM in each step as a regular operation, in which ranks also agree on SLURM's signal.
 
     Lightning interprets a timeout of the check as a negative answer, and waits for the same rank again. SLURM's signal announces
     the end of a job. Lightning saves a checkpoint where the signal arrives; ranks at different places would wait for each other.
     Here all ranks call Lightning's handler before the same step, after the signal has reached rank 0.
+
+    Args:
+        world: all ranks.
+        must_change: function that returns, on rank 0, whether the ranks must leave this stage.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world, self._signals = world, list[int]()
+    def __init__(self, world: World, must_change: Callable[[], bool]) -> None:
+        self._world, self._signals, self._must_change = world, list[int](), must_change
         self._requeue: Any = None
 
     @contextmanager
@@ -84,12 +92,14 @@ class SignalCheck(pl.Callback):
             vars(loop).pop(name, None)
 
     def _check(self, trainer: pl.Trainer) -> None:
-        state = trainer.received_sigterm + 2 * bool(self._signals)
+        state = trainer.received_sigterm + 2 * bool(self._signals) + 4 * self._must_change()
         state = self._world.broadcast_number(state, "Lightning's check for SIGTERM")
         if state & 1:
             with suppress(CommunicationError):
                 self._world.barrier("End")
             raise SIGTERMException
+        if state & 4:
+            raise RanksChange
         if state & 2 and self._requeue:
             self._signals.clear()
             self._requeue(0, None)

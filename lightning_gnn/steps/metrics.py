@@ -504,6 +504,38 @@ def _num_bytes(form: _Form) -> int:
     return dtype.itemsize * torch.Size(shape).numel()
 
 
+def states_across_epochs(metrics: Sequence[Metric]) -> list[dict[str, Any] | None]:
+    """Returns the states of metrics that were not reset after an epoch, equal on all ranks; None for other metrics.
+
+    Raises:
+        ValueError: such a metric has a state of its own on each rank.
+    """
+    found = list[dict[str, Any] | None]()
+    for metric in metrics:
+        states = {name: getattr(metric, name) for name in metric._defaults} if metric._update_count else None
+        if states and not is_new(metric):
+            leaves = tree_leaves(states)
+            if not vars(metric).get("_whole") or any(each.dim() and placement_of(each) != REPLICATED for each in leaves):
+                raise ValueError(
+                    f"{type(metric).__name__} was not reset after the last epoch, and its state differs between ranks, so it "
+                    "would be lost with a rank. Call its reset() in on_train_epoch_end or on_validation_epoch_end, pass the "
+                    "metric itself to self.log, which resets it, or set elastic=False."
+                )
+            states |= {"_update_count": metric._update_count}
+        found.append(states)
+    return found
+
+
+def set_states(metrics: Sequence[Metric], states: Sequence[dict[str, Any] | None]) -> None:
+    """Reset metrics, and set the result of :func:`states_across_epochs`."""
+    for metric, kept in zip(metrics, states):
+        metric.reset()
+        vars(metric).pop("_whole", None)
+        for name, value in (kept or {}).items():
+            setattr(metric, name, value)
+            vars(metric)["_whole"] = True
+
+
 @contextmanager
 def begun_anew(metrics: Sequence[Metric]) -> Iterator[None]:
     """Context manager in which metrics have initial states; restores their states at the end."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_choice, check_flags
+from lightning_gnn.arguments import check_choice, check_flags, quote
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
@@ -28,7 +28,7 @@ from lightning_gnn.lightning_packages import check_callbacks, is_instance
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_lightning import reduce_over
-from lightning_gnn.registry import codecs, out_of_core, transport_wrappers
+from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
@@ -92,6 +92,10 @@ class GNNStrategy(RankStrategy):
         memory_limit: memory limit of all ranks together, for several CPU ranks of one machine, in bytes or such as ``"4GB"``.
             Tensors beyond it are in files (docs/memory.md, "Beyond memory"), and `reuse_buffers` has no effect. None: no limit.
         spill_dir: folder of these files; needs `memory_limit`. Default: the Trainer's ``default_root_dir``.
+        elastic: whether the other ranks continue when a rank is lost (docs/elastic.md).
+        min_ranks: with `elastic`, least number of ranks that continue.
+        balance: with `elastic`, whether nodes move from slow ranks to fast ranks while the model trains. Speeds are measured on
+            CPU ranks, or given: the relative speed of each rank, such as ``[1.0, 0.5]``.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 
@@ -131,6 +135,9 @@ class GNNStrategy(RankStrategy):
         checkpoint_convs: bool = False,
         memory_limit: int | str | None = None,
         spill_dir: str | Path | None = None,
+        elastic: bool = False,
+        min_ranks: int = 1,
+        balance: bool | Sequence[float] = False,
         **plugins: Any,
     ) -> None:
         if plugins:
@@ -140,7 +147,7 @@ class GNNStrategy(RankStrategy):
         super().__init__(start_method, shared_memory, timeout, **plugins)
         check_choice("predictions", predictions, get_args(Predictions))
         check_flags(self_check=self_check, reuse_buffers=reuse_buffers, stochastic_rounding=stochastic_rounding)
-        check_flags(cache_input_aggregation=cache_input_aggregation, checkpoint_convs=checkpoint_convs)
+        check_flags(cache_input_aggregation=cache_input_aggregation, checkpoint_convs=checkpoint_convs, elastic=elastic)
         if codec is not None or stochastic_rounding:
             codecs().make_codec(codec, stochastic_rounding)
         self.ranks = out_of_core(memory_limit, spill_dir, shared_memory) or self.ranks
@@ -158,6 +165,12 @@ class GNNStrategy(RankStrategy):
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
+        if balance is not False:
+            feature("check_balance")(balance, elastic)
+        if elastic:
+            self.recovery = feature("Recovery")(self, min_ranks, balance)
+        elif min_ranks != 1:
+            raise ValueError(f"min_ranks={quote(min_ranks)} is supported with elastic=True only. Set elastic=True, or remove it.")
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -194,7 +207,7 @@ class GNNStrategy(RankStrategy):
 
     def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer) -> Run:
         """Returns the description of the run for checks."""
-        first = self.node_rank * self.num_processes
+        first = self.global_rank - self.local_rank
         return Run(
             type(self).__name__,
             self.scheme,
@@ -227,6 +240,8 @@ class GNNStrategy(RankStrategy):
         data = self.check_data(found or getattr(trainer, "datamodule", None))
         if module is None:
             return  # Lightning raises an error
+        if self.recovery is not None:
+            self.recovery.check(trainer, module)
         layout = self.layout()
         if not layout.samples:  # otherwise the supported models depend on the graph
             check_for_layout(module, layout)
@@ -245,6 +260,20 @@ class GNNStrategy(RankStrategy):
             self.checks.memory_ahead(run, cut)
         if self_check:
             self.checks.check_ahead(run, cut)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.recovery is None:
+            super()._configure_launcher()
+        else:
+            self.recovery.check_balance()
+            self._launcher = feature("ElasticLauncher")(self)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.recovery is not None:
+            self.recovery.move_nodes()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -296,6 +325,8 @@ class GNNStrategy(RankStrategy):
             world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
         if in_parts:
             shard.batch.to(self.root_device)
+        if self.recovery is not None:
+            steps.must_change = self.recovery.must_change
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
@@ -319,7 +350,7 @@ class GNNStrategy(RankStrategy):
         steps = self.steps
         step_counter = None if steps.rows is None else steps.rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, step_counter)
-        return [metrics, steps.progress, self.checks]
+        return [metrics, steps.progress, self.checks, *([] if self.recovery is None else self.recovery.callbacks())]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -353,8 +384,17 @@ class GNNStrategy(RankStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.recovery is not None:
+            self.recovery.files.save(self._trainer.current_epoch, str(filepath))
         checkpoint["lightning_gnn"] = self.kept_state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.recovery is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self.recovery.files.remove(self._trainer.current_epoch, str(filepath))
 
     def kept_state(self) -> dict[str, Any]:
         """Returns the state that checkpoints store in addition to Lightning's; called on all ranks."""
@@ -366,7 +406,8 @@ class GNNStrategy(RankStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        found = None if self.recovery is None else self.recovery.load(checkpoint_path)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if found is None else found
         self._saved = checkpoint.get("lightning_gnn")
         return checkpoint
 

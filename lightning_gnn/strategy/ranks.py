@@ -57,6 +57,7 @@ class RankStrategy(ParallelStrategy):
     """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Attributes:
+        recovery: object that continues a run whose ranks change; None if they do not.
         ranks: object that connects the ranks, and runs them at the same time or in turns.
     """
 
@@ -75,6 +76,7 @@ class RankStrategy(ParallelStrategy):
         check_flags(shared_memory=shared_memory)
         self.shared_memory, self.timeout = shared_memory, timedelta(seconds=timeout)
         self.ranks: Any = SideBySide(shared_memory)
+        self.recovery: Any = None
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None
@@ -146,7 +148,7 @@ class RankStrategy(ParallelStrategy):
         current_progress().at("set-up")
         self.set_world_ranks()
         expected = self.num_nodes * self.num_processes
-        if self.world_size != expected:
+        if self.world_size != expected and self.recovery is None:
             raise RuntimeError(
                 f"The Trainer needs num_nodes={self.num_nodes} x devices={self.num_processes} = {expected} ranks, but "
                 f"{type(self.cluster_environment).__name__} reports {self.world_size}. "

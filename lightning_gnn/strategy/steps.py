@@ -76,6 +76,7 @@ class Steps:
         rows: rows of the whole graph, where layers are bound to it.
         weights: weights of the ranks' values; None outside of stages.
         loss: loss over all ranks, set after the backward pass of a step.
+        must_change: function that returns, on rank 0, whether other ranks join.
         in_use: stack of context managers that are open until the end.
     """
 
@@ -83,6 +84,7 @@ class Steps:
     values: StepValues
     weights: RowWeights | None = None
     loss: Tensor | None = None
+    must_change: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class Steps:
         self.weights = values.logs.weights
         self.in_use.enter_context(in_hooks(trainer, lambda: values.hook(not (on_batches and trainer.training))))
         self.in_use.enter_context(loss_in_outputs(trainer, lambda: self.loss))
-        check = SignalCheck(self._world)
+        check = SignalCheck(self._world, self.must_change)
         self.in_use.enter_context(check.replace_check(trainer))
         self.add_callbacks(check)
 

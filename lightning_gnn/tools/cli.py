@@ -18,6 +18,7 @@ from lightning_gnn.tools.commands.advise import advise
 from lightning_gnn.tools.commands.check import check
 from lightning_gnn.tools.commands.compare import compare, demo
 from lightning_gnn.tools.commands.doctor import doctor
+from lightning_gnn.tools.commands.launch import launch
 from lightning_gnn.tools.commands.partition import partition
 from lightning_gnn.tools.commands.plan import plan
 from lightning_gnn.tools.commands.self_test import is_self_test, self_test
@@ -36,6 +37,7 @@ COMMANDS = {
     "check": "hold one step of your model under every scheme against one device",
     "compare": "train under several strategies, and compare what they took and gave",
     "doctor": "check that this machine can train: versions, devices, exchange between ranks, store",
+    "launch": "start the ranks of a script on one of several hosts, which continue without lost hosts",
     "topology": "measure how fast links between ranks are, or show a topology",
 }
 
@@ -48,7 +50,6 @@ commands:
 
 examples:
   lightning-gnn partition --config configs/dgcl.yaml
-  lightning-gnn plan --config configs/dgcl.yaml --topology dgx1 --parts 8
   lightning-gnn advise --config configs/dgcl.yaml --parts 4
   lightning-gnn check --config configs/dgcl.yaml
   lightning-gnn fit --config configs/dgcl.yaml --trainer.max_epochs 20
@@ -61,6 +62,7 @@ SHORT = """lightning-gnn trains PyTorch Geometric models, unchanged, on one grap
 
   demo                          three strategies on a graph made on the spot, in about a minute
   fit, validate, test, predict  your model and graph, of a file: --config FILE
+  launch                        the ranks of a script, of which some may be lost, on several hosts
   check, advise, compare        is it exact? which strategy will be the fastest? which is?
   partition, plan, topology     the parts, what travels between them, and the links
   doctor, test                  can this machine train? is it exact: test --ranks 2
@@ -99,7 +101,7 @@ class TrainerCLI(LightningCLI):
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, topology)}
+    own = {each.__name__: each for each in (demo, partition, plan, advise, check, compare, doctor, launch, topology)}
     if command == "test" and is_self_test(arguments):
         self_test(arguments)
         return

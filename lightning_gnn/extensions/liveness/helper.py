@@ -1,6 +1,6 @@
 """Helper process of a rank: detects the end of its rank, informs the helpers of other ranks, and ends its rank if one is lost.
 
-    python -S -E helper.py RANK PROCESS SUPERVISOR MEMORY CONNECTION DEADLINE TOKEN
+    python -S -E helper.py RANK PROCESS SUPERVISOR MEMORY CONNECTION DEADLINE TOKEN SPARES
 
 runs it. It imports only a few modules of Python, so that it starts fast. Rank 0's helper connects to all others: a star needs one
 connection per rank, and one place decides which rank was lost first. Rank 0's machine also has the store, so a run needs it
@@ -76,12 +76,22 @@ class Helper:
         connection: file descriptor: on rank 0 a socket that listens for other helpers, else a connection to rank 0's; -1: none.
         deadline_s: seconds without a heartbeat after which a rank is lost.
         token: first word of other helpers.
+        spares: whether the rank continues without lost ranks, so that this process ends it only if it is lost itself.
     """
 
     def __init__(
-        self, rank: int, process: int, supervisor: int, memory: int, connection: int, deadline_s: float, token: str
+        self,
+        rank: int,
+        process: int,
+        supervisor: int,
+        memory: int,
+        connection: int,
+        deadline_s: float,
+        token: str,
+        spares: bool = False,
     ) -> None:
         self._rank, self._process, self._supervisor, self._token = rank, process, supervisor, token
+        self._spares = spares
         self._deadline_s = max(deadline_s, _LEAST_DEADLINE_S)
         self._memory = mmap(memory, _SIZE)
         self._links: dict[int, Link] = {}  # by file descriptor
@@ -197,11 +207,15 @@ class Helper:
         now = time.monotonic()
         if kind == "lost":
             self._reason, self._is_alarm = f"rank {text}", False
-            self._ends_at = {_RUNS: now + _STUCK_S, _REACTS: now + _LOSS_S}
+            if text.partition(" ")[0] == str(self._rank):  # stopped: its end closes connections on which others wait
+                self._ends_at = {_RUNS: now, _REACTS: now}
+            elif not self._spares:
+                self._ends_at = {_RUNS: now + _STUCK_S, _REACTS: now + _LOSS_S}
             _LOSS.pack_into(self._memory, _LOSS_AT, text.encode())
         else:
             self._reason = text
-            self._ends_at = {_RUNS: now + _ALARM_S, _REACTS: now + _ALARM_S}
+            if not self._spares:
+                self._ends_at = {_RUNS: now + _ALARM_S, _REACTS: now + _ALARM_S}
 
     def _finish(self) -> None:
         """Inform the others of the end of this rank, and write its last line unless the rank or its supervisor does."""
@@ -256,4 +270,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of schedulers, to all processes: the rank may save
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, process, supervisor, memory, connection = map(int, sys.argv[1:6])
-    Helper(rank, process, supervisor, memory, connection, float(sys.argv[6]), sys.argv[7]).run()
+    Helper(rank, process, supervisor, memory, connection, float(sys.argv[6]), sys.argv[7], sys.argv[8] == "True").run()

@@ -49,10 +49,10 @@ class RankHelper:
         memory = int(progress.address.split()[1])
         supervisor = os.getppid() if progress.is_supervised else 0
         numbers = rank, os.getpid(), supervisor, memory, -1 if link is None else link.fileno()
-        helper = Path(__file__).with_name("helper.py")
+        helper, spares = Path(__file__).with_name("helper.py"), str(progress.outlives_others)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(helper), *map(str, numbers), str(deadline_s), token],
+                [sys.executable, "-S", "-E", str(helper), *map(str, numbers), str(deadline_s), token, spares],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[number for number in numbers[3:] if number >= 0],

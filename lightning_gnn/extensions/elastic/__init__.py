@@ -1,0 +1,1 @@
+"""Training that continues without lost ranks."""
