@@ -15,7 +15,7 @@ import torch
 
 from lightning_gnn import DGCLStrategy
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.processes import Progress
+from lightning_gnn.comm.processes import Progress, current_progress
 from lightning_gnn.launching import RankFailedError
 from lightning_gnn.launching.failures import Failure
 from lightning_gnn.launching.processes import ProcessLauncher
@@ -44,6 +44,7 @@ def test_ends_within_bounds_even_what_ignores_sigterm():
 
 
 def test_the_cause_comes_before_its_consequences():
+    current_progress().at("")  # an earlier test may have failed in its place
     (first, tells), (second, also) = child(1, "import sys; sys.exit(3)"), child(2, "import sys; sys.exit(1)")
     supervisor = Supervisor([first, second])
     tells.send_failure(CommunicationError("rank 2 has ended"))

@@ -1,0 +1,101 @@
+"""Elastic trainings that torchrun or ``lightning-gnn launch`` starts: they lose ranks and hosts, and hosts join."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from joining import train
+from offline_runs import offline_runs
+from processes import REPOSITORY, TORCHRUN, environment, run
+
+SCRIPT = REPOSITORY / "tests" / "joining.py"
+
+
+def check_losses(folder: Path, epochs: int) -> dict[int, set[int]]:
+    """Returns the numbers of ranks of each epoch, after the losses were compared with one device's."""
+    alone = folder / "alone"
+    alone.mkdir()
+    train(epochs, alone, devices=1)
+    sizes: dict[int, set[int]] = {epoch: set() for epoch in range(epochs)}
+    for file in folder.glob("*-*-*"):
+        epoch, _, size = map(int, file.name.split("-"))
+        sizes[epoch].add(size)
+        expected = float.fromhex((alone / f"{epoch}-0-1").read_text())
+        assert float.fromhex(file.read_text()) == pytest.approx(expected, rel=1e-10), (epoch, size)
+    assert all(sizes.values()), sizes
+    return sizes
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(150)
+def test_torchrun_restarts_ranks(tmp_path):
+    """States are in memory outside of the ranks: the epochs before the loss are not computed again."""
+    command = (*TORCHRUN, "--max-restarts", "1", SCRIPT, 5, tmp_path, 1, 3)
+    began = time.time()
+    run(*command, cwd=tmp_path, timeout=140).succeeded()
+    check_losses(tmp_path, 5)
+    lost = (tmp_path / "lost").stat().st_mtime
+    assert began < lost
+    assert [(tmp_path / f"{epoch}-0-2").stat().st_mtime > lost for epoch in range(5)] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(100)
+def test_the_supervisor_has_the_run_of_wandb(tmp_path):
+    """Rank 0 is lost: what it logged is in the run, which the next rank 0 continues."""
+    finished = run(SCRIPT, 6, tmp_path, 0, 3, cwd=tmp_path, variables={"WANDB_MODE": "offline"}, timeout=90)
+    assert finished.code == 0 and not finished.left_over, finished.output  # W&B's temporary files of the lost rank remain
+    check_losses(tmp_path, 6)
+    [found] = offline_runs(tmp_path)
+    assert [row["trainer/global_step"] for row in found.history if "train_loss" in row] == [*range(6)]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_hosts_join_and_are_lost(tmp_path, lost):
+    """Three hosts of 2, 1 and 1 ranks: the third joins, then one is lost, perhaps the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    epochs, hosts = 150, []
+
+    def start(number: int, ranks: int) -> None:
+        of_host = ["--nproc-per-node", ranks, "--node-rank", number, "--master-port", port]
+        command = ["-m", "lightning_gnn", "launch", "--nnodes", "2:3", "--timeout", 20, "--start-timeout", 25, *of_host]
+        given = {**environment(), "LIGHTNING_GNN_TOKEN": "word"}
+        everything = [sys.executable, *map(str, [*command, SCRIPT, epochs, tmp_path])]
+        with open(tmp_path / f"host{number}.log", "w") as log:
+            hosts.append(subprocess.Popen(everything, env=given, cwd=tmp_path, stdout=log, stderr=log))
+
+    def wait_for(pattern: str) -> None:
+        end = time.monotonic() + 100
+        while not list(tmp_path.glob(pattern)):
+            assert time.monotonic() < end, [(tmp_path / f"host{number}.log").read_text()[-3000:] for number in range(len(hosts))]
+            time.sleep(0.1)
+
+    try:
+        start(0, 2)
+        start(1, 1)
+        wait_for("*-0-3")
+        start(2, 1)
+        wait_for("*-0-4")
+        os.kill(hosts[lost].pid, signal.SIGKILL)
+        remaining = 2 if lost == 0 else 3
+        wait_for(f"1[0-9]*-0-{remaining}")
+        for number, host in enumerate(hosts):
+            if number != lost:
+                assert host.wait(120) == 0, (tmp_path / f"host{number}.log").read_text()[-3000:]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    sizes = check_losses(tmp_path, epochs)
+    assert max(sizes[epochs - 1]) == remaining
