@@ -7,6 +7,7 @@ everything, also where the package starts a Python of its own: :class:`ForkedPop
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -314,7 +315,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """Runs in a fork of this process what a Python that the package starts would run."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
-        if args[0] != sys.executable:
+        if args[0] != sys.executable or args[1] == "-S":  # the helper process of a rank imports little
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         _, _, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:15]
@@ -322,6 +323,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # objects of the first process would close their files, whose numbers others have here
             for given, wanted in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2)):
                 if given not in (-1, wanted):
                     os.dup2(given, wanted)
