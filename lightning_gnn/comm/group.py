@@ -324,7 +324,7 @@ class World:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context manager that counts the time of a torch collective as waiting; it copies little."""
+        """Context manager that counts the time of a torch collective as waiting: most of it is."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began

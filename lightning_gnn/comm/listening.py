@@ -21,9 +21,6 @@ from lightning_gnn.comm.processes import current_progress
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable of torch: ``"True"`` if the process that started the ranks serves their store."""
-
 LISTENER_VARIABLE = "LIGHTNING_GNN_LISTENER"
 """Environment variable of rank 0: file descriptor of an open socket that listens at the rendezvous address."""
 
@@ -74,7 +71,7 @@ def meeting_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if current_progress().outlives_others:
         return _supervisors_store(address, port, timeout)
-    if rank == 0 and os.environ.get(AGENT_STORE) != "True":
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listener = _take(port) or _listener(address, port, size)
         if listener is not None:
             return dist.TCPStore(address, port, size, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
@@ -93,7 +90,7 @@ def _supervisors_store(address: str, port: int, timeout: timedelta) -> dist.Stor
 
 
 def serve_store(address: str) -> tuple[dist.Store, int]:
-    """Returns a store for ranks of which none serves it, and its port; ranks need `AGENT_STORE`."""
+    """Returns a store for ranks of which none serves it, and its port; the ranks outlive others."""
     listener = _listen(address, 0, 1) or socket.create_server(("", 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()), port

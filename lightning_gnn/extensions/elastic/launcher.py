@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_gnn.comm.listening import AGENT_STORE
 from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.extensions.elastic.environment import Place, take_place
 from lightning_gnn.extensions.elastic.hosts import Hosts
@@ -61,7 +60,6 @@ class ElasticLauncher(ScriptLauncher):
         elif os.environ.get("TORCHELASTIC_RUN_ID"):
             runs = partial(recovery.resume, function, trainer, self._states(), call)
         else:
-            os.environ[AGENT_STORE] = "True"  # no rank serves the store
             start_runs(trainer)
             runs = function
         return super().launch(runs, *args, trainer=trainer, **kwargs)

@@ -33,6 +33,8 @@ class KeptStates:
 
     def __init__(self, agent: int, writes: bool) -> None:
         self._folder, self._writes = _MEMORY / f"lightning_gnn-{os.getuid()}-{agent}", writes
+        if self._folder.exists() and self._folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._folder} belongs to another user, and its files are not used. Remove the folder.")
         if not writes or self._folder.exists():
             return
         self._folder.mkdir(0o700)
@@ -52,7 +54,5 @@ class KeptStates:
         file = self._folder / f"{call}.pt"
         if not file.exists():
             return {}
-        if self._folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self._folder} belongs to another user, and its files are not loaded. Remove the folder.")
         found: dict[str, Any] = torch.load(file, weights_only=False)
         return found

@@ -94,7 +94,6 @@ class Supervision:
         self._store: Any = None
         self._has_changed = False
         self._tried: tuple[int, ...] = (0, -1)  # call and epoch in which ranks left although none was lost
-        self.stopping = False
 
     def start(self, seconds: float) -> int:
         """Begin the first generation, when the ranks have arrived at their first call; returns the port of its store.

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 
-from lightning_gnn.comm.listening import AGENT_STORE
 from lightning_gnn.extensions.elastic.hosts import Hosts
 from lightning_gnn.extensions.elastic.supervision import Supervision
 from lightning_gnn.launching import STARTED_BY
@@ -81,7 +80,7 @@ def _start(options: argparse.Namespace, number: int) -> Child:
     """Run the script as one of the ranks of this host."""
     ours, theirs = Pipe()
     count = options.nproc_per_node
-    variables = {"LOCAL_RANK": str(number), "NODE_RANK": str(options.node_rank), "WORLD_SIZE": str(count), AGENT_STORE: "True"}
+    variables = {"LOCAL_RANK": str(number), "NODE_RANK": str(options.node_rank), "WORLD_SIZE": str(count)}
     variables |= {"MASTER_ADDR": options.master_addr, STARTED_BY: f"{os.getpid()} {number} {count} {theirs.fileno()}"}
     command = [sys.executable, options.script, *options.arguments]
     with theirs:
