@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Sequence
 from copy import copy
 from operator import attrgetter
 from typing import Any
@@ -75,28 +76,63 @@ PORT = "_main_port"
 """Attribute of a ``LightningEnvironment``: the rendezvous port of ranks."""
 
 
-def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Returns the checkpoint of a fit without the state of the strategy, as Lightning makes it, but faster."""
-    connector: Any = copy(trainer._checkpoint_connector)
-    loops = {f"{name}_loop": getattr(trainer, f"{name}_loop") for name in ("fit", "validate", "test", "predict")}
-    connector._get_loops_state_dict = lambda: {name: _state_of_loop(loop) for name, loop in loops.items()}
-    found: dict[str, Any] = connector.dump_checkpoint(False)
-    return found
+class Checkpoints:
+    """Checkpoints of a fit without the state of the strategy, as Lightning makes them, but faster.
+
+    ``dataclasses.asdict`` and protocol checks would take most of the time of the states of loops.
+
+    Args:
+        trainer: the Trainer, while it fits.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loops = {f"{name}_loop": getattr(trainer, f"{name}_loop") for name in ("fit", "validate", "test", "predict")}
+        self._fields = list[dict[str, Any]]()
+        self._have_states = list[Any]()
+        for loop in self._loops.values():
+            self._find(loop)
+        connector: Any = copy(trainer._checkpoint_connector)
+        connector._get_loops_state_dict = self._states_of_loops
+        self._connector = connector
+
+    def dump(self) -> dict[str, Any]:
+        """Returns a checkpoint; :meth:`nested` completes its entry "loops"."""
+        found: dict[str, Any] = self._connector.dump_checkpoint(False)
+        return found
+
+    def nested(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the entry "loops" of Lightning's checkpoint."""
+        known = dict(zip(map(id, [*self._fields, *self._have_states]), states))
+        return {name: self._nested(loop, known) for name, loop in self._loops.items()}
+
+    def _find(self, value: Any) -> None:
+        """Find the fields of progress in a loop, and the loops that have states."""
+        if isinstance(value, Loop) and value.on_save_checkpoint():
+            self._have_states.append(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, Loop):
+            self._fields.append(vars(value))
+        for each in vars(value).values():
+            if isinstance(each, (Loop, BaseProgress)):
+                self._find(each)
+
+    def _states_of_loops(self) -> list[dict[str, Any]]:
+        return [each.copy() for each in self._fields] + [loop.on_save_checkpoint() for loop in self._have_states]
+
+    def _nested(self, loop: Any, known: dict[int, dict[str, Any]], prefix: str = "") -> dict[str, Any]:
+        """Returns ``loop.state_dict()`` with known states."""
+        found: dict[str, Any] = {f"{prefix}state_dict": known.get(id(loop), {})}
+        for name, value in vars(loop).items():
+            if isinstance(value, BaseProgress):
+                found[prefix + name] = _values(value, known)
+            elif isinstance(value, Loop):
+                found |= self._nested(value, known, f"{prefix}{name}.")
+        return found
 
 
-def _state_of_loop(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns ``loop.state_dict()``, without ``dataclasses.asdict``, which takes most of its time."""
-    found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
-    for name, value in vars(loop).items():
-        if isinstance(value, BaseProgress):
-            found[prefix + name] = _fields(value)
-        elif isinstance(value, Loop):
-            found |= _state_of_loop(value, f"{prefix}{name}.")
-    return found
-
-
-def _fields(value: Any) -> Any:
-    return {name: _fields(each) for name, each in vars(value).items()} if hasattr(value, "__dict__") else value
+def _values(value: Any, known: dict[int, dict[str, Any]]) -> Any:
+    if not hasattr(value, "__dict__"):
+        return value
+    return {name: _values(each, known) for name, each in known[id(vars(value))].items()}
 
 
 RESTARTING = "_restarting"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 import sys
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ class Loss(L.Callback):
         self._at("epoch", trainer)
         file = Path(trainer.default_root_dir) / "kept.pt"
         if trainer.world_size == len(self.losses) > 1 and trainer.is_global_zero and not file.exists():
-            state = trainer.strategy.recovery.snapshots.newest
+            state = trainer.strategy.recovery.snapshots.at(trainer.current_epoch)
             torch.save({**state, "partition": trainer.datamodule.partition}, file)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -247,11 +248,9 @@ class DiesWhileSaving:
     loss: Any = None
     trainer: Any = None
 
-    def __deepcopy__(self, memo: Any) -> DiesWhileSaving:
-        return self  # a copy in memory
-
     def __reduce__(self) -> Any:
-        if self.loss is not None and self.trainer.global_rank == 0:
+        in_file = any(frame.name == "save_checkpoint" for frame in traceback.extract_stack())  # not a copy in memory
+        if in_file and self.loss is not None and self.trainer.global_rank == 0:
             self.loss._at("saving", self.trainer)
         return DiesWhileSaving, ()
 

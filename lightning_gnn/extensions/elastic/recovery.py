@@ -269,7 +269,7 @@ class Recovery:
     def _save(self, epoch: int) -> str:
         """Write the state of an epoch as a checkpoint; returns its path."""
         path = str(Path(self._trainer.default_root_dir) / "elastic.ckpt")
-        self._strategy.checkpoint_io.save_checkpoint(self.snapshots.checkpoint(epoch), path)
+        self._strategy.checkpoint_io.save_checkpoint(self.snapshots.at(epoch)["checkpoint"], path)
         return path
 
     def _give_up(self, error: Exception) -> None:
@@ -331,10 +331,9 @@ class Recovery:
         world, data, new_ranks = self._strategy.world, self._trainer.datamodule, self._new_ranks
         if self._logs is not None:
             self._logs.share_versions(world)
-            if new_ranks is None:
-                self._logs.begin(-1)
-            else:
+            if new_ranks is not None:
                 self._logs.continue_at(self._positions)
+            self._logs.begin(-1)
         if new_ranks is None:
             return
         self._new_ranks = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -18,23 +20,40 @@ from torchmetrics import MeanMetric
 from lightning_gnn import GraphDataModule, NodeClassifier, planted_partition
 from lightning_gnn.extensions.elastic.files import CheckpointFiles
 from lightning_gnn.extensions.elastic.loggers import _Events, _Rows
-from lightning_gnn.extensions.elastic.snapshots import Copies
-from lightning_gnn.private_lightning import dump_checkpoint
+from lightning_gnn.extensions.elastic.snapshots import Copy, _NumpyStream
+from lightning_gnn.private_lightning import Checkpoints
 from lightning_gnn.steps.metrics import set_states, states_across_epochs
 
 
 def test_copies_are_independent_and_reuse_memory():
-    copies, norm = Copies(), torch.nn.BatchNorm1d(2)
+    norm = torch.nn.BatchNorm1d(2)
     state = {"module": norm.state_dict(), "list": [1, torch.ones(2)], "other": {"set": {1}}}
-    first = copies.copy(state)
-    assert isinstance(first["module"], OrderedDict) and first["module"]._metadata == state["module"]._metadata
+    first = Copy(state)
     with torch.no_grad():
         norm.weight.add_(1)
     state["other"]["set"].add(2)
-    assert torch.equal(first["module"]["weight"], torch.ones(2)) and first["other"]["set"] == {1}
-    second = copies.copy({"module": norm.state_dict(), "list": [1, torch.ones(3)], "other": {"set": {1}}})
-    assert second["module"]["weight"] is first["module"]["weight"] and torch.equal(second["module"]["weight"], 2 * torch.ones(2))
-    assert second["list"][1].shape == (3,)
+    loaded = first.load()
+    assert isinstance(loaded["module"], OrderedDict) and loaded["module"]._metadata == state["module"]._metadata
+    assert torch.equal(loaded["module"]["weight"], torch.ones(2)) and loaded["other"]["set"] == {1}
+    second = Copy({"module": norm.state_dict(), "list": [1, torch.ones(3)]}, first)
+    assert [new is old for new, old in zip(second._tensors, first._tensors)] == [True] * 5 + [False]
+    assert torch.equal(second.load()["module"]["weight"], 2 * torch.ones(2)) and second.load()["list"][1].shape == (3,)
+    assert torch.equal(loaded["module"]["weight"], torch.ones(2))
+
+
+def test_states_that_cannot_be_pickled_are_named():
+    with pytest.raises(ValueError, match=r"cannot be pickled, see the error above. Look at hyper-parameters"):
+        Copy({"hparams": {"act": lambda x: x}})
+
+
+@pytest.mark.parametrize("between", [list, *(partial(np.random.normal, size=size) for size in (1, 2, 3))])
+def test_the_state_of_the_random_stream_of_numpy_is_current(between):
+    stream = _NumpyStream()
+    np.random.seed(0)  # noqa: NPY002
+    for _ in range(4):
+        state, known = stream.state(), np.random.get_state()  # noqa: NPY002
+        assert np.array_equal(state[1], known[1]) and state[2:] == known[2:]
+        between()
 
 
 def test_checkpoints_are_those_of_lightning():
@@ -42,14 +61,21 @@ def test_checkpoints_are_those_of_lightning():
 
     class Compares(L.Callback):
         def on_train_epoch_start(self, trainer, module):
+            known, checkpoints = trainer._checkpoint_connector.dump_checkpoint(False), Checkpoints(trainer)
+            ours = checkpoints.dump()
+            found.append(known["loops"] == checkpoints.nested(ours["loops"]) and known.keys() == ours.keys())
+
+        def on_train_start(self, trainer, module):
+            self.checkpoints = Checkpoints(trainer)
+
+        def on_train_epoch_end(self, trainer, module):
             known = trainer._checkpoint_connector.dump_checkpoint(False)
-            loops = known["loops"], dump_checkpoint(trainer)["loops"]
-            found.append(loops[0] == loops[1] and known.keys() == dump_checkpoint(trainer).keys())
+            found.append(known["loops"] == self.checkpoints.nested(self.checkpoints.dump()["loops"]))
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(max_epochs=3, accelerator="cpu", devices=1, callbacks=[Compares()], **quiet)
     trainer.fit(NodeClassifier(GCN(32, 8, 2, 8)), datamodule=GraphDataModule(planted_partition(100)))
-    assert found == [True] * 3
+    assert found == [True] * 6
 
 
 def test_a_metric_with_a_state_per_rank_is_rejected_after_an_epoch():
@@ -59,7 +85,7 @@ def test_a_metric_with_a_state_per_rank_is_rejected_after_an_epoch():
     with pytest.raises(ValueError, match=r"MeanMetric was not reset after the last epoch, .* Call its reset\(\)"):
         states_across_epochs([metric])
     vars(metric)["_whole"] = True  # its updates were in steps of the whole graph
-    states = Copies().copy(states_across_epochs([metric]))
+    states = Copy(states_across_epochs([metric])).load()
     metric.update(5.0)
     set_states([metric], states)
     assert metric.compute() == 3
