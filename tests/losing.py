@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-import traceback
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,8 @@ class Node(L.LightningModule):
         self.automatic_optimization = case != "manual"
         norm = "batch_norm" if case not in DRAWS else None
         self.model = GCN(32, width, 2, 8, norm=norm, dropout=0.5 if case in DRAWS else 0.0)
+        # Before a batch norm, the gradient of a bias is rounding, which Adam amplifies.
+        self.model.convs[0].bias.requires_grad_(norm is None)
         self.accuracy, self.so_far = MulticlassAccuracy(8), MeanMetric()
         self.steps = 0
 
