@@ -96,14 +96,14 @@ class Checkpoints:
         self._connector = connector
 
     def dump(self) -> dict[str, Any]:
-        """Returns a checkpoint; :meth:`nested` completes its entry "loops"."""
+        """Returns a checkpoint; :meth:`complete` completes its entry "loops"."""
         found: dict[str, Any] = self._connector.dump_checkpoint(False)
         return found
 
-    def nested(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def complete(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns the entry "loops" of Lightning's checkpoint."""
-        known = dict(zip(map(id, [*self._fields, *self._have_states]), states))
-        return {name: self._nested(loop, known) for name, loop in self._loops.items()}
+        by_owner = dict(zip(map(id, [*self._fields, *self._have_states]), states))
+        return {name: self._complete(loop, by_owner) for name, loop in self._loops.items()}
 
     def _find(self, value: Any) -> None:
         """Find the fields of progress in a loop, and the loops that have states."""
@@ -118,21 +118,21 @@ class Checkpoints:
     def _states_of_loops(self) -> list[dict[str, Any]]:
         return [each.copy() for each in self._fields] + [loop.on_save_checkpoint() for loop in self._have_states]
 
-    def _nested(self, loop: Any, known: dict[int, dict[str, Any]], prefix: str = "") -> dict[str, Any]:
+    def _complete(self, loop: Any, states: dict[int, dict[str, Any]], prefix: str = "") -> dict[str, Any]:
         """Returns ``loop.state_dict()`` with known states."""
-        found: dict[str, Any] = {f"{prefix}state_dict": known.get(id(loop), {})}
+        found: dict[str, Any] = {f"{prefix}state_dict": states.get(id(loop), {})}
         for name, value in vars(loop).items():
             if isinstance(value, BaseProgress):
-                found[prefix + name] = _values(value, known)
+                found[prefix + name] = _values(value, states)
             elif isinstance(value, Loop):
-                found |= self._nested(value, known, f"{prefix}{name}.")
+                found |= self._complete(value, states, f"{prefix}{name}.")
         return found
 
 
-def _values(value: Any, known: dict[int, dict[str, Any]]) -> Any:
+def _values(value: Any, states: dict[int, dict[str, Any]]) -> Any:
     if not hasattr(value, "__dict__"):
         return value
-    return {name: _values(each, known) for name, each in known[id(vars(value))].items()}
+    return {name: _values(each, states) for name, each in states[id(vars(value))].items()}
 
 
 RESTARTING = "_restarting"

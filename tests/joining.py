@@ -1,9 +1,13 @@
-"""An elastic training that other launchers start: ``joining.py EPOCHS FOLDER [RANK EPOCH]``; the rank kills itself once."""
+"""An elastic training that other launchers start: ``joining.py EPOCHS FOLDER [RANK EPOCH]``; the rank kills itself once.
+
+With HEALED_AFTER_S in the environment, its host loses all links to other hosts for so many seconds instead.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +21,16 @@ from torch_geometric.nn.models import GCN
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, planted_partition
 
 
+def cut_network(seconds: str) -> None:
+    """Take the interfaces of netlab down, and up again after some seconds; routes are lost in between."""
+    links = [name for name in os.listdir("/sys/class/net") if name.startswith("p")]
+    routes = subprocess.run(["ip", "route"], check=True, capture_output=True, text=True).stdout.splitlines()
+    for link in links:
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+    again = [f"ip link set {link} up" for link in links] + [f"ip route replace {route}" for route in routes]
+    subprocess.Popen(["sh", "-c", "; ".join([f"sleep {seconds}", *again])])
+
+
 class Writes(L.Callback):
     """Writes the loss of each epoch, with the number of ranks."""
 
@@ -26,6 +40,8 @@ class Writes(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if (trainer.global_rank, trainer.current_epoch) == self.loss and not (self.folder / "lost").exists():
             (self.folder / "lost").touch()
+            if "HEALED_AFTER_S" in os.environ:
+                return cut_network(os.environ["HEALED_AFTER_S"])
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.2)
 

@@ -31,7 +31,7 @@ _STEP_S = 0.02
 
 
 class Progress:
-    """Position of a rank, in memory that other processes can read until the rank's process has ended.
+    """Position of a rank, in memory that other processes can use until the rank's process has ended.
 
     Attributes:
         address: address for other processes of this machine; empty if they cannot read it.
@@ -59,8 +59,8 @@ class Progress:
         found.address = address
         try:
             pid, descriptor = map(int, address.split())
-            with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-                found._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+            with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file:
+                found._memory = mmap.mmap(file.fileno(), _SIZE)
         except (OSError, ValueError):  # another user's process, or it has ended
             return None
         return found
@@ -91,9 +91,13 @@ class Progress:
 
     @property
     def loss(self) -> tuple[int, str] | None:
-        """Rank that the helper process has found to be lost, and how it was lost; None without one."""
+        """Rank that the helper process, or the supervisor, has found to be lost, and how it was lost; None without one."""
         rank, _, how = _text(*_LOSS.unpack_from(self._memory, _LOSS_AT)).partition(" ")
         return (int(rank), f"rank {rank} {how}") if rank else None
+
+    @loss.setter
+    def loss(self, value: tuple[int, str]) -> None:
+        _LOSS.pack_into(self._memory, _LOSS_AT, f"{value[0]} {value[1]}".encode())
 
     def begin(self) -> None:
         """Record the begin of a run of several ranks."""

@@ -132,6 +132,7 @@ class Hosts:
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
         self._error: Exception | None = None
         self._listener: socket.socket | None = None
+        self._present_hosts = list[str]()
         if host_count_range == (1, 1):
             return
         if not token or any(character.isspace() for character in token):
@@ -145,6 +146,12 @@ class Hosts:
         with self._lock:
             return bool(self._member.joining)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a host of the present generation is lost."""
+        with self._lock:
+            return not self._member.lost.isdisjoint(self._member.generation.hosts)
+
     def make_report(self, port: int, ranks: Iterable[tuple[int, int]], admits_hosts: bool = False, notes: str = "") -> HostReport:
         """Returns a report of this host, see :class:`~lightning_gnn.extensions.elastic.membership.HostReport`."""
         return HostReport(self.name, self.address, port, tuple(ranks), admits_hosts, notes)
@@ -153,23 +160,29 @@ class Hosts:
         """Set a function that a thread calls when the ranks must leave the generation; it is called once per generation."""
         self._callback = callback
 
+    def connect(self) -> None:
+        """Connect to the other hosts, which shows the address of this host.
+
+        Raises:
+            NoQuorumError: the first host was not reached.
+        """
+        if self._number:
+            self._present_hosts = self._connect_all()
+
     def start(self, report: HostReport) -> Generation:
-        """Join the run; returns the first generation with this host.
+        """Join the run after :meth:`connect`; returns the first generation with this host.
 
         Args:
             report: report of :meth:`make_report`.
 
         Raises:
-            NoQuorumError: the first host was not reached, or too few hosts have joined it.
+            NoQuorumError: too few hosts have joined the first host.
         """
-        if self._number:
-            others = self._connect_all()
-            report = dataclasses.replace(report, address=self.address)
         self._thread.start()
         with self._lock:
             if self._number:
                 self._deliver(self._member.on_ready(report))
-                for host in others:
+                for host in self._present_hosts:
                     self._deliver(self._member.on_connect(host))
             else:
                 self._wait(lambda: 1 + len(self._member.joining) >= self._max_count, self._start_s)

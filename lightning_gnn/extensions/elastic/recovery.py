@@ -23,6 +23,7 @@ from lightning_gnn.comm.group import forget_stores, gather_numbers, is_about_pee
 from lightning_gnn.comm.watchdog import CommunicationError
 from lightning_gnn.data.shards import JoinedGraph
 from lightning_gnn.extensions.elastic.balance import Balance, OwnersChange, moved_owners
+from lightning_gnn.extensions.elastic.connections import Connections
 from lightning_gnn.extensions.elastic.environment import Place, take_place
 from lightning_gnn.extensions.elastic.files import CheckpointFiles
 from lightning_gnn.extensions.elastic.loggers import Logs
@@ -242,10 +243,13 @@ class Recovery:
         if self.balance is not None:
             self.balance.begin(self.balance.shares if self._new_ranks is not None else None)
         while True:
+            self._connections = Connections()
             try:
                 return function(*args)
             except OwnersChange as change:
                 shares = change.shares
+            finally:
+                self._connections.close()
             assert self.balance is not None
             self.balance.begin(shares)
             self._leave()
@@ -328,6 +332,7 @@ class Recovery:
 
     def move_nodes(self) -> None:
         """Continue loggers, and move nodes, once the ranks of a call are connected; collective."""
+        self._connections.watch()
         world, data, new_ranks = self._strategy.world, self._trainer.datamodule, self._new_ranks
         if self._logs is not None:
             self._logs.share_versions(world)

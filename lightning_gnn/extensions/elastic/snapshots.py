@@ -130,7 +130,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _State:
     """State of a fit at the begin of an epoch.
 
     Attributes:
@@ -173,10 +173,10 @@ class Snapshots(pl.Callback):
         save: Callable[[dict[str, Any]], object] | None = None,
         begin: Callable[[int], object] | None = None,
     ) -> None:
-        self._states = list[_Kept]()
+        self._states = list[_State]()
         if state:
             of_copy = {name: value for name, value in state.items() if name not in ("epoch", "streams")}
-            self._states.append(_Kept(state["epoch"], state["streams"], Copy(of_copy)))
+            self._states.append(_State(state["epoch"], state["streams"], Copy(of_copy)))
         self._save, self._begin, self._numpy = save, begin, _NumpyStream()
         self._metrics, self._flags = list[Metric](), Flags(torch.nn.Module())
         self._restored: dict[str, Any] | None = None
@@ -211,7 +211,7 @@ class Snapshots(pl.Callback):
         if self._begin is not None:
             self._begin(epoch)
         checkpoint = self._checkpoints.dump()
-        loops = partial(self._checkpoints.nested, checkpoint.pop("loops"))
+        loops = partial(self._checkpoints.complete, checkpoint.pop("loops"))
         states = {
             "checkpoint": checkpoint,
             "flags": self._flags.state(),
@@ -220,7 +220,7 @@ class Snapshots(pl.Callback):
         }
         streams = random.getstate(), self._numpy.state(), random_states(trainer.strategy.root_device)
         dropped, self._states = self._states[:-1], [kept for kept in self._states[-1:] if kept.epoch < epoch]
-        self._states.append(_Kept(epoch, streams, Copy(states, dropped[0].copy if dropped else None), loops))
+        self._states.append(_State(epoch, streams, Copy(states, dropped[0].copy if dropped else None), loops))
         if self._save is not None:
             self._save(self._states[-1].load())
 

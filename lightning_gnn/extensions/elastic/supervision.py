@@ -103,6 +103,7 @@ class Supervision:
         """
         children = self._supervisor.children
         notes = json.dumps(asdict(Notes([[0, [], False, 1] for _ in children])))
+        self._hosts.connect()
         report = self._hosts.make_report(self._serve(), [(number, -1) for number in range(len(children))], notes=notes)
         self._hosts.on_change(self._note_change)
         self._generation = self._hosts.start(report)
@@ -264,7 +265,11 @@ class Supervision:
             interrupted = any("left" in each.received and not each.received["left"].finished for each in supervisor.children)
             if interrupted or self._has_changed or len(supervisor.running()) < len(supervisor.children):
                 self._store = None  # ranks that meet do not wait for a lost one
+            ranks = {child.rank for child in supervisor.children}
+            peer = next(rank for rank in range(self._generation.size + 1) if rank not in ranks)
             for child in late:
+                if child.progress is not None and self._hosts.has_lost:  # if the network is cut, no connection is closed
+                    child.progress.loss = peer, "is on a host that is lost"
                 stopped, inside = is_stopped(child.pid), "began" in child.received
                 since = late_since.setdefault(child.pid, time.monotonic()) if stopped or inside else time.monotonic()
                 if (stopped and interrupted) or time.monotonic() - since > limit:

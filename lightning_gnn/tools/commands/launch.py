@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 
-from lightning_gnn.extensions.elastic.hosts import Hosts
+from lightning_gnn.extensions.elastic.hosts import ExcludedError, Hosts
 from lightning_gnn.extensions.elastic.supervision import Supervision
 from lightning_gnn.launching import STARTED_BY
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, show_once
@@ -73,7 +73,11 @@ def launch(arguments: Sequence[str]) -> None:
     except BaseException:
         supervisor.end(grace=0.0)
         raise
-    sys.exit(supervision.run())
+    try:
+        code = supervision.run()
+    except ExcludedError as error:
+        sys.exit(f"lightning-gnn launch: {error}")
+    sys.exit(code)
 
 
 def _start(options: argparse.Namespace, number: int) -> Child:

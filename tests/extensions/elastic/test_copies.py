@@ -63,14 +63,14 @@ def test_checkpoints_are_those_of_lightning():
         def on_train_epoch_start(self, trainer, module):
             known, checkpoints = trainer._checkpoint_connector.dump_checkpoint(False), Checkpoints(trainer)
             ours = checkpoints.dump()
-            found.append(known["loops"] == checkpoints.nested(ours["loops"]) and known.keys() == ours.keys())
+            found.append(known["loops"] == checkpoints.complete(ours["loops"]) and known.keys() == ours.keys())
 
         def on_train_start(self, trainer, module):
             self.checkpoints = Checkpoints(trainer)
 
         def on_train_epoch_end(self, trainer, module):
             known = trainer._checkpoint_connector.dump_checkpoint(False)
-            found.append(known["loops"] == self.checkpoints.nested(self.checkpoints.dump()["loops"]))
+            found.append(known["loops"] == self.checkpoints.complete(self.checkpoints.dump()["loops"]))
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(max_epochs=3, accelerator="cpu", devices=1, callbacks=[Compares()], **quiet)

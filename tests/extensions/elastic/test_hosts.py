@@ -47,6 +47,7 @@ def supervise(pipe: Connection, number: int, port: int, counts: tuple[int, int],
     call: Callable[[HostReport], Generation] = hosts.start
     step = number
     try:
+        hosts.connect()
         while True:
             generation = call(hosts.make_report(1000 + number, [(rank, step) for rank in range(number + 1)], admits_hosts))
             pipe.send((generation.number, [int(host[:4]) for host in generation.hosts], list(generation.ranks_of(hosts.name))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import SHARED
 from joining import train
 from offline_runs import offline_runs
 from processes import REPOSITORY, TORCHRUN, environment, run
 
 SCRIPT = REPOSITORY / "tests" / "joining.py"
+NETLAB = SHARED / "netlab" / "netlab.py"
 
 
 def check_losses(folder: Path, epochs: int) -> dict[int, set[int]]:
@@ -99,3 +103,27 @@ def test_hosts_join_and_are_lost(tmp_path, lost):
             host.wait()
     sizes = check_losses(tmp_path, epochs)
     assert max(sizes[epochs - 1]) == remaining
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("seconds", [25, 1000])
+def test_a_host_without_network(tmp_path, seconds):
+    """Three hosts in network namespaces: the others continue, and the second writes nothing more, also if it is reached again."""
+    if not NETLAB.exists():
+        pytest.skip(f"needs {NETLAB} (set LIGHTNING_GNN_SHARED to the folder that holds netlab/)")
+    if os.name != "posix" or subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to make network namespaces")
+    links = [{"a": a, "b": b, "bandwidth_mbit": 400} for a, b in ((0, 1), (0, 2), (1, 2))]
+    (tmp_path / "hosts.json").write_text(json.dumps({"ranks": 3, "links": links}))
+    of_netlab = " ".join(f"-u {name}" for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK"))
+    options = "--nnodes 3 --nproc-per-node 1 --node-rank $RANK --master-addr $MASTER_ADDR --master-port 29400"
+    command = f"exec env {of_netlab} {sys.executable} -m lightning_gnn launch {options} --timeout 10 --start-timeout 60"
+    lab = [NETLAB, "run", tmp_path / "hosts.json", "--grace", 100, "--timeout", 200, "--", "sh", "-c"]
+    given = {"LIGHTNING_GNN_TOKEN": "word", "HEALED_AFTER_S": str(seconds)}
+    finished = run(*lab, f"{command} {SCRIPT} 30 {tmp_path} 1 3", cwd=tmp_path, timeout=220, variables=given, warm=False)
+    sizes = check_losses(tmp_path, 30)
+    assert sizes[2] == {3} and all(size == {2} for epoch, size in sizes.items() if epoch > 3), finished.output
+    saved = r"found no quorum .*The state at the begin of epoch 3 is in .*elastic\.ckpt"
+    end = "was late, stopped or cut off" if seconds < 100 else saved
+    assert finished.code and re.search(rf"\[1\].*{end}", finished.output), finished.output
