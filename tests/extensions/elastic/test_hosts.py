@@ -204,7 +204,7 @@ def test_too_few_hosts() -> None:
     hosts.close()
     other = Hosts("127.0.0.1", port, (2, 3), DEADLINE_S, number=1, token="word", start_s=0.5)
     with pytest.raises(NoQuorumError, match="cannot connect to the first host"):
-        other.start(other.make_report(1, [(0, -1)]))
+        other.connect()
     other.close()
     with pytest.raises(ValueError, match="token must be a word"):
         Hosts("127.0.0.1", port, (2, 2), DEADLINE_S, token="two words")
