@@ -341,12 +341,10 @@ class Recovery:
             self._logs.begin(-1)
         if new_ranks is None:
             return
-        self._new_ranks = None
         balance = self.balance if self.balance is not None and self.balance.shares is not None and world.size > 1 else None
-        if list(new_ranks) == list(range(world.size)) and balance is None:
-            return
         part, edges = None, None
-        if world.rank == 0:
+        # Rank 0 decides: if it was lost while nodes were moved, others may have received their new owners, or not yet.
+        if world.rank == 0 and (balance is not None or list(new_ranks) != list(range(world.size))):
             data.remove_remains()
             owners = data.partition
             if not isinstance(owners, np.ndarray) and data.is_stored:
@@ -360,6 +358,7 @@ class Recovery:
             part = moved_owners(balance, self._strategy, self._trainer, edges, part)
         part = world.broadcast_object(part)
         data.partition = data.partition if part is None else part
+        self._new_ranks = None
 
     def load(self, path: Any) -> dict[str, Any] | None:
         """Returns the checkpoint in memory; None for another path. Collective."""
