@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -237,7 +237,8 @@ class World:
             self._helper = feature("RankHelper")(rank, self._share, timeout.total_seconds())
             shared: Any = default_store(dist)()
             name = f"lightning_gnn/watchdog/{self.graph_group.group_name}"
-            self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD), self._helper.tell)
+            abort = None if self.backend == "gloo" else self._abort
+            self.watch.start(dist.PrefixStore(name, shared.clone()), call_counter(dist.group.WORLD), self._helper.tell, abort)
         if shared_memory and size > 1 and device.type == "cpu":
             self._memory = self._make_memory()
         hosts = None
@@ -469,6 +470,13 @@ class World:
         if self.size > 1:
             with self.all_take_part(name), self._waiting():
                 dist.barrier(group=self.host_group)
+
+    def _abort(self) -> None:
+        """Abort the communicators of a device: their operations would wait for a lost rank, and the host for the device."""
+        groups: Any = self.graph_group, self.gradient_group, dist.group.WORLD
+        for group in groups:
+            with suppress(RuntimeError, AttributeError):  # aborted already; before torch 2.6
+                group.abort()
 
     def close(self) -> None:
         """Destroy the groups that this object made; a default group that existed before stays."""

@@ -214,6 +214,7 @@ class Watchdog:
         self._owner = threading.get_ident()
         self._note: Callable[[float, bytes], None] | None = None
         self._tell: Callable[[str], object] = str  # no helper process
+        self._abort: Callable[[], None] | None = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._summary = ""
@@ -291,14 +292,18 @@ class Watchdog:
 
     # Alarm ######################################################################
 
-    def start(self, store: Any, calls: Callable[[], int], tell: Callable[[str], object] = str) -> None:
+    def start(
+        self, store: Any, calls: Callable[[], int], tell: Callable[[str], object] = str, abort: Callable[[], None] | None = None
+    ) -> None:
         """Start the watchdog thread.
 
         Args:
             store: store of all ranks, with its own key prefix and its own connection.
             calls: function that returns the number of calls of torch.distributed on the default group.
             tell: function that sends the alarm to the helper processes, which then end the ranks.
+            abort: function that ends operations of a device that wait for a lost rank; None if they end without it.
         """
+        self._abort = abort
         self._store, self._calls, self._tell, self._note = store, calls, tell, current_progress().note
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
@@ -339,7 +344,11 @@ class Watchdog:
             news, heard_at, next_s, reported = 0, 0.0, _LONG_S, ""
             while not self._end.is_set():
                 self._raise.wait(_LOOK_S)
-                if self._end.is_set() or current_progress().loss:  # the store may be lost, too
+                if self._end.is_set():
+                    return
+                if current_progress().loss:  # the store may be lost, too
+                    if self._abort is not None:
+                        self._abort()
                     return
                 operation, waited_s = self._longest_wait()
                 if operation != reported or waited_s < next_s / 2:

@@ -28,7 +28,9 @@ DELAY_S = 0.001
 LIMIT_S = 25.0
 
 NEVER_RETURNS = "LIGHTNING_GNN_TEST_NEVER_RETURNS"
-"""Set in the environment: a wait for a peer that is gone does not raise; it holds the main thread and the interpreter lock."""
+"""Set in the environment to "1": a wait for a peer that is gone does not raise; it holds the main thread and the interpreter
+lock. Set to "abort": it ends when the communicator is aborted.
+"""
 
 ONE_QUEUE = "LIGHTNING_GNN_TEST_ONE_QUEUE"
 """Set in the environment: all communicators of a process share one queue, as kernels of a busy GPU may."""
@@ -40,6 +42,7 @@ counts: Counter[str] = Counter()
 class _Queue:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None ends it
+        self.aborted = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="queued").start()
 
     def _run(self) -> None:
@@ -51,10 +54,20 @@ class _Queue:
             except BaseException as error:
                 if os.environ.get(NEVER_RETURNS):
                     _lost.set()
+                    if os.environ[NEVER_RETURNS] == "abort":
+                        self._end_when_aborted(error, done)
                     return
                 done(error)
             else:
                 done(None)
+
+
+    def _end_when_aborted(self, error: BaseException, done: Callable[[BaseException], None]) -> None:
+        """The operation that failed and those behind it end with an error once the communicator is aborted."""
+        self.aborted.wait()
+        done(error)
+        while (task := self.jobs.get()) is not None:
+            task[1](RuntimeError("communicator was aborted"))
 
 
 _lost = threading.Event()
@@ -90,7 +103,7 @@ class _Messages:
 
     def wait(self, timeout: Any = None) -> bool:
         while not self._ended.wait(0.1):
-            if _lost.is_set():
+            if _lost.is_set() and os.environ[NEVER_RETURNS] == "1":
                 never_return()
         if self._error is not None:
             raise RuntimeError(f"NCCL (emulated): {self._error}") from self._error
@@ -134,6 +147,10 @@ class QueuedGroup(dist.ProcessGroup):
         if self._queue not in _shared:
             self._queue.jobs.put(None)
         self.gloo = None  # type: ignore[assignment]
+
+    def abort(self) -> None:
+        """Ends its operations with errors, if their peers are gone."""
+        self._queue.aborted.set()
 
     def connect(self) -> None:
         """Makes the communicator: every rank must come."""

@@ -116,6 +116,17 @@ def test_a_lost_rank_on_a_device_whose_waits_never_return(event, tmp_path):
     assert re.match(rf"Rank 0 cannot go on in epoch 3, .*, .*step \d+: rank 1 ({how})", lines[0]), lines
 
 
+@pytest.mark.parametrize("event", ["kill", *campaign("stop")])
+def test_a_lost_rank_on_a_device_whose_waits_end_when_communicators_are_aborted(event, tmp_path):
+    """The other rank raises an error, which hooks receive. Afterwards, the emulated device cannot move the module to the CPU."""
+    given = ON_DEVICE | {"LIGHTNING_GNN_TEST_NEVER_RETURNS": "abort"}
+    last_lines((tmp_path, die(tmp_path, BY_HAND, event, timeout=100.0 if event == "kill" else 5.0, **given)))
+    how = "was ended by SIGKILL|has ended" if event == "kill" else "has been stopped for 5 s|has not responded for 5 s.*"
+    errors = (tmp_path / "stderr-0").read_text()
+    assert re.search(rf"Rank 0 cannot go on in epoch 3, .*step \d+: rank 1 ({how})", errors), errors
+    assert (tmp_path / "on_exception-0").exists()
+
+
 @happening
 @pytest.mark.parametrize(
     ("start", "event", "memory", "timeout", "ranks"),
