@@ -28,6 +28,9 @@ graph_attributes = attrgetter("_global_store")
 CHEB_NORM = "__norm__"
 """Method of ChebConv that computes the Laplacian."""
 
+TRIM = "_trim"
+"""Function of PyG's models that selects the rows and edges of a layer in a sampled neighborhood."""
+
 HGT_SOURCES = "_construct_src_node_feat"
 """Method of HGTConv that computes keys and values of sources, by edge type."""
 

@@ -19,6 +19,8 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,7 +34,7 @@ from lightning_gnn.extensions.embeddings.channel import GroupChannel
 from lightning_gnn.extensions.graph_files.in_edges import counts_of
 from lightning_gnn.kernels import CSR
 from lightning_gnn.partition.shard import owners_of
-from lightning_gnn.strategies.sampling.hops import pack_tensors, unpack_tensors
+from lightning_gnn.strategies.sampling.hops import Numbering, pack_tensors, unpack_tensors
 from lightning_gnn.strategies.sampling.near_cache import NearCache, Rows, most_worth
 from lightning_gnn.strategies.sampling.neighbors import (
     NO_IDS,
@@ -45,6 +47,7 @@ from lightning_gnn.strategies.sampling.neighbors import (
     random_numbers,
     sample_neighbors,
 )
+from lightning_gnn.strategies.sampling.one_call import Buffers, HopSampler
 from lightning_gnn.strategies.sampling.one_copy import one_copy
 from lightning_gnn.strategies.sampling.sampler import seed_of_type
 
@@ -159,6 +162,18 @@ class _Part:
         of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
         return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
+    @property
+    def indices(self) -> Tensor:
+        """Column of each edge."""
+        return self._csr.indices
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns this part's entry of the address table of :func:`loops.sample_hops`."""
+        arrays = self._csr.indptr, self._csr.indices, self._halo, *(() if self._edges is None else (self._edges,))
+        shift = self._first_source - self._first_row
+        numbers = self._first, shift, self._owned, self._first_edge
+        return (*(each.data_ptr() for each in arrays), *([0] if self._edges is None else []), *numbers)
+
     def reads(self) -> Tensor:
         """Returns the number of edges that read each row, local rows first, then halo rows; 0 for rows of other types."""
         return torch.from_numpy(counts_of(self._csr.indices.numpy(), self._csr.num_cols))
@@ -258,6 +273,7 @@ class GraphStore:
         near_hits, near_misses: feature rows of this machine, for its batches and for other machines, from the local cache and
             from the store; not counted without a local cache.
         uses: by node type, requests of nodes that a cache may have; None if requests are not counted.
+        buffers: memory of rows that :meth:`rows` reads on this machine.
     """
 
     def __init__(
@@ -281,7 +297,7 @@ class GraphStore:
             kind: {rank: _Part(cut, rank, kind, halos[rank], choice, dict(zip(names, tensors[rank]))) for rank in halos}
             for kind, names in derived.items()
         }
-        self.channel = None
+        self.channel, self.buffers = None, Buffers()
         self.machine, self.local_machine = torch.zeros(world.size, dtype=torch.long), 0
         self.teams: dict[int, list[int]] = {}
         self.servers: dict[int, int] = {}
@@ -314,7 +330,7 @@ class GraphStore:
         other = copy.copy(self)
         other.channel = None if self.channel is None else GroupChannel(self._world)
         other.requested = other.hits = other.near_hits = other.near_misses = 0
-        other.uses = None
+        other.uses, other.buffers = None, Buffers()
         return other
 
     def names(self, kind: NodeType | EdgeType) -> list[str]:
@@ -427,6 +443,16 @@ class GraphStore:
 
         return hop
 
+    def hop_sampler(self, fanouts: Sequence[int], replace: bool, numbering: Numbering) -> HopSampler | None:
+        """Returns a sampler of whole neighborhoods; None if hops have to be sampled one by one: with types, several machines, weights,
+        times, scores or LABOR."""
+        if self.types.is_hetero or self.channel is not None or self.choice != Choice():
+            return None
+        [kind] = self.types.edges
+        parts = [self._parts[kind][rank] for rank in sorted(self._parts[kind])]
+        addresses = [part.addresses() for part in parts]
+        return HopSampler(addresses, self._offsets[kind[2]], parts[0].indices, fanouts, replace, numbering)
+
     def draw_neighbors(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
         """Returns sampled in-edges of targets on this machine, nodes or copies; `until` as in :func:`sample_neighbors`."""
         parts, offsets = self._parts[kind], self._offsets[kind[2]]
@@ -499,7 +525,7 @@ class GraphStore:
             ids_by_rank: output for a cache: the ids that each rank requests from this rank.
         """
         if self.channel is None:
-            return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
+            return self._local_rows(wanted)
         fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
         machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
         distinct, place, parts = {}, {}, {}
@@ -537,6 +563,18 @@ class GraphStore:
                 rows[~known], rows[known] = came, features
             far = (machines[kind] != self.local_machine).nonzero().view(-1)
             out[kind][name].index_copy_(0, far, rows.index_select(0, place[kind]))
+        return out
+
+    def _local_rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
+        """See :meth:`rows`; of one machine."""
+        asked = [(kind, name, ids) for kind, (ids, names) in wanted.items() for name in names]
+        cached = [self.near_cache is not None and _is_feature(kind, name) for kind, name, _ in asked]
+        stored = [
+            (self.cut.attributes[self.types.key(kind)][name], ids) for kind, name, ids in compress(asked, map(not_, cached))
+        ]
+        found, out = iter(self.buffers.gather(stored)), dict[Any, dict[str, Tensor]]({kind: {} for kind in wanted})
+        for (kind, name, ids), of_cache in zip(asked, cached):
+            out[kind][name] = self.read(kind, name, ids) if of_cache else next(found)
         return out
 
     def read_local(self, kind: NodeType | EdgeType, name: str, ids: Tensor, is_local: Tensor) -> Tensor:

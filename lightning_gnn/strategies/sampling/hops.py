@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.sampler import HeteroSamplerOutput
@@ -88,6 +89,17 @@ class Numbering:
         """Reset, and number `seeds`, int64 ``[n]``, from 0 to n - 1; lookups of duplicates return their first number."""
         self.clear()
         self._number(seeds, loops.APPEND)
+
+    def open(self, seeds: Tensor, room: int) -> tuple[np.ndarray, int, np.ndarray]:
+        """Start with `seeds`, for a loop that numbers at most `room` other ids; returns its memory, base and ids by number."""
+        self.start(seeds)
+        self._reserve(self._count + room)
+        return (self._array if self.dense else self._table).numpy(), self._base, self._known_ids.numpy()
+
+    def close(self, count: int) -> Tensor:
+        """Set the number of ids after such a loop; returns their ids, int64 ``[count]``, valid until the next batch."""
+        self._count = count
+        return self._known_ids[:count]
 
     def add(self, ids: Tensor) -> Tensor:
         """Returns the number of each id, int64 ``[n]``; new ids get the next numbers."""

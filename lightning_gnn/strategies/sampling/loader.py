@@ -23,10 +23,12 @@ from lightning_gnn.data.ahead import Background, Copies, Sent
 from lightning_gnn.data.draws import OtherNodes, draw_others
 from lightning_gnn.data.shards import Cut
 from lightning_gnn.data.sources import EDGE_MASKS, MASKS, GraphData, is_labeled
+from lightning_gnn.devices import can_pin
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling.expansion import MOST_HOPS, Expander, Neighborhood
 from lightning_gnn.strategies.sampling.graph_store import GraphStore
 from lightning_gnn.strategies.sampling.hops import Numbering, sample_hops, sample_trees
+from lightning_gnn.strategies.sampling.one_call import Buffers
 
 _CPU = torch.device("cpu")
 
@@ -51,12 +53,17 @@ class BatchMaker:
         self.store, self._fanouts = store, num_neighbors
         self._replace, self._directed = replace, directed
         self._numberings = {name: Numbering(store.types.total(name)) for name in store.types.nodes}
+        cut, types = store.cut, store.types
+        self._ids = {name: cut.n_id[types.place(name)] for name in types.nodes}
+        self._ids |= {kind: cut.e_id[types.place(kind)] for kind in types.edges}
         left_out = dict.fromkeys(store.types.edges, self.of_seeds) | {store.types.input_type: self.own_masks}
         kinds = *store.types.nodes, *store.types.edges
         self._names = {kind: [name for name in store.names(kind) if name not in left_out.get(kind, ())] for kind in kinds}
         shallow, timed = max(map(len, num_neighbors.values())) <= MOST_HOPS, store.choice.time_attr is not None
         expands = store.channel is not None and directed and shallow and not timed
         self._expander = Expander(store, num_neighbors, replace, self._names) if expands else None
+        first = next(iter(num_neighbors.values())), replace, next(iter(self._numberings.values()))
+        self._hop_sampler = store.hop_sampler(*first) if directed else None
 
     def make(self, seeds: Tensor, random_seeds: list[int], peer_seeds: Mapping[int, Tensor] | None = None) -> Data | HeteroData:
         """Returns the batch in the format of PyG's NeighborLoader, with masks that are True for seeds only.
@@ -78,7 +85,8 @@ class BatchMaker:
             part_of(batch, kind).seed_time = until
         nodes = part_of(batch, kind)
         for name in MASKS:
-            nodes[name] = torch.arange(len(nodes.n_id)) < len(seeds)
+            nodes[name] = torch.zeros(len(nodes.n_id), dtype=torch.bool)
+            nodes[name][: len(seeds)] = True
         nodes.input_id, nodes.batch_size = nodes.n_id[: len(seeds)], len(seeds)
         return batch
 
@@ -89,6 +97,8 @@ class BatchMaker:
         if self._expander is not None:
             found = self._expander.run(seeds, random_seeds, peer_seeds)
             return sample_hops(seeds, self._fanouts, found.hop, self._numberings), found
+        if self._hop_sampler is not None:
+            return self._hop_sampler.sample(seeds[ONE_TYPE[0]], random_seeds[self.store.rank]), self.store
         hop = self.store.hops(random_seeds, self._replace)
         return sample_hops(seeds, self._fanouts, hop, self._numberings, self._directed), self.store
 
@@ -107,9 +117,10 @@ class BatchMaker:
             batch = GraphData(cut.kinds, cut.left_out, **cut.attributes["graph"], **cut.scalars)
         ids: dict[NodeType | EdgeType, Tensor] = {**out.node, **out.edge}
         rows = source.rows({kind: (ids[kind], names) for kind, names in self._names.items()})
+        original = dict(zip(ids, store.buffers.gather([(self._ids[kind], each) for kind, each in ids.items()])))
         for name in store.types.nodes:  # before edges: types of a batch are in the graph's order
             nodes = part_of(batch, name)
-            nodes.n_id = cut.ids_of(name, out.node[name])
+            nodes.n_id = original[name]
             for attribute, values in rows[name].items():
                 nodes[attribute] = cut.in_batches(attribute, values)
             if out.num_sampled_nodes is not None:
@@ -120,8 +131,9 @@ class BatchMaker:
                 nodes.num_nodes = len(nodes.n_id)
         for kind in store.types.edges:
             edges = part_of(batch, kind)
-            edges.edge_index = torch.stack([out.row[kind], out.col[kind]])
-            edges.e_id = cut.ids_of(kind, out.edge[kind])
+            ends = [out.row[kind], out.col[kind]]
+            edges.edge_index = torch.stack(ends, out=store.buffers.empty(ends[0], 2, len(ends[0])))
+            edges.e_id = original[kind].long()
             for attribute, values in rows[kind].items():
                 edges[attribute] = values
             if out.num_sampled_edges is not None:
@@ -417,6 +429,8 @@ class SampledBatches:
         self._epochs = 0
         self._seconds = [0.0] * len(self.makers)
         self._copies = [Copies(self.device) for _ in self.makers]
+        for maker in self.makers:
+            maker.store.buffers = Buffers(can_pin(self.device))
         self._running: Generator[Data | HeteroData, None, None] | None = None
 
     def to(self, *args: Any, **kwargs: Any) -> SampledBatches:

@@ -11,8 +11,13 @@ R rows (targets) and E slots of a CSR matrix of in-edges, T targets, S edges dra
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, overload
 
 from lightning_gnn.kernels.loops import loop, prefetch
 
@@ -24,6 +29,28 @@ FEW = 32
 
 FIND, ADD, APPEND = 0, 1, 2
 """Modes of numbering: unknown ids get -1; unknown ids get the next number; every id gets the next number, even if it has one."""
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """Returns an address as a pointer, for `numba.carray`; its memory must outlive the loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, to: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes between addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        ends = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, *ends, arguments[2], ir.Constant(ir.IntType(64), 1))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @numba.njit(inline="always")
@@ -47,6 +74,12 @@ def _uniform(state, draw):
     return np.int64(word >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
+@numba.njit
+def _count(degree, fanout, replace):
+    """Returns the number of edges drawn from `degree` edges."""
+    return fanout if fanout >= 0 and (degree > fanout or (replace and degree > 0)) else degree
+
+
 @loop
 def offsets_of_all(indptr, targets, fanout, replace, offsets):
     """Write the range of each target's edges, ``offsets[t]`` to ``offsets[t + 1]``; int64 ``[T + 1]``."""
@@ -55,10 +88,7 @@ def offsets_of_all(indptr, targets, fanout, replace, offsets):
     for t in range(len(targets)):
         prefetch(indptr, targets[min(t + AHEAD, last)])
         row = targets[t]
-        degree = indptr[row + 1] - indptr[row]
-        if fanout >= 0 and (degree > fanout or (replace and degree > 0)):
-            degree = fanout
-        offsets[t + 1] = offsets[t] + degree
+        offsets[t + 1] = offsets[t] + _count(indptr[row + 1] - indptr[row], fanout, replace)
 
 
 @numba.njit(inline="always")
@@ -98,6 +128,37 @@ def random_numbers(indptr, targets, keys, seed, offsets, slots, out, low, high):
             out[s] = _uniform(state, slots[s] - start)
 
 
+@numba.njit
+def _draw(state, start, degree, count, replace, slots, begin, table, owner, t):
+    """Write `count` random slots of a target's `degree` slots, from `start` on; for `table` and `owner` see `draw_uniform`."""
+    if replace:
+        for i in range(count):
+            slots[begin + i] = start + np.int64(_uniform(state, i) * degree)
+    elif count <= FEW:
+        for i in range(count):
+            newest = start + degree - count + i
+            slot = start + np.int64(_uniform(state, i) * (degree - count + i + 1))
+            for before in range(begin, begin + i):
+                if slots[before] == slot:
+                    slot = newest
+                    break
+            slots[begin + i] = slot
+    else:
+        size = len(table)
+        for i in range(count):
+            slot = np.int64(_uniform(state, i) * (degree - count + i + 1))
+            place = slot & (size - 1)
+            while owner[place] == t and table[place] != slot:
+                place = (place + 1) & (size - 1)
+            if owner[place] == t:
+                slot = degree - count + i
+                place = slot & (size - 1)
+                while owner[place] == t:
+                    place = (place + 1) & (size - 1)
+            owner[place], table[place] = t, slot
+            slots[begin + i] = start + slot
+
+
 @loop
 def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high):
     """Write slots of targets `low` to `high`: all of them, or random ones up to the size in `offsets`.
@@ -127,31 +188,7 @@ def draw_uniform(indptr, targets, keys, seed, offsets, replace, slots, low, high
                 slots[begin + i] = start + i
             continue
         state = _stream(seed, keys[t] if len(keys) > 0 else t)
-        if replace:
-            for i in range(count):
-                slots[begin + i] = start + np.int64(_uniform(state, i) * degree)
-        elif count <= FEW:
-            for i in range(count):
-                newest = start + degree - count + i
-                slot = start + np.int64(_uniform(state, i) * (degree - count + i + 1))
-                for before in range(begin, begin + i):
-                    if slots[before] == slot:
-                        slot = newest
-                        break
-                slots[begin + i] = slot
-        else:
-            for i in range(count):
-                slot = np.int64(_uniform(state, i) * (degree - count + i + 1))
-                place = slot & (size - 1)
-                while owner[place] == t and table[place] != slot:
-                    place = (place + 1) & (size - 1)
-                if owner[place] == t:
-                    slot = degree - count + i
-                    place = slot & (size - 1)
-                    while owner[place] == t:
-                        place = (place + 1) & (size - 1)
-                owner[place], table[place] = t, slot
-                slots[begin + i] = start + slot
+        _draw(state, start, degree, count, replace, slots, begin, table, owner, t)
 
 
 @loop
@@ -275,6 +312,100 @@ def number_in_table(ids, table, base, known_ids, count, out, mode):
             count += 1
         out[i] = max(number, -1)
     return count
+
+
+def _number(ids, memory, base, known_ids, count):
+    """Number ids in place, by `number_in_array` or `number_in_table`; returns the count of numbers."""
+
+
+@overload(_number)
+def _number_compiled(ids, memory, base, known_ids, count):
+    if memory.ndim == 1:
+        return lambda ids, memory, base, known_ids, count: number_in_array(ids, memory, base, known_ids, count, ids, ADD)
+    return lambda ids, memory, base, known_ids, count: number_in_table(ids, memory, base, known_ids, count, ids, ADD)
+
+
+@numba.njit
+def _number_at(address, place):
+    return numba.carray(pointer(address), place + 1, np.int64)[place]
+
+
+@numba.njit
+def _slots_of(parts, offsets, part, node):
+    """Returns the part of a node, which is searched from a guess, its first slot, and the number of its slots."""
+    while not offsets[part] <= node < offsets[part + 1]:
+        part = part + 1 if node >= offsets[part] else 0
+    start = _number_at(parts[part, 0], node - parts[part, 4])
+    return part, start, _number_at(parts[part, 0], node - parts[part, 4] + 1) - start
+
+
+@loop
+def sample_hops(parts, offsets, like, fanouts, seed, replace, memory, base, known_ids, count, row, col, edge, sizes):
+    """Sample the neighborhood of the first `count` of `known_ids` over all hops, with the draws of `draw_uniform`.
+
+    Args:
+        parts: of each part the addresses of indptr, indices, halo ids and edge ids (0 if slots are in their order), the first
+            row, the difference of ids and columns of local sources, the number of local columns, and the first edge, int64
+            ``[P, 8]``.
+        offsets: first node of each part and the end, ``[P + 1]``.
+        like: array with the dtype of the indices of parts.
+        fanouts: edges per target, by hop.
+        memory, base, known_ids: see `number_in_array` and `number_in_table`.
+        row, col, edge: numbers of the sources and targets, and ids, of the sampled edges, written from 0 on, int64.
+        sizes: output: numbers of nodes and edges after each hop, int64 ``[hops, 2]``.
+
+    Returns:
+        The number of nodes; or, if `row` is too short, minus the number of edges up to the current hop.
+    """
+    first, edges, part = 0, 0, 0
+    for hop in range(len(fanouts)):
+        fanout, before = fanouts[hop], edges
+        for t in range(first, count):
+            ahead = known_ids[min(t + AHEAD, count - 1)]
+            if offsets[part] <= ahead < offsets[part + 1]:
+                place = ahead - parts[part, 4]
+                prefetch(numba.carray(pointer(parts[part, 0]), place + 1, np.int64), place)
+            part, _, degree = _slots_of(parts, offsets, part, known_ids[t])
+            edges += _count(degree, fanout, replace)
+        if edges > len(row):
+            return -edges
+        size, edges = 1, before
+        while size < 2 * fanout and fanout > FEW:
+            size *= 2
+        table, owner = np.empty(size, np.int64), np.full(size, -1, np.int64)
+        for t in range(first, count):
+            there, place, _ = _slots_of(parts, offsets, part, known_ids[min(t + 8, count - 1)])
+            prefetch(numba.carray(pointer(parts[there, 1]), place + 1, like.dtype), place)
+            node = known_ids[t]
+            part, start, degree = _slots_of(parts, offsets, part, node)
+            number = _count(degree, fanout, replace)
+            if number < degree or (replace and fanout >= 0):
+                _draw(_stream(seed, node), start, degree, number, replace, edge, edges, table, owner, t)
+            else:
+                for i in range(number):
+                    edge[edges + i] = start + i
+            indices = numba.carray(pointer(parts[part, 1]), start + degree, like.dtype)
+            shift, owned = parts[part, 5], parts[part, 6]
+            for slot in range(edges, edges + number):
+                source = np.int64(indices[edge[slot]])
+                row[slot] = source + shift if source < owned else _number_at(parts[part, 2], source - owned)
+                edge[slot] = parts[part, 7] + (_number_at(parts[part, 3], edge[slot]) if parts[part, 3] else edge[slot])
+                col[slot] = t
+            edges += number
+        first = count
+        count = _number(row[before:edges], memory, base, known_ids, count)
+        sizes[hop, 0], sizes[hop, 1] = count, edges
+    return count
+
+
+@loop
+def gather(table):
+    """Copy rows of several tensors; table int64 ``[A, 5]``: addresses of ids, source and result, numbers of ids and of bytes."""
+    for a in range(len(table)):
+        count, width = table[a, 3], table[a, 4]
+        ids = numba.carray(pointer(table[a, 0]), count, np.int64)
+        for i in range(count):
+            copy_bytes(table[a, 2] + i * width, table[a, 1] + ids[i] * width, width)
 
 
 @loop
