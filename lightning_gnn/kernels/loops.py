@@ -560,7 +560,7 @@ def _is_zero(row):
 
 
 @numba.njit
-def _copy(source, target):
+def copy(source, target):
     for byte in range(len(target)):
         target[byte] = source[byte]
 
@@ -599,7 +599,7 @@ def pack_nonzero(rows, counts, packed, places, out, num_nonzero):
             if found and packed[part]:
                 out[start + (row >> 3)] |= np.uint8(1 << (row & 7))
             if found or not packed[part]:
-                _copy(rows[first + row], out[place : place + width])
+                copy(rows[first + row], out[place : place + width])
                 place += width
         first += counts[part]
 
@@ -610,7 +610,7 @@ def unpack_nonzero(data, out):
     width, place, num_nonzero = out.shape[1], (len(out) + 7) // 8, 0
     for row in range(len(out)):
         if data[row >> 3] >> (row & 7) & 1:
-            _copy(data[place : place + width], out[row])
+            copy(data[place : place + width], out[row])
             place += width
             num_nonzero += 1
         else:

@@ -21,11 +21,10 @@ from lightning_gnn.comm.call import Call
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.traffic import Meter
-from lightning_gnn.kernels import CSR
+from lightning_gnn.modules.node_classifier import NodeClassifier
 from lightning_gnn.nn.bind import Binding, bound_methods
 from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.convs import rule_of
-from lightning_gnn.nn.edges import SplitEdges
 from lightning_gnn.nn.norms import STATE
 from lightning_gnn.private_pyg import TRIM
 
@@ -46,25 +45,8 @@ class _NoExchange(Exchange):
         return x
 
 
-class _SortedCSR(CSR):
-    """Matrix of edges that are sorted by target, on a device that the host does not wait for."""
-
-    @classmethod
-    def of(cls, rows: Tensor, columns: Tensor, num_rows: int, num_cols: int) -> CSR:
-        bounds = torch.arange(num_rows + 1, dtype=rows.dtype, device=rows.device)
-        return cls(torch.searchsorted(rows.contiguous(), bounds), columns.int(), None, num_cols)
-
-    @override
-    def _transpose(self, in_list: bool) -> CSR:
-        order = self.indices.argsort(stable=True)
-        made = _SortedCSR.of(self.indices[order], self.row_of_slot()[order], self.num_cols, self.num_rows)
-        return CSR(made.indptr, made.indices, order.int() if in_list else None, self.num_rows)
-
-
 class _CallGraph(GraphContext):
     """Graph of the current call of a conv."""
-
-    edges_of_batch = torch.empty(2, 0, dtype=torch.int64)
 
     def turn(self, x: Any, edge_index: Any, edge_weight: Any = None) -> bool:
         """Switch to the arguments of a call; returns whether kernels support them."""
@@ -80,53 +62,28 @@ class _CallGraph(GraphContext):
             self.turn_to(source, edge_index, weight)
         return True
 
-    def _is_sorted(self, edge_index: Tensor) -> bool:
-        """Returns whether edges are on a device, and are the first edges of the batch, which are sorted by target."""
-        batch = self.edges_of_batch
-        same = edge_index.data_ptr() == batch.data_ptr() and edge_index.stride() == batch.stride()
-        return edge_index.device.type != "cpu" and same
-
-    @override
-    def split_edges(self, edge_index: Tensor, in_list: bool = False) -> SplitEdges | None:
-        if not self._is_sorted(edge_index):
-            return super().split_edges(edge_index, in_list)
-
-        def make() -> SplitEdges:
-            csr, none = self.matrix(edge_index), edge_index[0, :0]
-            return SplitEdges(csr, _SortedCSR.of(none, none, self.num_targets, 0), csr.indptr.diff())
-
-        return self.cache.derive("split", [edge_index], make)
-
-    @override
-    def matrix(self, edge_index: Tensor) -> CSR:
-        if not self._is_sorted(edge_index):
-            return super().matrix(edge_index)
-        source, target = edge_index
-        made = self.cache.derive("matrix", [edge_index], lambda: _SortedCSR.of(target, source, self.num_targets, self.num_owned))
-        assert made is not None
-        return made
-
 
 class BatchBinding(Binding):
     """Binding of the convs of a module that have kernels, for training steps on batches.
 
+    If the module reads only the seeds' rows of its model, and the model's layers allow it, each layer computes only the rows that
+    later layers need. Other rows of the result are 0.
+
     Args:
         module: module that is trained.
         world, meter: see :class:`~lightning_gnn.comm.exchange.Exchange`.
-        model: model that computes ``model(batch.x, batch.edge_index)``, and whose rows of other nodes than the seeds are not
-            read; None if there is none. If its layers allow it, each layer computes only the rows that later layers need, and the
-            other rows of the result are 0.
     """
 
-    def __init__(self, module: torch.nn.Module, world: World, meter: Meter, model: torch.nn.Module | None) -> None:
+    _batch: Data | None = None
+
+    def __init__(self, module: torch.nn.Module, world: World, meter: Meter) -> None:
         none, no_edges = torch.empty(0, 0), torch.empty(2, 0, dtype=torch.int64)
         self._graph = _CallGraph(_NoExchange(0, 0, world, meter, idle=True), none, no_edges, None, 0)
-        self._model = model if model is not None and _can_trim(model) else None
         super().__init__(module, self._graph)
 
     def begin(self, batch: Data) -> None:
         """Bind the convs, if they are not bound, for a step on a batch."""
-        self._graph.edges_of_batch, self._batch = batch.edge_index, batch
+        self._batch = batch
         self.bind()
 
     @staticmethod
@@ -136,13 +93,16 @@ class BatchBinding(Binding):
 
     @override
     def bind(self) -> None:
-        if self._patches:
+        """Bind all unbound modules, once there is a batch."""
+        module: Any = self._module
+        if self._patches or self._batch is None:
             return
-        for name, child in self._module.named_modules():
+        # A device would make the matrices of edges itself, and the host would wait for it.
+        for name, child in module.named_modules() if self._batch.edge_index.device.type == "cpu" else ():
             if isinstance(child, MessagePassing) and child.flow == "source_to_target":
                 self._bind(child, name, self._graph)
-        if self._model is not None:
-            self._patches.put(self._model, {"forward": types.MethodType(self._forward, self._model), TRIM: _trim})
+        if _can_trim(module):
+            self._patches.put(module.model, {"forward": types.MethodType(self._forward, module.model), TRIM: _trim})
 
     @override
     def _bind(self, conv: MessagePassing, layer: str, context: GraphContext) -> None:
@@ -151,49 +111,45 @@ class BatchBinding(Binding):
         has_forward = fused.forward is not None and fused.fits(conv)
         if not has_forward and (not rule.sends_rows or rule.adapter is not None):
             return
-        methods = bound_methods(conv, layer, context)
-        forward, propagate = methods.get("forward"), methods["propagate"]
-        kept: dict[str, Any] = {}
+        bound = bound_methods(conv, layer, context)
 
-        def run(self: Any, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
             weight = kwargs.get("edge_weight", args[0] if args and fused.weight else None)
-            original = types.MethodType(type(self).forward, self)
-            return (forward if graph.turn(x, edge_index, weight) else original)(x, edge_index, *args, **kwargs)
+            run = bound["forward"].__func__ if graph.turn(x, edge_index, weight) else type(self).forward
+            return run(self, x, edge_index, *args, **kwargs)
 
-        def run_propagate(self: Any, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
+        def propagate(self: Any, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
             supported = graph.turn(kwargs.get("x"), edge_index, kwargs.get(rule.weight or ""))
-            original = types.MethodType(type(self).propagate, self)
-            return (propagate if supported else original)(edge_index, size=size, **kwargs)
+            run = bound["propagate"].__func__ if supported else type(self).propagate
+            return run(self, edge_index, size=size, **kwargs)
 
-        if has_forward:
-            kept["forward"] = types.MethodType(run, conv)
-        if rule.sends_rows:
-            kept["propagate"] = types.MethodType(run_propagate, conv)
-        self._patch(conv, kept, methods[STATE])
+        kept = [forward] * has_forward + [propagate] * rule.sends_rows
+        self._patch(conv, {each.__name__: types.MethodType(each, conv) for each in kept}, bound[STATE])
 
     def _forward(self, model: Any, x: Any, edge_index: Any, **options: Any) -> Any:
-        """Returns the rows of the seeds of a batch, and 0 for the rows of other nodes."""
-        batch = self._batch
-        if x is not batch.x or edge_index is not batch.edge_index or {"edge_weight", "edge_attr"} <= options.keys():
-            return type(model).forward(model, x, edge_index, **options)
-        nodes, edges = batch.num_sampled_nodes, batch.num_sampled_edges
-        out = type(model).forward(
-            model, x, edge_index, **options, num_sampled_nodes_per_hop=nodes, num_sampled_edges_per_hop=edges
-        )
+        """Returns the model's rows; for a batch of neighborhoods, the rows of seeds, and 0 for other nodes."""
+        batch: Any = self._batch
+        nodes, edges = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges") or ()
+        several = {"edge_weight", "edge_attr"} <= options.keys()  # PyG trims one of them
+        if x is batch.x and edge_index is batch.edge_index and len(edges) >= model.num_layers and not several:
+            options |= {"num_sampled_nodes_per_hop": nodes, "num_sampled_edges_per_hop": edges}
+        out = type(model).forward(model, x, edge_index, **options)
         return F.pad(out, (0, 0, 0, len(x) - len(out)))
 
 
-def _can_trim(model: Any) -> bool:
-    """Returns whether each layer computes rows from its in-edges only, and accepts fewer target rows than source rows.
+def _can_trim(module: Any) -> bool:
+    """Returns whether training steps read only the seeds' rows of ``module.model``, and its layers can omit the other rows.
 
-    GCN reads degrees of sources, and BatchNorm the rows of all nodes.
+    Layers must compute rows from their in-edges only, and accept fewer target rows than source rows. GCN reads degrees of
+    sources, and BatchNorm the rows of all nodes.
     """
     return (
-        isinstance(model, BasicGNN)
-        and type(model).forward is BasicGNN.forward
-        and model.jk_mode is None
-        and all(rule_of(type(conv), "forward", "message", "edge_update").halo_columns is not None for conv in model.convs)
-        and all(isinstance(norm, (torch.nn.Identity, torch.nn.LayerNorm)) for norm in model.norms)
+        all(getattr(type(module), name, None) is getattr(NodeClassifier, name) for name in ("training_step", "forward"))
+        and isinstance(module.model, BasicGNN)
+        and type(module.model).forward is BasicGNN.forward
+        and module.model.jk_mode is None
+        and all(rule_of(type(conv), "forward", "message", "edge_update").halo_columns for conv in module.model.convs)
+        and all("Norm" not in type(part).__name__ or isinstance(part, torch.nn.LayerNorm) for part in module.model.modules())
     )
 
 

@@ -19,8 +19,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
-from operator import not_
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -162,17 +160,11 @@ class _Part:
         of = (partial(_attribute, self._attributes[each], ids) for each, ids in zip((1, 0, 2), ends))
         return best_of(found, self._score(InEdges(self._kind, uniform, found.offsets, *of)), fanout)
 
-    @property
-    def indices(self) -> Tensor:
-        """Column of each edge."""
-        return self._csr.indices
-
-    def addresses(self) -> tuple[int, ...]:
-        """Returns this part's entry of the address table of :func:`loops.sample_hops`."""
-        arrays = self._csr.indptr, self._csr.indices, self._halo, *(() if self._edges is None else (self._edges,))
+    def arrays(self) -> tuple[list[Tensor], list[int]]:
+        """Returns this part's entry of the table of :func:`loops.sample_hops`: its arrays, and its numbers."""
+        edges = NO_IDS if self._edges is None else self._edges
         shift = self._first_source - self._first_row
-        numbers = self._first, shift, self._owned, self._first_edge
-        return (*(each.data_ptr() for each in arrays), *([0] if self._edges is None else []), *numbers)
+        return [self._csr.indptr, self._csr.indices, self._halo, edges], [self._first, shift, self._owned, self._first_edge]
 
     def reads(self) -> Tensor:
         """Returns the number of edges that read each row, local rows first, then halo rows; 0 for rows of other types."""
@@ -444,14 +436,12 @@ class GraphStore:
         return hop
 
     def hop_sampler(self, fanouts: Sequence[int], replace: bool, numbering: Numbering) -> HopSampler | None:
-        """Returns a sampler of whole neighborhoods; None if hops have to be sampled one by one: with types, several machines, weights,
-        times, scores or LABOR."""
+        """Returns a sampler of all hops at once; None with types, several machines, weights, times, scores or LABOR."""
         if self.types.is_hetero or self.channel is not None or self.choice != Choice():
             return None
-        [kind] = self.types.edges
-        parts = [self._parts[kind][rank] for rank in sorted(self._parts[kind])]
-        addresses = [part.addresses() for part in parts]
-        return HopSampler(addresses, self._offsets[kind[2]], parts[0].indices, fanouts, replace, numbering)
+        [(kind, parts)] = self._parts.items()
+        arrays = [parts[rank].arrays() for rank in sorted(parts)]
+        return HopSampler(arrays, self._offsets[kind[2]], fanouts, replace, numbering)
 
     def draw_neighbors(self, kind: EdgeType, targets: Tensor, fanout: int, seed: int, replace: bool, *until: Tensor) -> Neighbors:
         """Returns sampled in-edges of targets on this machine, nodes or copies; `until` as in :func:`sample_neighbors`."""
@@ -524,8 +514,12 @@ class GraphStore:
                 ranks.
             ids_by_rank: output for a cache: the ids that each rank requests from this rank.
         """
+        if self.channel is None and self.near_cache is not None:
+            return {kind: {name: self.read(kind, name, ids) for name in names} for kind, (ids, names) in wanted.items()}
         if self.channel is None:
-            return self._local_rows(wanted)
+            asked = [(self.cut.attributes[self.types.key(kind)][n], ids) for kind, (ids, names) in wanted.items() for n in names]
+            found = iter(self.buffers.gather(asked))
+            return {kind: {name: next(found) for name in names} for kind, (_, names) in wanted.items()}
         fields = [(kind, name) for kind, (_, names) in wanted.items() for name in names]
         machines = {kind: self.machines_of(kind, ids) for kind, (ids, _) in wanted.items()}
         distinct, place, parts = {}, {}, {}
@@ -563,18 +557,6 @@ class GraphStore:
                 rows[~known], rows[known] = came, features
             far = (machines[kind] != self.local_machine).nonzero().view(-1)
             out[kind][name].index_copy_(0, far, rows.index_select(0, place[kind]))
-        return out
-
-    def _local_rows(self, wanted: Mapping[Any, tuple[Tensor, Sequence[str]]]) -> dict[Any, dict[str, Tensor]]:
-        """See :meth:`rows`; of one machine."""
-        asked = [(kind, name, ids) for kind, (ids, names) in wanted.items() for name in names]
-        cached = [self.near_cache is not None and _is_feature(kind, name) for kind, name, _ in asked]
-        stored = [
-            (self.cut.attributes[self.types.key(kind)][name], ids) for kind, name, ids in compress(asked, map(not_, cached))
-        ]
-        found, out = iter(self.buffers.gather(stored)), dict[Any, dict[str, Tensor]]({kind: {} for kind in wanted})
-        for (kind, name, ids), of_cache in zip(asked, cached):
-            out[kind][name] = self.read(kind, name, ids) if of_cache else next(found)
         return out
 
     def read_local(self, kind: NodeType | EdgeType, name: str, ids: Tensor, is_local: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, overload
 
-from lightning_gnn.kernels.loops import loop, prefetch
+from lightning_gnn.kernels.loops import copy, loop, prefetch
 
 AHEAD = 64
 """Prefetch distance in targets, slots or ids: the fastest of 8, 16, 32 and 64 in each loop."""
@@ -39,18 +38,6 @@ def pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def copy_bytes(typing_context: Any, to: Any, source: Any, count: Any) -> Any:
-    """Copy `count` bytes between addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        ends = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, *ends, arguments[2], ir.Constant(ir.IntType(64), 1))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @numba.njit(inline="always")
@@ -344,9 +331,9 @@ def sample_hops(parts, offsets, like, fanouts, seed, replace, memory, base, know
     """Sample the neighborhood of the first `count` of `known_ids` over all hops, with the draws of `draw_uniform`.
 
     Args:
-        parts: of each part the addresses of indptr, indices, halo ids and edge ids (0 if slots are in their order), the first
-            row, the difference of ids and columns of local sources, the number of local columns, and the first edge, int64
-            ``[P, 8]``.
+        parts: addresses and numbers of each part, int64 ``[P, 8]``. Addresses: indptr, indices, halo ids, and edge ids, or 0 if
+            slots are in their order. Numbers: first row, difference of ids and columns of local sources, number of local columns,
+            first edge.
         offsets: first node of each part and the end, ``[P + 1]``.
         like: array with the dtype of the indices of parts.
         fanouts: edges per target, by hop.
@@ -402,10 +389,10 @@ def sample_hops(parts, offsets, like, fanouts, seed, replace, memory, base, know
 def gather(table):
     """Copy rows of several tensors; table int64 ``[A, 5]``: addresses of ids, source and result, numbers of ids and of bytes."""
     for a in range(len(table)):
-        count, width = table[a, 3], table[a, 4]
-        ids = numba.carray(pointer(table[a, 0]), count, np.int64)
-        for i in range(count):
-            copy_bytes(table[a, 2] + i * width, table[a, 1] + ids[i] * width, width)
+        width = table[a, 4]
+        for i in range(table[a, 3]):
+            ends = table[a, 1] + _number_at(table[a, 0], i) * width, table[a, 2] + i * width
+            copy(numba.carray(pointer(ends[0]), width, np.uint8), numba.carray(pointer(ends[1]), width, np.uint8))
 
 
 @loop

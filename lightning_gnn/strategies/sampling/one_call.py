@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from lightning_gnn.partition.layout import ONE_TYPE
 from lightning_gnn.strategies.sampling import loops
 from lightning_gnn.strategies.sampling.hops import Numbering
-
 
 _SMALL = 1 << 16
 """Bytes below which memory is not kept."""
@@ -30,25 +30,17 @@ class HopSampler:
     The buffers of a sample are reused: it must be copied before the next one. Not thread-safe.
 
     Args:
-        parts: address table of all parts of the graph, see :func:`loops.sample_hops`, int64 ``[P, 8]``.
+        parts: arrays and numbers of all parts of the graph, see :func:`loops.sample_hops`.
         offsets: first node of each part and the end, int64 ``[P + 1]``.
-        indices: column of each edge of any part.
         fanouts: in-edges per node, by hop; -1 for all.
         replace: whether to draw with replacement.
         numbering: numbering of the nodes.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Sequence[int]],
-        offsets: np.ndarray,
-        indices: Tensor,
-        fanouts: Sequence[int],
-        replace: bool,
-        numbering: Numbering,
-    ) -> None:
-        self._graph = np.array(parts), np.asarray(offsets, np.int64), indices[:1].numpy()
-        self._draws, self._numbering = (np.array(fanouts), replace), numbering
+    def __init__(self, parts: Any, offsets: np.ndarray, fanouts: Sequence[int], replace: bool, numbering: Numbering) -> None:
+        table = [[*(each.data_ptr() if len(each) else 0 for each in arrays), *numbers] for arrays, numbers in parts]
+        self._graph = np.array(table), np.asarray(offsets, np.int64), parts[0][0][1][:1].numpy()
+        self._draws, self._numbering, self._parts = (np.array(fanouts), replace), numbering, parts
         self._edges = torch.empty(3, 0, dtype=torch.long)
 
     def sample(self, seeds: Tensor, seed: int) -> HeteroSamplerOutput:
@@ -90,10 +82,9 @@ class Buffers:
         if self._pin or num_bytes < _SMALL:
             return like.new_empty(shape, pin_memory=self._pin)
         free = [place for place, (_, used) in enumerate(self._blocks) if used() is None]
-        free.sort(key=lambda place: len(self._blocks[place][0]))
         fits = [place for place in free if num_bytes <= len(self._blocks[place][0]) <= 2 * num_bytes]
-        block = self._blocks.pop((fits or free)[0])[0] if free else np.empty(0, np.uint8)
-        if not fits:
+        block = self._blocks.pop((fits or free)[0])[0] if free else None
+        if not fits or block is None:
             block = np.empty(num_bytes + num_bytes // 8, np.uint8)
         memory = block[:num_bytes]  # the tensor's storage refers to it
         self._blocks.append((block, weakref.ref(memory)))

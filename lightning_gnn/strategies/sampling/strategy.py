@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -38,7 +37,6 @@ from lightning_gnn.data.draws import OtherNodes
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import EDGE_MASKS, counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
-from lightning_gnn.modules.node_classifier import NodeClassifier
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
@@ -374,21 +372,10 @@ class SamplingStrategy(GNNStrategy):
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         self._input_type = shard.types.input_type
         super().begin_stage(trainer, shard)
-        self._batch_binding = None
-        if self.binds(shard) and trainer.state.fn == TrainerFn.FITTING:
-            self.steps.binding.release()
-            self._batch_binding = BatchBinding(self._module, self.world, self.meter, self._model_of_seeds())
-            self._batch_binding.release()
-            self.steps.in_use.callback(self._batch_binding.release)
-            self.steps.binding.bind()
+        in_parts = self.binds(shard) and not shard.types.is_hetero
+        self._batch_binding = BatchBinding(self._module, self.world, self.meter) if in_parts else None
         if shard.types.is_hetero and not self.binds(shard):
             self.log_exchange(trainer, shard)
-
-    def _model_of_seeds(self) -> torch.nn.Module | None:
-        """Returns the model of a ready-made module, which reads only the seeds' rows of its output; None for other modules."""
-        module: Any = self._module
-        same = all(getattr(type(module), name, None) is getattr(NodeClassifier, name) for name in ("training_step", "forward"))
-        return module.model if same else None
 
     def _evaluates_in_batches(self, types: Types) -> bool:
         """Returns whether evaluation runs in batches; if not, layers exchange halo features in evaluation."""
@@ -474,7 +461,7 @@ class SamplingStrategy(GNNStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self._trained = True
         self.steps.binding.release()
-        if self._batch_binding is not None and "num_sampled_edges" in batch:
+        if self._batch_binding is not None:
             self._batch_binding.begin(batch)
         if "num_seeds" in batch:
             own = torch.tensor([batch.num_seeds], device=self.root_device)
@@ -571,6 +558,8 @@ class SamplingStrategy(GNNStrategy):
     def teardown(self) -> None:
         for mask in list(self._loaders):
             self._close(mask)
+        if self._batch_binding is not None:
+            self._batch_binding.release()
         super().teardown()
 
 
