@@ -183,3 +183,20 @@ def test_rows_of_edges_are_told_once(ranks):
     [said] = ranks.run(1, without_loops, "gat")[0]
     assert f"each of {EDGES * 16 * 8 / 1e6:,.1f} MB in the first layer" in said
     assert ranks.run(1, without_loops, "gat")[0] == []
+
+
+def sampled(rank: int, size: int, workers: int, local_cache: str | None) -> dict[str, int]:
+    from lightning_gnn import SamplingStrategy
+
+    strategy = SamplingStrategy(
+        [3, 2], batch_size=4, num_workers=workers, prefetch_batches=2 * workers, local_cache=local_cache, timeout=60
+    )
+    return waits(rank, size, "sage", strategy)
+
+
+@pytest.mark.parametrize(("workers", "local_cache"), [(1, None), (3, None), (1, "1MB")])
+def test_making_a_batch_waits_for_nothing(ranks, workers, local_cache):
+    """The step waits for its labelled nodes and the values that it logs, as a module with masks does."""
+    for found in ranks.run(1, sampled, workers, local_cache):
+        assert found and not [where for where in found if "strategies/sampling" in where or "data/ahead" in where], found
+        assert all("node_classifier.py" in where or "devices.py" in where for where in found), found

@@ -97,9 +97,9 @@ class Numbering:
         return (self._array if self.dense else self._table).numpy(), self._base, self._known_ids.numpy()
 
     def close(self, count: int) -> Tensor:
-        """Set the number of ids after such a loop; returns their ids, int64 ``[count]``, valid until the next batch."""
+        """Set the number of ids after such a loop; returns a copy of all ids, int64 ``[count]``."""
         self._count = count
-        return self._known_ids[:count]
+        return self.ids
 
     def add(self, ids: Tensor) -> Tensor:
         """Returns the number of each id, int64 ``[n]``; new ids get the next numbers."""

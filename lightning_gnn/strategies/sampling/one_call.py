@@ -27,7 +27,7 @@ _SMALL = 1 << 16
 class HopSampler:
     """Sampler of uniform neighborhoods in a graph without types, with the draws of :func:`sample_neighbors`.
 
-    The buffers of a sample are reused: it must be copied before the next one. Not thread-safe.
+    The memory of sampled edges is reused by the next sample. Not thread-safe.
 
     Args:
         parts: arrays and numbers of all parts of the graph, see :func:`loops.sample_hops`.
