@@ -65,30 +65,28 @@ class TorchSampler:
             yield Data(self.data.x[nodes], edges, y=self.data.y[nodes], batch_size=len(seeds))
 
 
-def loop_row(loader: str) -> dict[str, Any]:
-    """Returns seconds per batch, by epoch, of a loop with PyG's layers."""
-    data = load()
-    known = pyg.WITH_PYG_LIB or pyg.WITH_TORCH_SPARSE
-    batches: Any = TorchSampler(data)
-    if loader == "NeighborLoader":
-        if not known:
-            return {"seconds": None}
-        batches = NeighborLoader(data, FANOUTS, data.train_mask, batch_size=BATCH_SIZE, shuffle=True)
-    if loader == "ready":
-        batches = list(islice(batches, 8))
-    torch.manual_seed(0)
-    model, seconds = GraphSAGE(128, 128, 2, 16), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        began, count = time.perf_counter(), 0
-        for batch in batches:
-            out = model(batch.x, batch.edge_index)[: batch.batch_size]
-            optimizer.zero_grad()
-            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
-            optimizer.step()
-            count += 1
-        seconds.append((time.perf_counter() - began) / count)
-    return {"seconds": seconds}
+def loop_rows() -> dict[str, Any]:
+    """Returns seconds per batch, by epoch, of loops with PyG's layers over several loaders."""
+    data, found = load(), dict[str, Any]({"NeighborLoader": None})
+    loaders: dict[str, Any] = {"torch sampler": TorchSampler(data)}
+    if pyg.WITH_PYG_LIB or pyg.WITH_TORCH_SPARSE:
+        loaders["NeighborLoader"] = NeighborLoader(data, FANOUTS, data.train_mask, batch_size=BATCH_SIZE, shuffle=True)
+    loaders["ready batches"] = list(islice(loaders["torch sampler"], 8))
+    for name, batches in loaders.items():
+        torch.manual_seed(0)
+        model, seconds = GraphSAGE(128, 128, 2, 16), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(3):
+            began, count = time.perf_counter(), 0
+            for batch in batches:
+                out = model(batch.x, batch.edge_index)[: batch.batch_size]
+                optimizer.zero_grad()
+                F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
+                optimizer.step()
+                count += 1
+            seconds.append((time.perf_counter() - began) / count)
+        found[name] = {"seconds": seconds}
+    return {f"PyG, {name}": each for name, each in found.items()}
 
 
 class Clock(L.Callback):
@@ -106,16 +104,17 @@ class Clock(L.Callback):
         self.cpu.append((time.process_time() - self._began[1]) / count)
 
 
-def strategy_row(workers: int, epochs: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    clock = Clock()
-    strategy = SamplingStrategy(
-        FANOUTS, BATCH_SIZE, num_workers=workers, prefetch_batches=2 * workers, self_check=False
-    )
-    options: dict[str, Any] = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "callbacks": [clock], **QUIET}
-    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=epochs, **options)
-    trainer.fit(NodeClassifier(GraphSAGE(128, 128, 2, 16)), datamodule=GraphDataModule("sampling_steps.load"))
-    return {"seconds": clock.seconds, "cpu": clock.cpu}
+def strategy_rows(name: str, epochs: int) -> dict[str, Any]:
+    data, found = GraphDataModule("sampling_steps.load"), dict[str, Any]()
+    for workers in (1, 2, 4):
+        torch.manual_seed(0)
+        clock, more = Clock(), {"num_workers": workers, "prefetch_batches": 2 * workers}
+        options: dict[str, Any] = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "callbacks": [clock], **QUIET}
+        strategy = SamplingStrategy(FANOUTS, BATCH_SIZE, self_check=False, **more)
+        trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=epochs, **options)
+        trainer.fit(NodeClassifier(GraphSAGE(128, 128, 2, 16)), datamodule=data)
+        found[f"{name}, num_workers={workers}"] = {"seconds": clock.seconds, "cpu": clock.cpu}
+    return found
 
 
 def main() -> None:
@@ -130,29 +129,29 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if options.cell:
         what, arguments = json.loads(options.cell)
-        print(json.dumps({"loop": loop_row, "strategy": strategy_row}[what](**arguments)))
+        print(json.dumps({"loop": loop_rows, "strategy": strategy_rows}[what](**arguments)))
         return
-    cells: list[tuple[str, Any, str, dict[str, Any]]] = []
-    for workers in (1, 2, 4):
-        for name, package in (("sampling, before", options.before), ("sampling", ROOT)):
-            if package is not None:
-                given = {"workers": workers, "epochs": options.epochs}
-                cells.append((f"{name}, num_workers={workers}", package, "strategy", given))
-    names = {"NeighborLoader": "PyG, NeighborLoader", "torch": "PyG, torch sampler", "ready": "PyG, ready batches"}
-    cells += [(name, ROOT, "loop", {"loader": loader}) for loader, name in names.items()]
+    versions = {"sampling, before": options.before, "sampling": ROOT}
+    cells: list[tuple[Any, str, dict[str, Any]]] = [
+        (package, "strategy", {"name": name, "epochs": options.epochs})
+        for name, package in versions.items()
+        if package is not None
+    ]
+    cells.append((ROOT, "loop", {}))
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
-        for name, package, what, given in cells:
-            arguments = ["--cell", json.dumps([what, given])]
-            found.setdefault(name, []).append(run_row(__file__, arguments, options.threads, package=package))
-            print(name, found[name][-1], flush=True)
+        for package, *cell in cells:
+            results = run_row(__file__, ["--cell", json.dumps(cell)], options.threads, package=package)
+            for name, result in results.items():
+                found.setdefault(name, []).append(result or {})
+                print(name, result, flush=True)
     rows = []
-    for name, results in found.items():
-        times = [each for result in results for each in (result["seconds"] or [])[1:]]
-        cpu = [each for result in results for each in result.get("cpu", [])[1:]]
+    for name, each in found.items():
+        times = [second for result in each for second in result.get("seconds", [])[1:]]
+        cpu = [second for result in each for second in result.get("cpu", [])[1:]]
         row = {"system": name, "batches/s": 1 / median(times) if times else None}
         row |= {"best": 1 / min(times) if times else None, "CPU ms/batch": 1e3 * median(cpu) if cpu else None}
-        rows.append({**row, "results": results})
+        rows.append({**row, "results": each})
     title = f"2-layer SAGE 128, {FANOUTS}, {BATCH_SIZE} seeds, {NODES:,} nodes, mean degree 20, {options.threads} threads"
     report(title, rows, ["system", "batches/s", "best", "CPU ms/batch"], options.json)
 

@@ -185,6 +185,7 @@ def test_private_fields_of_this_torch_geometric():
     gcn.register_message_forward_hook(lambda *_: None)
     assert not internals.is_plain(gcn)
     assert hasattr(pyg_nn.ChebConv, internals.CHEB_NORM) and hasattr(pyg_nn.HGTConv, internals.HGT_SOURCES)
+    assert callable(getattr(pyg_nn.models.GraphSAGE(2, 2, 2), internals.TRIM))
 
 
 def test_both_directions_want_the_edges_of_the_batch(context):
