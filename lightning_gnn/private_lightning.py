@@ -39,8 +39,8 @@ TRAINER = "_trainer"
 EXAMPLE = "_example_input_array"
 """Attribute of a module: value of ``example_input_array``."""
 
-compilation = attrgetter("_compiler_ctx")
-"""Attribute of a module: options of ``torch.compile``, or None."""
+COMPILATION = "_compiler_ctx"
+"""Attribute of a module: its compiler as ``"dynamo_ctx"``, and its original forward and steps; None if it is not compiled."""
 
 checkpoint_parser = attrgetter("_checkpoint_connector._parse_ckpt_path")
 """Method of a Trainer: returns the file of ``ckpt_path``."""

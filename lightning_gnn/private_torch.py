@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch._C import TensorBase
@@ -19,6 +20,8 @@ from torch.autograd import profiler
 from torch.autograd.graph import _engine_run_backward as run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
@@ -52,6 +55,50 @@ FORWARD_CLASS = "_forward_cls"
 
 OPERATOR = "_opoverload"
 """Attribute of a function of ``torch.library.custom_op``: its operator."""
+
+ORIGINAL = "_orig_mod"
+"""Attribute of the result of ``torch.compile(module)``: the module."""
+
+COMPILED_FUNCTION = "torch._functorch._aot_autograd.runtime_wrappers"
+"""Module of the autograd functions of compiled code."""
+
+_excluded = torch._C._dispatch_tls_local_exclude_set()
+
+
+def autograd_in_operator() -> Any:
+    """Context manager in an operator's implementation in which autograd records, as outside of operators."""
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _excluded)
+
+
+def ordered_effect() -> Any:
+    """Returns the effect of operators that a compiler must neither remove nor reorder; None if this torch has no effects."""
+    try:
+        from torch._library.effects import EffectType
+    except ImportError:
+        return None
+    return EffectType.ORDERED
+
+
+def optimized_module() -> Any:
+    """Returns the class of the result of ``torch.compile(module)``; importing it is slow."""
+    from torch._dynamo import OptimizedModule
+
+    return OptimizedModule
+
+
+def backend_of(context: Any) -> Any:
+    """Returns the backend of ``torch.compile``, a function of a graph and its inputs, from its context ``dynamo_ctx``."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    return innermost_backend(context.callback)
+
+
+def compiler_without_code() -> Any:
+    """Returns the backend ``"aot_eager"``, which needs no C++ compiler."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager
+
 
 MODULES = "_modules"
 """Attribute of a module: its submodules, by name."""

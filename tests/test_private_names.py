@@ -177,7 +177,7 @@ def test_the_names_are_in_this_lightning():
         assert getattr(module, name) is None
     module.example_input_array = torch.ones(1)
     assert getattr(module, private_lightning.EXAMPLE) is module.example_input_array
-    assert private_lightning.compilation(module) is None
+    assert getattr(module, private_lightning.COMPILATION) is None
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert private_lightning.results_of(trainer) is None or private_lightning.results_of(trainer) == {}
     assert private_lightning.metrics_so_far(trainer) == {} and callable(private_lightning.checkpoint_parser(trainer))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_gnn.private_torch import FORWARD_CLASS, OPERATOR, OpOverloadPacket, base_of, is_functorch_wrapped_tensor
+from lightning_gnn.private_torch import COMPILED_FUNCTION, FORWARD_CLASS, OPERATOR, OpOverloadPacket, base_of, is_functorch_wrapped_tensor
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
     FROM_ROWS,
@@ -123,7 +123,7 @@ def _is_trusted(made_by: type) -> bool:
     return (
         function is None
         or function in _row_wise
-        or function.__module__ == "torch.utils.checkpoint"  # recomputes its inputs
+        or function.__module__ in ("torch.utils.checkpoint", COMPILED_FUNCTION)  # of inputs that are trusted
         or function.__name__ in _backwards
         or function.__module__.partition(".")[0] == "lightning_gnn"
     )

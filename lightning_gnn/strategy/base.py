@@ -334,7 +334,7 @@ class GNNStrategy(RankStrategy):
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)
-            steps.see_whole_graph(module, shard)
+            steps.see_whole_graph(module, shard, self._compiler)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
         steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:

@@ -23,7 +23,7 @@ from lightning_gnn.comm.processes import current_progress
 from lightning_gnn.devices import backend_of
 from lightning_gnn.launching import StartMethod, make_launcher
 from lightning_gnn.lightning_packages import ParallelStrategy
-from lightning_gnn.private_lightning import TRAINER, compilation
+from lightning_gnn.private_lightning import COMPILATION, TRAINER
 
 MOST_SECONDS = 10**8
 """Maximal timeout, three years: torch counts timeouts in milliseconds, and in places in 64-bit nanoseconds."""
@@ -87,12 +87,15 @@ class RankStrategy(ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        """Set the Trainer's module; called before Lightning checks whether it is compiled."""
-        if module is not None and compilation(module) is not None:
-            raise ValueError(
-                f"{type(self).__name__} does not support a compiled LightningModule: torch.compile(module) hides its layers and "
-                "steps. Compile the model in its __init__: self.model = torch.compile(self.model)."
-            )
+        """Set the Trainer's module, whose steps are not compiled; called before Lightning checks whether they are."""
+        self._compiler = None
+        compiled = getattr(module, COMPILATION, None)
+        if module is not None and compiled is not None:
+            self._compiler = compiled["dynamo_ctx"]
+            for name, method in compiled.items():
+                if name.startswith("original_"):
+                    setattr(module, name.removeprefix("original_"), method)
+            setattr(module, COMPILATION, None)
         self._given_module = module
 
     @property
