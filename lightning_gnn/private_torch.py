@@ -93,7 +93,7 @@ def backend_of(context: Any) -> Any:
     return innermost_backend(context.callback)
 
 
-def compiler_without_code() -> Any:
+def backend_without_code() -> Any:
     """Returns the backend ``"aot_eager"``, which needs no C++ compiler."""
     from torch._dynamo.backends.debugging import aot_eager
 

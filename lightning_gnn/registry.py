@@ -56,7 +56,6 @@ _WRAPPERS = (("lightning_gnn.extensions.zero_rows.transport", "ZeroRowsTransport
 _REFINERS = {"metis_cover": ("lightning_gnn.strategies.cover.refine", "refine_for_cover")}
 
 _FEATURES = {
-    "compiled.layers": ["LAYER", "LayerInGraph", "run_in_graph"],
     "compiled.models": ["CompiledModels"],
     "containers": ["MemfdPickler", "ensure_kernel_cache"],
     "elastic.balance": ["check_balance"],

@@ -31,8 +31,7 @@ from lightning_gnn.nn.convs import ConvRule, exact_convs, fused_methods, known_k
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
-from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm, ordered_effect
-from lightning_gnn.registry import feature
+from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm
 from lightning_gnn.rows.graph import wrap_layer_forward
 
 # Aggregations over the edges of one node, all of which are at its owner.
@@ -107,7 +106,7 @@ class Binding:
                     self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
-                self._put_in_graphs(child, isinstance(child, (MessagePassing, DirGNNConv)))
+                self._patch(child, {"forward": wrap_layer_forward(child, isinstance(child, (MessagePassing, DirGNNConv)))})
             for child in module.modules():
                 # Its backward would compute rows that row semantics do not follow.
                 if isinstance(child, InvertibleModule):
@@ -115,6 +114,11 @@ class Binding:
         except BaseException:
             self.release()
             raise
+
+    @property
+    def layers(self) -> list[Any]:
+        """Bound layers."""
+        return [layer for layer in self._patches.modules if "forward" in layer.__dict__]
 
     @staticmethod
     def check(module: torch.nn.Module) -> None:
@@ -151,16 +155,6 @@ class Binding:
             attributes.update(pyg.caches(module))
         attributes.update({name: _left_eager(method) for name, method in methods.items()})
         self._patches.put(module, attributes)
-
-    def _put_in_graphs(self, layer: torch.nn.Module, uses_edges: bool) -> None:
-        """Wrap the forward of a bound layer for row semantics, and for torch.compile, if this torch has what that needs."""
-        if "torch._dynamo" not in sys.modules or ordered_effect() is None:
-            self._patch(layer, {"forward": wrap_layer_forward(layer, uses_edges)})
-            return
-        run_in_graph = feature("run_in_graph")
-        state = feature("LayerInGraph")(self.context.exchange.world)
-        forward = wrap_layer_forward(layer, uses_edges, run_in_graph)
-        self._patches.put(layer, {"forward": forward, feature("LAYER"): state})
 
     def release(self) -> None:
         """Restore the original methods of every module and of every copy of it."""

@@ -209,21 +209,16 @@ def check_loss(output: Any, mode: RowsMode) -> None:
 # Bound layers #################################################################
 
 
-def wrap_forward(
-    forward: Callable[..., Any], uses_edges: bool, run_in_graph: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
+def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[..., Any]:
     """Returns the forward of a bound layer, which communicates itself: its functions have no rules, and its output has rows.
 
     Args:
         forward: forward of the layer, a function of the module.
         uses_edges: whether it uses edges and returns rows of their targets; otherwise it returns one row for each of its first
             argument's.
-        run_in_graph: forward of the layer inside a function that ``torch.compile`` traces; None to trace the layer itself.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if run_in_graph is not None and torch.compiler.is_compiling():
-            return run_in_graph(self, *args, **kwargs)
         mode = active_mode()
         if mode is None:
             return forward(self, *args, **kwargs)
@@ -330,8 +325,8 @@ def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edge
     return out
 
 
-def wrap_layer_forward(layer: torch.nn.Module, uses_edges: bool, run_in_graph: Callable[..., Any] | None = None) -> Any:
+def wrap_layer_forward(layer: torch.nn.Module, uses_edges: bool) -> Any:
     """Returns the layer's forward, whether or not the layer is bound to a graph, wrapped by :func:`wrap_forward`."""
     before = layer.__dict__.get("forward")
     forward = type(layer).forward if before is None else before.__func__
-    return types.MethodType(wrap_forward(forward, uses_edges, run_in_graph), layer)
+    return types.MethodType(wrap_forward(forward, uses_edges), layer)

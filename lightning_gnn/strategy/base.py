@@ -28,6 +28,7 @@ from lightning_gnn.lightning_packages import check_callbacks, is_instance
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_lightning import reduce_over
+from lightning_gnn.private_torch import MODULES, ORIGINAL, ordered_effect
 from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
@@ -334,7 +335,11 @@ class GNNStrategy(RankStrategy):
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)
-            steps.see_whole_graph(module, shard, self._compiler)
+            steps.see_whole_graph(module, shard)
+            is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
+            if is_compiled and not self.checkpoint_convs and ordered_effect() is not None:
+                models = feature("CompiledModels")(module, steps.rows.mode, binding, self._compiler)
+                steps.in_use.callback(models.release)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
         steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:

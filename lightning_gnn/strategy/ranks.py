@@ -80,6 +80,7 @@ class RankStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._start_method: StartMethod = start_method
         self._world: World | None = None
+        self._compiler: Any = None
 
     @property
     def _lightning_module(self) -> pl.LightningModule | None:  # type: ignore[override]
@@ -88,7 +89,6 @@ class RankStrategy(ParallelStrategy):
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
         """Set the Trainer's module, whose steps are not compiled; called before Lightning checks whether they are."""
-        self._compiler = None
         compiled = getattr(module, COMPILATION, None)
         if module is not None and compiled is not None:
             self._compiler = compiled["dynamo_ctx"]
@@ -200,6 +200,7 @@ class RankStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
+        self._compiler = None
         if self._world is not None:
             self._world.close()
             self._world = None

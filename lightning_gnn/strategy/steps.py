@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -19,8 +18,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
-from lightning_gnn.private_torch import ordered_effect
-from lightning_gnn.registry import explain_error, feature
+from lightning_gnn.registry import explain_error
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.rows.mode import local_rows
@@ -114,17 +112,12 @@ class Steps:
         self.in_use.callback(binding.release)
         self.in_use.enter_context(graph_in_use(binding.context))
 
-    def see_whole_graph(self, module: pl.LightningModule, shard: Shard, compiler: Any = None) -> None:
-        """Enable row semantics: steps on this rank's part stand for steps on the whole graph.
-
-        `compiler` is the ``dynamo_ctx`` of a compiled module, whose submodules are then compiled.
-        """
+    def see_whole_graph(self, module: pl.LightningModule, shard: Shard) -> None:
+        """Enable row semantics: steps on this rank's part stand for steps on the whole graph."""
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
         self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
         self.in_use.callback(rows.release, module)
-        if "torch._dynamo" in sys.modules and ordered_effect() is not None:
-            self.in_use.callback(feature("CompiledModels")(module, rows.mode, compiler).release)
         rows.place_state(module, self._world)
 
     def begin(self, module: pl.LightningModule, shard: Shard, loss_reduction: str, on_batches: bool) -> None:
