@@ -56,6 +56,9 @@ FORWARD_CLASS = "_forward_cls"
 OPERATOR = "_opoverload"
 """Attribute of a function of ``torch.library.custom_op``: its operator."""
 
+COMPILER = "torch._dynamo"
+"""Module of ``torch.compile``, whose import is slow."""
+
 ORIGINAL = "_orig_mod"
 """Attribute of the result of ``torch.compile(module)``: the module."""
 

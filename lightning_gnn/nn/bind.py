@@ -31,7 +31,7 @@ from lightning_gnn.nn.convs import ConvRule, exact_convs, fused_methods, known_k
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
-from lightning_gnn.private_torch import AnyBatchNorm, AnyInstanceNorm
+from lightning_gnn.private_torch import COMPILER, AnyBatchNorm, AnyInstanceNorm
 from lightning_gnn.rows.graph import wrap_layer_forward
 
 # Aggregations over the edges of one node, all of which are at its owner.
@@ -192,7 +192,7 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
 
 def _left_eager(method: Any) -> Any:
     """Returns the method with torch.compile disabled, because the method communicates and runs custom kernels."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and the import takes seconds
+    if COMPILER not in sys.modules:  # then nothing is compiled, and the import takes seconds
         return method
     return types.MethodType(torch.compiler.disable(method.__func__), method.__self__)
 

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_gnn.private_torch import COMPILED_FUNCTION, FORWARD_CLASS, OPERATOR, OpOverloadPacket, base_of, is_functorch_wrapped_tensor
+from lightning_gnn.private_torch import (
+    COMPILED_FUNCTION,
+    COMPILER,
+    FORWARD_CLASS,
+    OPERATOR,
+    OpOverloadPacket,
+    base_of,
+    is_functorch_wrapped_tensor,
+)
 from lightning_gnn.rows.placement import (
     ATTRIBUTE,
     FROM_ROWS,
@@ -332,7 +340,7 @@ class RowsMode(TorchFunctionMode):
     def _left_eager(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which torch.compile'd code runs eagerly: compiled code would use local rows."""
         set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6; applies to all threads
-        if "torch._dynamo" not in sys.modules or self.ranks.world.stand_ins or set_stance is None:
+        if COMPILER not in sys.modules or self.ranks.world.stand_ins or set_stance is None:
             return nullcontext()
         found: AbstractContextManager[Any] = set_stance("force_eager")
         return found

@@ -46,13 +46,6 @@ def test_fabric(name):
         Fabric(strategy=name, devices=2, accelerator="cpu")
 
 
-def test_compiled_modules():
-    trainer = quiet_trainer("dgcl", 2)
-    module: Any = torch.compile(NodeClassifier(build("gcn")))
-    with pytest.raises(ValueError, match=r"Compile the model in its __init__: self.model = torch.compile\(self.model\)"):
-        trainer.fit(module, datamodule=graph())
-
-
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_mpi_is_told_of_torchrun(monkeypatch, variable):
     monkeypatch.setenv(variable, "2")

@@ -1,8 +1,8 @@
 """Bound layers as operators in the graphs of ``torch.compile``.
 
 A bound layer communicates, runs its own kernels and reads caches, so it is one operator, which runs the layer's usual code. The
-messages of a user's conv are part of the graph; there the operator is S x only. Operators are effectful: compilers neither
-remove nor reorder them. The backward pass is another such operator. It differentiates the usual code by autograd.
+messages of a user's conv are part of the graph; there the operator is S x only. Operators are effectful: compilers keep them. The backward pass is another such operator. It differentiates the usual code by autograd. Each operator reads a tensor of the previous
+one, because Inductor of torch 2.13 reorders effectful operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_gnn.nn.context import GraphContext
 from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.norms import STATE
 from lightning_gnn.nn.patches import Patches
-from lightning_gnn.private_torch import autograd_in_operator, ordered_effect, tree_map
+from lightning_gnn.private_torch import autograd_in_operator, graph_task, ordered_effect, tree_map
 
 IN_GRAPH = "_lightning_gnn_in_graph"
 """Attribute of a bound layer: its :class:`LayerInGraph`."""
@@ -35,6 +35,8 @@ _layers: WeakValueDictionary[int, LayerInGraph] = WeakValueDictionary()
 _uses: WeakValueDictionary[int, _Use] = WeakValueDictionary()
 originals: dict[int, Tensor] = {}
 """Tensors that the running graph received in another form, by the id of that form."""
+last: list[Tensor] = []
+"""Tensors of the operators in the graph that is traced, in their order."""
 
 
 class LayerInGraph:
@@ -99,7 +101,7 @@ class _Use:
         inputs = [x for x, need in zip([*given, *module.parameters()], self.needs) if need]
         if [*_specs_of(outs)] != self.outputs or _learned(outs) - {id(x) for x in inputs}:
             raise RuntimeError(
-                f"A compiled {type(module).__name__} must return tensors of shapes that depend on the shapes of its arguments alone, "
+                f"A compiled {type(module).__name__} must return tensors whose shapes depend on the shapes of its arguments alone, "
                 "and only its own parameters may learn. Do not compile this model."
             )
         if needs:
@@ -155,35 +157,44 @@ def _decode(code: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 @torch.library.custom_op("lightning_gnn::layer", mutates_args=())
-def _call(tensors: list[Tensor], use: int) -> list[Tensor]:
+def _call(tensors: list[Tensor], after: list[Tensor], use: int) -> list[Tensor]:
     return _uses[use].run(tensors)
 
 
 @_call.register_fake
-def _(tensors: list[Tensor], use: int) -> list[Tensor]:
+def _(tensors: list[Tensor], after: list[Tensor], use: int) -> list[Tensor]:
     outs = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in _uses[use].outputs]
     return [*outs, torch.empty(1, dtype=torch.int64)]
 
 
 @torch.library.custom_op("lightning_gnn::layer_backward", mutates_args=())
-def _call_backward(grads: list[Tensor], number: Tensor, use: int) -> list[Tensor]:
-    return _uses[use].differentiate(grads, int(number))
+def _call_backward(grads: list[Tensor], number: Tensor, after: list[Tensor], use: int) -> list[Tensor]:
+    return [*_uses[use].differentiate(grads, int(number)), torch.empty(1)]
 
 
 @_call_backward.register_fake
-def _(grads: list[Tensor], number: Tensor, use: int) -> list[Tensor]:
+def _(grads: list[Tensor], number: Tensor, after: list[Tensor], use: int) -> list[Tensor]:
     known = _uses[use]
-    return [grads[0].new_empty(shape, dtype=dtype) for (shape, dtype), need in zip(known.inputs, known.needs) if need]
+    found = [grads[0].new_empty(shape, dtype=dtype) for (shape, dtype), need in zip(known.inputs, known.needs) if need]
+    return [*found, torch.empty(1)]
 
 
 def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     ctx.save_for_backward(output[-1])
-    ctx.use = inputs[1]
+    ctx.use, ctx.num_after = inputs[2], len(inputs[1])
 
 
-def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
-    found = iter(_call_backward(list(grads[:-1]), ctx.saved_tensors[0], ctx.use))
-    return [next(found) if need else None for need in _uses[ctx.use].needs], None
+_of_last: dict[int, Tensor] = {}
+"""Tensor of the last operator in the backward pass that is traced, by its id."""
+
+
+def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], list[None], None]:
+    after = [_of_last[graph_task()]] if graph_task() in _of_last else []
+    found = _call_backward(list(grads[:-1]), ctx.saved_tensors[0], after, ctx.use)
+    _of_last.clear()
+    _of_last[graph_task()] = found[-1]
+    given = iter(found)
+    return [next(given) if need else None for need in _uses[ctx.use].needs], [None] * ctx.num_after, None
 
 
 _call.register_autograd(_differentiate, setup_context=_keep)
@@ -197,13 +208,14 @@ for _operator in (_call, _call_backward):
 def put_in_graphs(patches: Patches, layers: Iterable[Any], world: World) -> None:
     """Make bound layers operators of graphs, until `patches` are released."""
     for layer in layers:
-        conv, own = getattr(layer, STATE, None), rule_of(type(layer))
+        own = rule_of(type(layer))
+        conv: Any = getattr(layer, STATE, None)
         put: dict[str, Any] = {IN_GRAPH: LayerInGraph(world), "forward": _switch(layer.forward, _run_layer)}
         # Only `propagate` communicates, for messages that the conv's own code computes.
-        if getattr(conv, "of_update", None) == set() and not (own.adapter or own.forward or conv.rule.sends_rows):
-            if conv.sources and "edge_updater" not in conv.functions:
-                conv.halo_rows = HaloRows(conv.context, conv.layer, layer.node_dim)
-                put |= {"forward": _switch(layer.forward, _trace_conv), "propagate": _switch(layer.propagate, _propagate)}
+        computes = getattr(conv, "of_update", None) == set() and not (own.adapter or own.forward or conv.rule.sends_rows)
+        if computes and conv.sources and "edge_updater" not in conv.functions:
+            conv.halo_rows = HaloRows(conv.context, conv.layer, layer.node_dim)
+            put |= {"forward": _switch(layer.forward, _trace_conv), "propagate": _switch(layer.propagate, _propagate)}
         patches.put(layer, put)
 
 
@@ -235,7 +247,8 @@ def _run_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
     structure, weights = _encode((args, kwargs), tensors), [*layer.parameters()]
     needs = tuple([torch.is_grad_enabled() and x.requires_grad for x in [*tensors, *weights]])
     use = _find(getattr(layer, IN_GRAPH).number, structure, _specs_of(tensors), _specs_of(weights), needs)
-    outs = _call([*tensors, *weights], use // 2)[:-1]
+    *outs, number = _call([*tensors, *weights], last[-1:], use // 2)
+    last.append(number)
     return tuple(outs) if use % 2 else outs[0]
 
 
@@ -251,7 +264,8 @@ def _with_wide_ids(x: Any) -> Any:
 
 def _propagate(conv: Any, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
     """`propagate` in graphs: PyG's own over (S x, x)."""
-    state, lifted, sources = getattr(conv, STATE), dict(kwargs), []
+    state, lifted = getattr(conv, STATE), dict(kwargs)
+    sources: list[str] = []
     for name in sorted(state.sources):
         value = kwargs.get(name)
         source, target = value if isinstance(value, (tuple, list)) else (value, value)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.data.lazy_ids import LazyIds
-from lightning_gnn.extensions.compiled.layers import IN_GRAPH, originals, put_in_graphs
+from lightning_gnn.extensions.compiled.layers import IN_GRAPH, last, originals, put_in_graphs
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import (
@@ -105,11 +105,15 @@ class CompiledModel:
         self.part, self._backend, self._mode, self._layers = part, backend, mode, layers
         self._outside, self._model = part.forward, _model_of(part)
         self._local, self._num_observed, self.num_compiled = set[Any](), 0, 0
+        self._placements: list[Placement] | None = None
         self._compile()
 
     def _compile(self) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return model(*args, **kwargs)
+            last.clear()
+            out = model(*args, **kwargs)
+            last.clear()
+            return out
 
         model = self._model
         run.__code__ = run.__code__.replace()  # torch counts and limits the graphs of a code object
@@ -139,7 +143,7 @@ class CompiledModel:
             return self._model(*args, **kwargs)
         if self._signature not in self._local:
             return self._observe({}, args, kwargs)
-        self._placements: list[Placement] | None = None
+        self._placements = None
         try:
             return self._run(leaves, args, kwargs)
         except _NotObserved as error:
