@@ -337,7 +337,7 @@ class GNNStrategy(RankStrategy):
             steps.bind(binding)
             steps.see_whole_graph(module, shard)
             is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
-            if is_compiled and not self.checkpoint_convs and ordered_effect() is not None:
+            if is_compiled and not self.checkpoint_convs and ordered_effect() is not None and steps.rows is not None:
                 models = feature("CompiledModels")(module, steps.rows.mode, binding, self._compiler)
                 steps.in_use.callback(models.release)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)

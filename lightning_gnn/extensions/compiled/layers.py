@@ -1,8 +1,11 @@
 """Bound layers as operators in the graphs of ``torch.compile``.
 
 A bound layer communicates, runs its own kernels and reads caches, so it is one operator, which runs the layer's usual code. The
-messages of a user's conv are part of the graph; there the operator is S x only. Operators are effectful: compilers keep them. The backward pass is another such operator. It differentiates the usual code by autograd. Each operator reads a tensor of the previous
-one, because Inductor of torch 2.13 reorders effectful operators.
+messages of a user's conv are part of the graph; there the operator is S x only. The backward pass is another operator, which
+differentiates the usual code by autograd.
+
+Operators are effectful, so compilers keep them. Each operator reads a tensor of the previous one, because Inductor of torch 2.13
+reorders effectful operators.
 """
 
 from __future__ import annotations
@@ -63,10 +66,11 @@ class LayerInGraph:
         return LayerInGraph(self.world)
 
     def observe(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """Store the shapes of the output of a call, unless it is neither a tensor nor a tuple of tensors."""
+        """Store the shapes of the output of a call: of a tensor or tuple of tensors that only inputs and parameters train."""
         tensors, outs = list[Tensor](), out if isinstance(out, tuple) else (out,)
         structure = _encode((args, kwargs), tensors)
-        if all(isinstance(each, Tensor) for each in outs):
+        learns = any(x.requires_grad for x in [*tensors, *module.parameters()])
+        if all(isinstance(each, Tensor) and (learns or not each.requires_grad) for each in outs):
             self.module = ref(module)
             self.outputs[structure, _specs_of(tensors)] = [*_specs_of(outs)], out is outs
 
@@ -99,9 +103,9 @@ class _Use:
             out = module.forward(*args, **kwargs)
         outs = [*out] if isinstance(out, tuple) else [out]
         inputs = [x for x, need in zip([*given, *module.parameters()], self.needs) if need]
-        if [*_specs_of(outs)] != self.outputs or _learned(outs) - {id(x) for x in inputs}:
+        if [*_specs_of(outs)] != self.outputs or _leaves_of(outs) - {id(x) for x in inputs}:
             raise RuntimeError(
-                f"A compiled {type(module).__name__} must return tensors whose shapes depend on the shapes of its arguments alone, "
+                f"A compiled {type(module).__name__} must return tensors of shapes that follow from the shapes of arguments, "
                 "and only its own parameters may learn. Do not compile this model."
             )
         if needs:
@@ -117,7 +121,7 @@ class _Use:
         return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found)]
 
 
-def _learned(outs: Sequence[Tensor]) -> set[int]:
+def _leaves_of(outs: Sequence[Tensor]) -> set[int]:
     """Returns the ids of the leaves that get gradients from outputs."""
     nodes: list[Any] = [x.grad_fn for x in outs if x.grad_fn is not None]
     for node in nodes:

@@ -166,9 +166,9 @@ class CompiledModel:
         self._compile()
 
     def _run(self, leaves: list[Tensor], args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(_stored, (args, kwargs))
+        args, kwargs = tree_map(_as_in_graph, (args, kwargs))
         with self._mode.pause(), without_function_mode(), torch.compiler.set_stance("default"):
-            originals.update({id(_stored(x)): x for x in leaves if isinstance(x, LazyIds)})
+            originals.update({id(_as_in_graph(x)): x for x in leaves if isinstance(x, LazyIds)})
             try:
                 out = self._compiled(*args, **kwargs)
             finally:
@@ -183,7 +183,7 @@ class CompiledModel:
         self._num_observed += 1
         if self._num_observed > _MOST * (1 + len(self._local)):
             self._backend = None
-        with _observed(self._mode, self._layers) as found:
+        with _observation(self._mode, self._layers) as found:
             out = self._model(*args, **kwargs)
         placements = [placement_of(x) for x in _tensors(out)]
         if not found and all(each is not None and each.view is None for each in placements):
@@ -193,7 +193,7 @@ class CompiledModel:
 
 
 @contextmanager
-def _observed(mode: RowsMode, layers: list[Any]) -> Iterator[list[Any]]:
+def _observation(mode: RowsMode, layers: list[Any]) -> Iterator[list[Any]]:
     """Context manager that stores shapes of layers' outputs; yields a list of functions that do not treat rows separately."""
     found = list[Any]()
 
@@ -216,7 +216,7 @@ def _observed(mode: RowsMode, layers: list[Any]) -> Iterator[list[Any]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
             with mode.pause():
-                getattr(layer, IN_GRAPH).observe(layer, *tree_map(_stored, (args, kwargs)), out)
+                getattr(layer, IN_GRAPH).observe(layer, *tree_map(_as_in_graph, (args, kwargs)), out)
             return out
 
         return call
@@ -233,7 +233,7 @@ def _observed(mode: RowsMode, layers: list[Any]) -> Iterator[list[Any]]:
         yield found
 
 
-def _stored(x: Any) -> Any:
+def _as_in_graph(x: Any) -> Any:
     """Returns edges as they are stored: layers in graphs find the edges of the batch by them."""
     return (x.ids if x.dim() == 2 else x.read()) if isinstance(x, LazyIds) else x
 
