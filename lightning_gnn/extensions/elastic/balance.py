@@ -36,7 +36,7 @@ LEAST_SHARE = 0.02
 
 
 class OwnersChange(Exception):
-    """Exception with which all ranks leave a stage at the begin of an epoch, to begin it again with other owners.
+    """Exception with which all ranks leave a stage at the start of an epoch, to begin it again with other owners.
 
     Attributes:
         shares: share of the work of each rank afterwards, ``[P]``.

@@ -136,7 +136,7 @@ class Hosts:
         if host_count_range == (1, 1):
             return
         if not token or any(character.isspace() for character in token):
-            raise ValueError("token must be a word that all hosts of the run have. Pass the same token to Hosts on each host.")
+            raise ValueError("LIGHTNING_GNN_TOKEN must be one word without spaces. Set it to the same word on all hosts.")
         if number == 0:
             self._listen(port)
 
@@ -189,7 +189,7 @@ class Hosts:
                 if 1 + len(self._member.joining) < self._min_count:
                     raise NoQuorumError(
                         f"{1 + len(self._member.joining)} of at least {self._min_count} hosts have connected to {self._text} in "
-                        f"{self._start_s:.0f} s. Start the other hosts with this address, or lower the least number of hosts."
+                        f"{self._start_s:.0f} s. Start the other hosts with this address, or lower MIN of --nnodes MIN:MAX."
                     )
                 self._deliver(self._member.on_ready(dataclasses.replace(report, admits_hosts=True)))
             return self._wait_for_generation(1)
@@ -241,7 +241,7 @@ class Hosts:
             raise NoQuorumError(
                 f"Host {self.name} found no quorum of the hosts of generation {member.generation.number} "
                 f"in {2 * self._deadline_s:.0f} s; it has lost {', '.join(sorted(member.lost)) or 'none'}. "
-                "Save a checkpoint, and start a run from it."
+                "Allow connections between the hosts, and start them again."
             )
         return member.generation
 
@@ -249,8 +249,8 @@ class Hosts:
         self._listener = listen_for_ranks(self.address, port, self._max_count)
         if self._listener is None:
             raise ValueError(
-                f"address and port must be free on this host, got {self.address}:{port}. Pass an address of this host, and a "
-                "port that no process uses."
+                f"address and port must be free on this host, got {self.address}:{port}. Set --master-addr and "
+                "--master-port to an address and a free port of the first host, and --node-rank on other hosts."
             )
         self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -265,7 +265,7 @@ class Hosts:
                 if time.monotonic() > end:
                     raise NoQuorumError(
                         f"Host {self.name} cannot connect to the first host at {self._text} ({error}). "
-                        "Start the first host, and allow connections to this port."
+                        "Start the first host, allow connections to this port, and set the same LIGHTNING_GNN_TOKEN."
                     ) from None
                 time.sleep(_TICK_S * 4)
         for host, *place in others:

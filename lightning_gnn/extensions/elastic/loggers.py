@@ -157,7 +157,7 @@ class Logs:
             setattr(logger, WANDB_RUN, run)
 
     def begin(self, epoch: int) -> None:
-        """Send the positions at the begin of an epoch; -1 at the begin of a call. Only on rank 0."""
+        """Send the positions at the start of an epoch; -1 at the start of a call. Only on rank 0."""
         if self._trainer.is_global_zero:
             self._send(epoch, [each.position() for each in self._writers()])
 

@@ -39,7 +39,7 @@ from lightning_gnn.steps.metrics import metrics_in
 END_OF_CALL = 2**62
 """Epoch with which rank 0 sends positions of loggers at the end of a call."""
 
-IN_MEMORY = "the begin of the interrupted epoch, in memory"
+IN_MEMORY = "the start of the interrupted epoch, in memory"
 """``ckpt_path`` of a fit that begins again."""
 
 _STAGES = {
@@ -60,8 +60,8 @@ class Generation:
         new_ranks: by the rank in the last generation, the rank in this one; None for a lost rank.
         again: whether the call of the Trainer begins again.
         source: rank whose state all ranks take; -1 for none.
-        epoch: epoch that begins again; -1 for the begin of the call.
-        positions: positions of the loggers at its begin, see :class:`~lightning_gnn.extensions.elastic.loggers.Logs`.
+        epoch: epoch that begins again; -1 for the start of the call.
+        positions: positions of the loggers at its start, see :class:`~lightning_gnn.extensions.elastic.loggers.Logs`.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""State of a fit in memory: Lightning's whole checkpoint at the begin of the last two epochs."""
+"""State of a fit in memory: Lightning's whole checkpoint at the start of the last two epochs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Copy:
             _Pickler(file, sources).dump(states)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                "elastic=True copies the state of a fit at the begin of each epoch, and a part of it cannot be pickled, see the "
+                "elastic=True copies the state of a fit at the start of each epoch, and a part of it cannot be pickled, see the "
                 "error above. Look at hyper-parameters, on_save_checkpoint, and state_dict of callbacks, or set elastic=False."
             ) from error
         old: list[Tensor] = [] if memory is None else memory._tensors
@@ -131,7 +131,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class _State:
-    """State of a fit at the begin of an epoch.
+    """State of a fit at the start of an epoch.
 
     Attributes:
         epoch: the epoch.
@@ -156,7 +156,7 @@ class _State:
 
 
 class Snapshots(pl.Callback):
-    """Callback that keeps the state of a fit at the begin of the last two epochs.
+    """Callback that keeps the state of a fit at the start of the last two epochs.
 
     Rank 0 may be lost after other ranks have begun an epoch, and before it has written the logs of the last one. The last one is
     then repeated.
@@ -241,5 +241,5 @@ class Snapshots(pl.Callback):
         return checkpoint
 
     def at(self, epoch: int) -> dict[str, Any]:
-        """Returns the state at the begin of an epoch, or of the newest one if there is none."""
+        """Returns the state at the start of an epoch, or of the newest one if there is none."""
         return next((kept for kept in self._states if kept.epoch == epoch), self._states[-1]).load()

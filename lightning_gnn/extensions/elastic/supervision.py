@@ -31,7 +31,7 @@ class Notes:
     Attributes:
         left: for each rank that continues, its call of the Trainer, its epochs, whether it has finished the call, and the least
             number of ranks, as in :class:`~lightning_gnn.extensions.elastic.recovery.Departure`.
-        positions: on the host of rank 0, call, epoch, and positions of the loggers at its begin, for the last begins of epochs.
+        positions: on the host of rank 0, call, epoch, and positions of the loggers at its start, for the last starts of epochs.
     """
 
     left: list[list[Any]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Decision:
     Attributes:
         again: whether the call of the Trainer begins again.
         source: rank whose state all ranks take; -1 for none.
-        epoch: epoch that begins again; -1 for the begin of the call.
-        positions: call, epoch and positions of the loggers at its begin; empty if they are unknown.
+        epoch: epoch that begins again; -1 for the start of the call.
+        positions: call, epoch and positions of the loggers at its start; empty if they are unknown.
         reason: reason against continuing; empty if the ranks continue.
     """
 
@@ -64,7 +64,7 @@ class Decision:
         known = [each for each in left if each.call]
         calls = sorted({each.call for each in known}) or [0]
         known_at = [each for note in notes for each in note.positions if each[0] == calls[-1]]
-        # Without its begin on rank 0, which writes the logs, an epoch of other ranks has not begun.
+        # Without its start on rank 0, which writes the logs, an epoch of other ranks has not begun.
         last = max((epoch for _, epoch, _ in known_at), default=_STEPS)
         epoch = min(last, max((max(each.epochs, default=-1) for each in known), default=-1))
         again = not known or not all(each.finished for each in known)
@@ -149,7 +149,7 @@ class Supervision:
         self._has_changed = True
 
     def _keep_positions(self, value: tuple[int, tuple[int, Any]]) -> None:
-        """Keep the positions of the loggers at the last begins of epochs, which rank 0 sends; tell it of hosts that join."""
+        """Keep the positions of the loggers at the last starts of epochs, which rank 0 sends; tell it of hosts that join."""
         call, (epoch, positions) = value
         self._positions = [*self._positions[-3:], [call, epoch, positions]]
         if self._hosts.wants_join and call == 1:
@@ -212,14 +212,15 @@ class Supervision:
             decision = Decision.of(self._generation)
         except NoQuorumError as error:
             self._generation = membership.Generation(0, (report,))
-            decision = replace(Decision.of(self._generation), reason=str(error))
+            decision = replace(Decision.of(self._generation), reason=str(error).rstrip("."))
         first_lost, places = lost[0].rank if lost else 0, list(self._places())
         for child, place in zip(survivors, places):
             child.rank = place.rank
         if decision.reason:
             self._end(decision, first_lost)
-        if self._generation.size != before.size:
-            print(f"{before.size} ranks before, {self._generation.size} continue.", file=sys.stderr, flush=True)
+        if (now := self._generation).size != before.size:
+            sizes = f"Ranks: {before.size} before, {now.size} now. Hosts: {len(before.hosts)} before, {len(now.hosts)} now."
+            print(f"The run continues. {sizes}", file=sys.stderr, flush=True)
         for child in survivors:
             child.failures.clear()
             if not decision.again:
@@ -252,7 +253,7 @@ class Supervision:
         self._supervisor.wait_for(has_saved, STOP_S)
         path = None if writer is None else writer.received.get("saved", (0, None))[1]
         saved = "" if path is None else (
-            f'. The state at the begin of epoch {decision.epoch} is in {path}: continue with trainer.fit(..., ckpt_path="{path}")'
+            f'. The state at the start of epoch {decision.epoch} is in {path}: continue with trainer.fit(..., ckpt_path="{path}")'
         )  # fmt: skip
         raise Failure(lost, "is lost", decision.reason + saved).error()
 

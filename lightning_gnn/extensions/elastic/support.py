@@ -59,10 +59,10 @@ STARTS: Sequence[Rejection] = (
         "Remove start_method, and use the name of the strategy without _spawn and _notebook",
     ),
     Rejection(
-        "several machines without torchrun",
+        "several machines without torchrun or lightning-gnn launch",
         lambda strategy: strategy.num_nodes > 1 and not _is_external(strategy),
         "the process that supervises the ranks sees its own machine only",
-        "Start with torchrun",
+        "Start with lightning-gnn launch or torchrun",
     ),
     Rejection(
         "devices=1",
@@ -138,8 +138,8 @@ def check_strategy(strategy: Any, min_ranks: int, is_started: bool) -> None:
         if min_ranks > ranks:
             raise ValueError(f"min_ranks={min_ranks} is above the number of ranks, {ranks}. Set it to {ranks} or less.")
     elif "TORCHELASTIC_RUN_ID" not in os.environ:
-        kind = type(strategy.cluster_environment).__name__
-        raise Rejection(f"ranks of {kind}", bool, "the process that started them does not supervise them", "Use torchrun").error()
+        kind, fix = type(strategy.cluster_environment).__name__, "Use lightning-gnn launch or torchrun"
+        raise Rejection(f"ranks of {kind}", bool, "the process that started them does not supervise them", fix).error()
 
 
 def check_run(trainer: pl.Trainer, module: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 
-from lightning_gnn.extensions.elastic.hosts import ExcludedError, Hosts
+from lightning_gnn.extensions.elastic.hosts import ExcludedError, Hosts, NoQuorumError
 from lightning_gnn.extensions.elastic.supervision import Supervision
 from lightning_gnn.launching import STARTED_BY
 from lightning_gnn.launching.failures import GRACE_S, IMPORT_S, show_once
@@ -69,15 +69,14 @@ def launch(arguments: Sequence[str]) -> None:
     supervision = Supervision(supervisor, hosts, options.timeout - 2 * GRACE_S)
     signal.signal(signal.SIGTERM, lambda number, _: supervision.forward(number))
     try:
-        supervision.start(IMPORT_S)
-    except BaseException:
-        supervisor.end(grace=0.0)
-        raise
-    try:
-        code = supervision.run()
-    except ExcludedError as error:
+        try:
+            supervision.start(IMPORT_S)
+        except BaseException:
+            supervisor.end(grace=0.0)
+            raise
+        sys.exit(supervision.run())
+    except (ExcludedError, NoQuorumError) as error:
         sys.exit(f"lightning-gnn launch: {error}")
-    sys.exit(code)
 
 
 def _start(options: argparse.Namespace, number: int) -> Child:

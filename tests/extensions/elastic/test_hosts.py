@@ -206,7 +206,7 @@ def test_too_few_hosts() -> None:
     with pytest.raises(NoQuorumError, match="cannot connect to the first host"):
         other.connect()
     other.close()
-    with pytest.raises(ValueError, match="token must be a word"):
+    with pytest.raises(ValueError, match="LIGHTNING_GNN_TOKEN must be one word"):
         Hosts("127.0.0.1", port, (2, 2), DEADLINE_S, token="two words")
 
 

@@ -124,6 +124,6 @@ def test_a_host_without_network(tmp_path, seconds):
     finished = run(*lab, f"{command} {SCRIPT} 30 {tmp_path} 1 3", cwd=tmp_path, timeout=220, variables=given, warm=False)
     sizes = check_losses(tmp_path, 30)
     assert sizes[2] == {3} and all(size == {2} for epoch, size in sizes.items() if epoch > 3), finished.output
-    saved = r"found no quorum .*The state at the begin of epoch 3 is in .*elastic\.ckpt"
+    saved = r"found no quorum .*The state at the start of epoch 3 is in .*elastic\.ckpt"
     end = "was late, stopped or cut off" if seconds < 100 else saved
     assert finished.code and re.search(rf"\[1\].*{end}", finished.output), finished.output
