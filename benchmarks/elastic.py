@@ -9,7 +9,7 @@ lost prints nothing. ``--planetoid`` and ``--large`` measure the seconds from a 
 Cora, which is in the folder ROOT, and on a graph of 200,000 nodes and four million edges.
 
 Moments: a phase is a number of calls of functions, counted in an undisturbed run; a signal falls on one of them at random.
-Signals during a recovery also come after random times, from outside. Exit status 1 if a trial fails; its folder is kept.
+During a recovery, another process also sends signals after random times. Exit status 1 if a trial fails; its folder is kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Event:
         share: part of the phase that is over, 0 to 1.
         manner: one of :data:`MANNERS`.
         after: index of an event that must have happened before; -1 for none.
-        delay_s: seconds after that event at which the signal comes from outside; negative: at the moment of the phase.
+        delay_s: seconds after that event at which another process sends the signal; negative: at the moment of the phase.
         paused_s: for ``pause``, seconds until SIGCONT.
     """
 
@@ -158,7 +158,7 @@ class Moments:
     _due = -1
 
     def end(self) -> None:
-        """End the phase; a signal that is still due comes now."""
+        """End the phase, and send a signal that is still due."""
         if self._due >= 0:
             self._fire(self._due)
         sys.setprofile(None)
@@ -261,7 +261,7 @@ def graph_of(trial: Trial) -> Data:
 
 
 def train(trial: Trial, folder: Path) -> None:
-    """What a user's script does: fit and test."""
+    """Fit and test a model, as the script of a user does."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     L.seed_everything(1, verbose=False)
@@ -432,7 +432,7 @@ def files_left(folder: Path, shared_memory: set[str], pids: Collection[int]) -> 
     found += [str(path) for path in (folder / "store").glob("*") if path.name.startswith(".") or path.suffix == ".owner"]
     known = re.compile(r"output.txt|tmp|store|checkpoints|(when|pid)\d")
     found += [str(path) for path in folder.iterdir() if not known.fullmatch(path.name)]
-    deadline = time.monotonic() + 3  # files of other programs come and go
+    deadline = time.monotonic() + 3  # other programs create and remove files
     while True:
         new = [name for name in set(os.listdir("/dev/shm")) - shared_memory if not _is_used(name)]
         new = [name for name in new if not (of := re.search(r"-(\d+)$", name)) or int(of[1]) in pids]

@@ -1,6 +1,6 @@
-"""A user's script in which something happens to ranks in epoch 3, started in every way: EVENT MEMORY TIMEOUT FOLDER.
+"""Script whose rank 1 fails, stops or sleeps in epoch 3; arguments: EVENT MEMORY TIMEOUT FOLDER.
 
-Started as ``by-hand`` (the first argument), it starts the ranks itself, each with environment variables as a user would set them.
+If the first argument is ``by-hand``, this script starts the ranks, with the environment variables that a user would set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if sys.argv[1] == "by-hand":
     sys.exit(start_by_hand())
 
 EVENT, MEMORY, TIMEOUT, FOLDER = sys.argv[1], sys.argv[2], float(sys.argv[3]), Path(sys.argv[4])
-if "RANK" in os.environ:  # not under our own launcher, whose ranks share one stream
+if "RANK" in os.environ:  # not under this package's launcher, whose ranks share one stream
     os.dup2(os.open(FOLDER / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 import lightning as L
@@ -53,7 +53,7 @@ if "DYING_ON_DEVICE" in os.environ:
 
 
 def hold_interpreter(seconds: int) -> None:
-    """Sleeps as a compiler may: no other thread of this process runs Python."""
+    """Sleep with the interpreter lock, as a compiler may: no other thread of this process runs Python."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
@@ -84,7 +84,7 @@ class Happens(L.Callback):
             hold_interpreter(20)
         elif trainer.global_rank == 1:
             if EVENT.endswith("while others are stuck"):
-                time.sleep(2)  # the others are
+                time.sleep(2)  # until the others are stuck
             (FOLDER / "when").write_text(str(time.time()))
             if EVENT == "raise":
                 raise ValueError("the data of rank 1 is spoilt")
@@ -94,7 +94,7 @@ class Happens(L.Callback):
                 time.sleep(600)
             if EVENT == "cut":
                 cut_network()
-            if EVENT.startswith("vanish"):  # as at the loss of a machine: the helper process first
+            if EVENT.startswith("vanish"):  # as after the loss of a machine: kill the helper process first
                 for child in psutil.Process().children():
                     child.kill()
             if EVENT.startswith(("kill", "vanish")):
@@ -106,7 +106,7 @@ class Happens(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if trainer.global_rank != 1:
-            time.sleep(0.5)  # saves something
+            time.sleep(0.5)  # as if it saved a checkpoint
             (FOLDER / f"on_exception-{trainer.global_rank}").touch()
 
 

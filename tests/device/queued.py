@@ -1,8 +1,8 @@
 """A process group over gloo with NCCL's rules, "queued", for tensors of the emulated device.
 
 A communicator does one operation after another, and operations end later than they are started. A batch of sends and receives
-ends when every peer has come to it; messages carry no tags, and sizes must agree. Memory for what is received holds NaN until it
-was waited for; what is sent is read late, too.
+ends when every peer has started its batch. Messages have no tags, and sizes must agree. A receive buffer contains NaN until the
+wait for its message ends. A send buffer is read late, too.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class QueuedGroup(dist.ProcessGroup):
         self._queue.aborted.set()
 
     def connect(self) -> None:
-        """Makes the communicator: every rank must come."""
+        """Make the communicator; every rank must call it."""
         if not self.connected:
             self.connected = True
             self.gloo.barrier(dist.BarrierOptions()).wait()
@@ -259,7 +259,7 @@ class QueuedGroup(dist.ProcessGroup):
                         f"rank {self._rank} expects {raw.numel()} bytes of rank {peer}, which sends {int(size)}"
                     )
             together(1, lambda place, send: messages[place][1])
-            # A receiver answers, so that sends end when their peers have come.
+            # A receiver sends an answer, so that a send ends after its peer has received the message.
             answers = [torch.zeros(1) for _ in messages]
             started = []
             for (send, _, peer, number), answer in zip(messages, answers):
