@@ -115,6 +115,10 @@ class SignalCheck(pl.Callback):
 
     on_train_start = on_sanity_check_start  # the first hooks after Lightning has set its handler
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._world.size == 1 and self._must_change():  # Lightning has no check there
+            raise RanksChange
+
 
 @contextmanager
 def without_example(module: pl.LightningModule) -> Iterator[None]:

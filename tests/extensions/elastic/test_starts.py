@@ -61,46 +61,72 @@ def test_the_supervisor_has_the_run_of_wandb(tmp_path):
     assert [row["trainer/global_step"] for row in found.history if "train_loss" in row] == [*range(6)]
 
 
+class Launched:
+    """Hosts of a run on the loopback interface; :meth:`wait_for` waits for a file, whose name is EPOCH-RANK-RANKS."""
+
+    def __init__(self, folder: Path, epochs: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.epochs = folder, epochs
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int, ranks: int, counts: str) -> None:
+        of_host = ["--nproc-per-node", ranks, "--node-rank", number, "--master-port", self.port]
+        command = ["-m", "lightning_gnn", "launch", "--nnodes", counts, "--timeout", 20, "--start-timeout", 25, *of_host]
+        everything = [sys.executable, *map(str, [*command, SCRIPT, self.epochs, self.folder])]
+        given = {**environment(), "LIGHTNING_GNN_TOKEN": "word"}
+        with open(self.folder / f"host{number}.log", "w") as log:
+            self.processes[number] = subprocess.Popen(everything, env=given, cwd=self.folder, stdout=log, stderr=log)
+
+    def logs(self) -> list[str]:
+        return [file.read_text()[-3000:] for file in sorted(self.folder.glob("host*.log"))]
+
+    def wait_for(self, pattern: str) -> None:
+        end = time.monotonic() + 100
+        while not list(self.folder.glob(pattern)):
+            assert time.monotonic() < end, self.logs()
+            time.sleep(0.1)
+
+    def wait_for_end(self, hosts: set[int]) -> None:
+        assert [self.processes[host].wait(120) for host in hosts] == [0] * len(hosts), self.logs()
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.processes.values():
+            host.kill()
+            host.wait()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(200)
+def test_a_host_joins_a_single_rank(tmp_path):
+    with Launched(tmp_path, 100) as hosts:
+        hosts.start(0, 1, "1:2")
+        hosts.wait_for("*-0-1")
+        hosts.start(1, 1, "1:2")
+        hosts.wait_for("*-0-2")
+        hosts.wait_for_end({0, 1})
+    check_losses(tmp_path, 100)
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_hosts_join_and_are_lost(tmp_path, lost):
     """Three hosts of 2, 1 and 1 ranks: the third joins, then one is lost, perhaps the first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    epochs, hosts = 150, []
-
-    def start(number: int, ranks: int) -> None:
-        of_host = ["--nproc-per-node", ranks, "--node-rank", number, "--master-port", port]
-        command = ["-m", "lightning_gnn", "launch", "--nnodes", "2:3", "--timeout", 20, "--start-timeout", 25, *of_host]
-        given = {**environment(), "LIGHTNING_GNN_TOKEN": "word"}
-        everything = [sys.executable, *map(str, [*command, SCRIPT, epochs, tmp_path])]
-        with open(tmp_path / f"host{number}.log", "w") as log:
-            hosts.append(subprocess.Popen(everything, env=given, cwd=tmp_path, stdout=log, stderr=log))
-
-    def wait_for(pattern: str) -> None:
-        end = time.monotonic() + 100
-        while not list(tmp_path.glob(pattern)):
-            assert time.monotonic() < end, [(tmp_path / f"host{number}.log").read_text()[-3000:] for number in range(len(hosts))]
-            time.sleep(0.1)
-
-    try:
-        start(0, 2)
-        start(1, 1)
-        wait_for("*-0-3")
-        start(2, 1)
-        wait_for("*-0-4")
-        os.kill(hosts[lost].pid, signal.SIGKILL)
-        remaining = 2 if lost == 0 else 3
-        wait_for(f"1[0-9]*-0-{remaining}")
-        for number, host in enumerate(hosts):
-            if number != lost:
-                assert host.wait(120) == 0, (tmp_path / f"host{number}.log").read_text()[-3000:]
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
+    epochs, remaining = 150, 2 if lost == 0 else 3
+    with Launched(tmp_path, epochs) as hosts:
+        hosts.start(0, 2, "2:3")
+        hosts.start(1, 1, "2:3")
+        hosts.wait_for("*-0-3")
+        hosts.start(2, 1, "2:3")
+        hosts.wait_for("*-0-4")
+        os.kill(hosts.processes[lost].pid, signal.SIGKILL)
+        hosts.wait_for(f"1[0-9]*-0-{remaining}")
+        hosts.wait_for_end({0, 1, 2} - {lost})
     sizes = check_losses(tmp_path, epochs)
     assert max(sizes[epochs - 1]) == remaining
 
