@@ -3,7 +3,7 @@
 from typing import Any
 
 from emulated import NAME
-from emulated_plugin import recorded  # noqa: F401
+from emulated_plugin import launched, recorded  # noqa: F401
 
 from lightning_gnn.kernels.run import BACKENDS
 
