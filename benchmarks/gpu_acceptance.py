@@ -678,6 +678,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--minutes", type=float, help="for all parts; what does not fit is not run")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a part")
+    parser.add_argument("--case-limit", type=float, default=60, help="seconds of a case of the part nccl")
     parser.add_argument("--table", action="store_true", help="print the results in the folder as Markdown, and run nothing")
     parser.add_argument("--edges", type=int, default=20_000_000, help="of the graph for kernels and memory")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="that share a device")

@@ -39,8 +39,8 @@ from lightning_gnn.devices import functions_of
 from lightning_gnn.extensions.plans.wiring import topology_from_dict
 
 NEEDED = (2, 30, 3)
-CASE_S = 90.0
-"""Limit of one case, after which its ranks are ended and the next case begins with new ranks."""
+START_S = 90.0
+"""Limit of a process that reads the device's free memory, and of a case that loses a rank."""
 DEADLINE_S = 8.0
 """Timeout of the strategy in cases that lose a rank."""
 BOUND_S = {"killed": 30.0, "stopped": 60.0, "asleep": 60.0}
@@ -228,10 +228,14 @@ def last_line(folder: Path, device: str, rank: int = 0) -> str:
     return lines[-1][-300:] if lines else "no output"
 
 
-def run_cases(size: int, device: str, cases: list[str], options: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Returns why cases failed; the results of the others are in the folder."""
-    failed: dict[str, str] = {}
-    pending, limit_s = cases, min(CASE_S, options.limit)
+def run_cases(
+    size: int, device: str, cases: list[str], options: argparse.Namespace, folder: Path, failed: dict[str, str]
+) -> None:
+    """Writes the results of cases into the folder, and why others failed into `failed`.
+
+    After a case that does not end within the limit, or ends a rank, the next one begins with new ranks.
+    """
+    pending, limit_s = cases, options.case_limit
     while pending:
         processes = start(size, device, pending, options, folder)
         try:
@@ -253,7 +257,6 @@ def run_cases(size: int, device: str, cases: list[str], options: argparse.Namesp
                 time.sleep(0.05)
         finally:
             end(processes)
-    return failed
 
 
 def run_rank(given: dict[str, Any]) -> None:
@@ -298,7 +301,7 @@ def free_megabytes(options: argparse.Namespace) -> float:
     """Returns the device's free memory, as a process of its own finds it."""
     given = {"free": options.device, "plugin": options.plugin, "folder": str(options.folder)}
     command = [sys.executable, __file__, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
     return float(done.stdout.split()[-1])
 
 
@@ -307,7 +310,7 @@ def lost_rows(how: str, options: argparse.Namespace, folder: Path) -> list[Row]:
     processes = start(2, options.device, [how], options, folder)
     when = folder / f"{how}-when"
     try:
-        until = time.monotonic() + CASE_S
+        until = time.monotonic() + START_S
         while processes[0].poll() is None and time.monotonic() < until:
             time.sleep(0.05)
         took = time.time() - float(when.read_text()) if when.exists() else float("nan")
@@ -396,22 +399,26 @@ def nccl(options: argparse.Namespace) -> list[Row]:
 
 
 def compared(size: int, cases: list[str], options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Returns a row for each case, which is in the part's file as soon as ranks on both devices have ended it."""
     own = folder / str(size)
     own.mkdir()
+    rows, failed, devices = list[Row](), dict[str, str](), (options.device, "cpu")
     with ThreadPoolExecutor(2) as both:
-        runs = [both.submit(run_cases, size, device, cases, options, own) for device in (options.device, "cpu")]
-        failed = {**runs[1].result(), **runs[0].result()}
-    rows = []
-    for name in cases:
-        check = f"{size} ranks, {name}: " + ("last / first loss" if CASES[name].tolerance is None else "off CPU ranks")
-        if name in failed:
-            rows.append(row(check, failed[name], "a result", False))
-            continue
-        found, expected = (
-            [torch.load(result_of(own, device, name, rank)) for rank in range(size)] for device in (options.device, "cpu")
-        )
-        value, wanted, ok = compare(CASES[name], found, expected)
-        rows.append(row(check, value, wanted, ok))
+        runs = [both.submit(run_cases, size, device, cases, options, own, failed) for device in devices]
+        for name in cases:
+            files = [[result_of(own, device, name, rank) for rank in range(size)] for device in devices]
+            while name not in failed and not all(file.exists() for each in files for file in each):
+                for run in runs:
+                    if run.done():
+                        run.result()  # raises what it has raised
+                time.sleep(0.05)
+            check = f"{size} ranks, {name}: " + ("last / first loss" if CASES[name].tolerance is None else "off CPU ranks")
+            if name in failed:
+                rows.append(row(check, failed[name], "a result", False))
+                continue
+            found, expected = ([torch.load(file) for file in each] for each in files)
+            value, wanted, ok = compare(CASES[name], found, expected)
+            rows.append(row(check, value, wanted, ok))
     return rows
 
 
