@@ -257,13 +257,13 @@ class Supervisor:
             for child in self.children:
                 child.failures = []
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Returns whether `condition` became true within `seconds`."""
+    def wait_for(self, condition: Callable[[], bool], seconds: float, interval_s: float = 0.02) -> bool:
+        """Returns whether `condition` became true within `seconds`; it is called every `interval_s` seconds."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.02)
+            time.sleep(interval_s)
         return True
 
     def end(self, grace: float = GRACE_S) -> None:

@@ -21,6 +21,7 @@ from lightning_gnn.launching.failures import GRACE_S, STOP_S, Failure
 from lightning_gnn.launching.supervisor import Supervisor
 
 _LOOK_S, _FOREVER_S = 0.02, 10.0**9
+_IDLE_S = 0.1  # the ranks have the cores
 _STEPS = 1 << 32  # above all numbers of epochs
 
 
@@ -123,7 +124,7 @@ class Supervision:
         supervisor = self._supervisor
         try:
             while supervisor.running():
-                supervisor.wait_for(self._must_act, _FOREVER_S)
+                supervisor.wait_for(self._must_act, _FOREVER_S, _IDLE_S)
                 if supervisor.stopping:
                     supervisor.end(STOP_S)
                 self._raise_failure()
