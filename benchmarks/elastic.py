@@ -1,4 +1,4 @@
-"""Loses ranks of elastic trainings at random moments of every phase, and compares what the others compute with one device.
+"""Loses ranks of elastic trainings at random moments of every phase, and compares the results of the others with one device.
 
 python benchmarks/elastic.py [--kills 200] [--first 0] [--only NUMBER ...] [--seed 0] [--patience 90] [--json FILE]
                              [--planetoid ROOT] [--large]
@@ -442,7 +442,7 @@ def files_left(folder: Path, shared_memory: set[str], pids: Collection[int]) -> 
 
 
 def problems_of(trial: Trial, ended: Ended, reference: Ended) -> list[str]:
-    """Returns what is wrong with a trial, apart from files."""
+    """Returns the failed conditions of a trial, apart from files."""
     found = [f"left: {line}" for line in ended.orphans]
     if ended.code is None:
         found.append("hangs")

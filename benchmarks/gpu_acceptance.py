@@ -136,7 +136,7 @@ ROWS_FILE = "GPU_ACCEPTANCE_ROWS"
 
 
 def row(check: str, value: Any, wanted: str, ok: bool, **others: Any) -> Row:
-    """Returns a row, after a copy in the part's file: what is known if the part does not end."""
+    """Returns a row, and adds it to the part's file, which remains if the part does not end."""
     made = {"check": check, "value": value, "wanted": wanted, "ok": bool(ok), **others}
     if ROWS_FILE in os.environ:
         with open(os.environ[ROWS_FILE], "a") as file:
@@ -568,7 +568,7 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Returns what results depend on, with the versions of NCCL and of the driver; None for what is not there."""
+    """Returns the GPU and the versions of libraries and driver, on which results depend; None for missing ones."""
     import gpu_nccl
 
     number = gpu_nccl.nccl_version()

@@ -357,7 +357,7 @@ def stop_mps(folder: Path) -> None:
 
 
 def compare(case: Case, found: list[list[Tensor]], expected: list[list[Tensor]]) -> tuple[float, str, bool]:
-    """Returns the value of a row, what is wanted, and whether it is so."""
+    """Returns the value of a row, the required value, and whether the value meets it."""
     if case.tolerance is None:
         fall = max(float(each[0][-1] / each[0][0]) if each[0].isfinite().all() else float("nan") for each in found)
         return fall, "< 1", fall < 1

@@ -196,7 +196,7 @@ class Counter(L.Callback):
 
 
 class Loss(L.Callback):
-    """Kills this process; each loss happens once, since the number of ranks tells which were."""
+    """Kills this process; each loss happens once: the number of ranks shows the earlier losses."""
 
     def __init__(self, ranks: int, losses: str) -> None:
         self.losses = {ranks - number: loss.split(":") for number, loss in enumerate(filter(None, losses.split(",")))}

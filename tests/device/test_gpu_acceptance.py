@@ -72,7 +72,7 @@ def test_parts_that_hang_or_end_do_not_end_the_others(tmp_path):
 
 
 def test_untested_parts_come_first(tmp_path):
-    """Then those that have failed; what has passed does not run."""
+    """Failed parts run after the others; passed parts do not run."""
     (tmp_path / "kept").mkdir()
     known = {part: {"state": state, "reason": "", "rows": []} for part, state in (("waits", "failed"), ("models", "passed"))}
     (tmp_path / "kept" / "acceptance.json").write_text(json.dumps({"parts": known}))

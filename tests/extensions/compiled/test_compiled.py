@@ -109,7 +109,7 @@ MODELS: dict[str, Any] = {
 
 
 class Module(UserModule):
-    """Tells its model rank and step."""
+    """Sets the rank and the step in its model."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         inner = getattr(self.model, "_orig_mod", self.model)
@@ -266,7 +266,7 @@ def test_without_a_compiler_graphs_run_by_aot_eager(ranks):
 
 
 class Copying(Module):
-    """Trains on what a copy of its model computes, too."""
+    """Also trains on the output of a copy of its model."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -45,7 +45,7 @@ def test_only_ranks_with_too_much_work_lose_nodes(cut):
     moved = found != owners
     assert loses[owners[moved]].all() and gains[found[moved]].all()
     assert (after[loses] >= (shares * total)[loses] - 1e-6).all() and (after[gains] <= (shares * total)[gains] + 1e-6).all()
-    # What is left to move is less than a node that a rank could give, or its last node.
+    # The remaining work is less than that of any node that a rank could give, or a rank has one node.
     for giver in np.flatnonzero(loses & (np.bincount(found, minlength=len(shares)) > 1)):
         heaviest = work[found == giver].max()
         assert min(after[giver] - shares[giver] * total, (shares * total - after)[gains].max(initial=0)) < heaviest + 1e-6
