@@ -106,8 +106,10 @@ def _move_region(
     degree = np.maximum(1, np.bincount(node, minlength=size))
     while True:
         near = np.where(left, np.bincount(node[(owners == taker)[neighbor]], minlength=size) / degree, 0)
-        at_border = near > 0 if near.any() and rounds < _MOST_ROUNDS else left  # all nodes, if the rest is not connected
-        fitting = np.flatnonzero(at_border & (work <= amount - moved))
+        fits = left & (work <= amount - moved)
+        at_border = fits & (near > 0)
+        # All nodes, if the rest is not connected, or none at the border fits
+        fitting = np.flatnonzero(at_border if at_border.any() and rounds < _MOST_ROUNDS else fits)
         if not len(fitting):
             return moved
         order = fitting[np.argsort(-near[fitting], kind="stable")]

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import REPOSITORY, Finished, run
 
@@ -33,8 +33,16 @@ def cuts(draw: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rng.integers(0, nodes, (2, draw(st.integers(0, 5 * nodes)))), owners, shares / shares.sum()
 
 
+NO_FIT_AT_BORDER = (
+    np.array([[11, 13, 17, 14], [8, 1, 18, 2]]),
+    np.array([0, 1, 2, 3, 1, 3, 2, 2, 0, 0, 3, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0]),
+    np.array([1, 4, 2, 8]) / 15,
+)
+
+
 @settings(deadline=None, max_examples=200)
 @given(cuts())
+@example(NO_FIT_AT_BORDER)
 def test_only_ranks_with_too_much_work_lose_nodes(cut):
     edges, owners, shares = cut
     work = work_of_nodes(edges, len(owners)) + 1e-3  # a graph without edges
