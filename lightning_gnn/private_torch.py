@@ -62,6 +62,9 @@ COMPILER = "torch._dynamo"
 ORIGINAL = "_orig_mod"
 """Attribute of the result of ``torch.compile(module)``: the module."""
 
+compiled_call = attrgetter("_compiled_call_impl")
+"""Function that ``Module.compile`` stores in a module; None for other modules."""
+
 COMPILED_FUNCTION = "torch._functorch._aot_autograd.runtime_wrappers"
 """Module of the autograd functions of compiled code."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,13 +25,14 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fit
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.lightning_packages import check_callbacks, is_instance
+from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_lightning import reduce_over
-from lightning_gnn.private_torch import MODULES, ORIGINAL, ordered_effect
+from lightning_gnn.private_torch import MODULES, ORIGINAL, compiled_call, ordered_effect
 from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
-from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
+from lightning_gnn.rows.mode import RowsMode, active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.gradients import SharedModel
 from lightning_gnn.steps.predictions import Predictions
@@ -336,14 +337,29 @@ class GNNStrategy(RankStrategy):
                 binding.recompute()
             steps.bind(binding)
             steps.see_whole_graph(module, shard)
-            is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
-            if is_compiled and not self.checkpoint_convs and ordered_effect() is not None and steps.rows is not None:
-                models = feature("CompiledModels")(module, steps.rows.mode, binding, self._compiler)
-                steps.in_use.callback(models.release)
+            if steps.rows is not None:
+                self._keep_compiled(module, binding, steps.rows.mode)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
         steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:
             self.log_exchange(trainer, shard)
+
+    def _keep_compiled(self, module: pl.LightningModule, binding: Binding, mode: RowsMode) -> None:
+        """Run compiled models as graphs in steps with row semantics, or warn that they run eagerly."""
+        in_place = [type(part).__name__ for part in module.modules() if compiled_call(part) is not None]
+        is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
+        reason = ""
+        if in_place:
+            reason = f"{in_place[0]}.compile() has no effect in steps with row semantics. Use torch.compile(model)"
+        elif is_compiled and self.checkpoint_convs:
+            reason = "checkpoint_convs=True recomputes convs without a compiler. Remove it"
+        elif is_compiled and ordered_effect() is None:
+            reason = f"torch {torch.__version__} has no ordered operators. Use torch 2.13 or newer"
+        if reason:
+            rank_zero_warn(f"Compiled models run without a compiler: {reason}.")
+        if is_compiled and not self.checkpoint_convs and ordered_effect() is not None:
+            models = feature("CompiledModels")(module, mode, binding, self._compiler)
+            self.steps.in_use.callback(models.release)
 
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Log the communication plan of the run if arguments do not determine it."""

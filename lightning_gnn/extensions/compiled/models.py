@@ -3,7 +3,7 @@
 Compiled code computes with local rows. This is exact if the functions of a model, outside of bound layers, treat each row
 separately. So a model is observed first, in a step that runs it without a compiler: row semantics must neither send a message nor
 look up a number of rows. For each graph that ``torch.compile`` makes, the call is observed once more, before the graph runs.
-Other models run without a compiler.
+Other models run without a compiler, and rank 0 logs the reason.
 
 Ranks observe and compile independently. Both ways send the same messages, so ranks may change at different steps.
 """
@@ -35,7 +35,7 @@ from lightning_gnn.private_torch import (
     without_function_mode,
 )
 from lightning_gnn.rows import elementwise
-from lightning_gnn.rows.mode import RULES, RowsMode, active_mode, place, placement_of, rows_of
+from lightning_gnn.rows.mode import RULES, RowsMode, active_mode, name_of, place, placement_of, rows_of, user_line
 from lightning_gnn.rows.placement import Placement
 
 _LOCAL = RULES[torch.matmul], RULES[torch.cat], RowsMode.run_unchanged
@@ -103,8 +103,10 @@ class CompiledModel:
 
     def __init__(self, part: Any, backend: Any, mode: RowsMode, layers: list[Any]) -> None:
         self.part, self._backend, self._mode, self._layers = part, backend, mode, layers
-        self._outside, self._model = part.forward, _model_of(part)
+        self._outside, self._model, self._name = part.forward, _model_of(part), type(getattr(part, ORIGINAL, part)).__name__
         self._local, self._num_observed, self.num_compiled = set[Any](), 0, 0
+        self._reason = ""  # why the last observed call may not run as a graph, and a fix
+        self._has_warned = False
         self._placements: list[Placement] | None = None
         self._compile()
 
@@ -155,14 +157,26 @@ class CompiledModel:
             return self._model(*args, **kwargs)
 
     def _may_compile(self, mode: RowsMode) -> bool:
-        plain = current_function_mode() is mode is self._mode and not (mode.in_backward or mode.exact_draws)
-        return plain and self._backend is not None and not torch.is_autocast_enabled(mode.ranks.device.type)
+        if self._backend is None or mode is not self._mode or mode.in_backward or mode.exact_draws:
+            return False
+        if torch.is_autocast_enabled(mode.ranks.device.type):
+            self._warn_of_eager("autocast is enabled. Train with Trainer(precision='32-true')")
+            return False
+        other = current_function_mode()
+        if other is not mode:
+            self._warn_of_eager(f"{type(other).__name__} is active. Leave this context before you call the model")
+        return other is mode
+
+    def _warn_of_eager(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"{self._name} runs without a compiler: {reason}.")
 
     def _change_backend(self, error: Exception) -> None:
         reason, other = f"{type(error).__name__}: {error}".partition("\n")[0], backend_without_code()
         self._backend = None if self._backend is other else other
         how = "without a compiler" if self._backend is None else "with backend='aot_eager'"
-        rank_zero_warn(f"{type(self._model).__name__} runs {how}, since torch.compile failed: {reason}")
+        rank_zero_warn(f"{self._name} runs {how}, since torch.compile failed: {reason}")
         self._compile()
 
     def _run(self, leaves: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -183,31 +197,41 @@ class CompiledModel:
         self._num_observed += 1
         if self._num_observed > _MOST * (1 + len(self._local)):
             self._backend = None
+            self._warn_of_eager(self._reason)
         with _observation(self._mode, self._layers) as found:
             out = self._model(*args, **kwargs)
         placements = [placement_of(x) for x in _tensors(out)]
-        if not found and all(each is not None and each.view is None for each in placements):
+        if found:
+            self._reason = f"{found[0]} may depend on other ranks. Compile only the modules before and after it"
+        elif any(each is None or each.view is not None for each in placements):
+            self._reason = "it returns a view of rows, or a tensor of unknown placement. Return a result of torch's functions"
+        else:
+            self._reason = "torch.compile makes more graphs than inputs require. Read no Python values that change between steps"
             self._local.add(self._signature)
             graph[self._signature] = placements  # type: ignore[assignment]
         return out
 
 
 @contextmanager
-def _observation(mode: RowsMode, layers: list[Any]) -> Iterator[list[Any]]:
-    """Context manager that stores shapes of layers' outputs; yields a list of functions that do not treat rows separately."""
-    found = list[Any]()
+def _observation(mode: RowsMode, layers: list[Any]) -> Iterator[list[str]]:
+    """Context manager that stores shapes of layers' outputs; yields functions that mix rows, with their lines."""
+    found, last_seen = list[str](), list[Any]()
+
+    def note(func: Any) -> None:
+        found.append(f"{name_of(func)} at {user_line()}")
 
     def see(func: Any, args: Any) -> None:
-        rule = RULES.get(func)
+        rule, last_seen[:] = RULES.get(func), [func]
         if func is Tensor.size and len(args) > 1 and not mode.paused:
             of = rows_of(args[0])
-            found.extend([func] if of is not None and args[1] % args[0].dim() == of.dim else [])
+            if of is not None and args[1] % args[0].dim() == of.dim:
+                note(func)
         elif not mode.paused and rule not in _LOCAL and getattr(rule, "__module__", "") != elementwise.__name__:
-            found.append(func)
+            note(func)
 
     def noting(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(function)
+            note(last_seen[0] if last_seen else function)
             return function(*args, **kwargs)
 
         return call

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from common import (
 )
 from torch_geometric import nn
 
-from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn import DGCLStrategy, GraphDataModule, local_rows
 from lightning_gnn.comm.exchange import HaloExchange
 from lightning_gnn.extensions.compiled.models import CompiledModels
 
@@ -197,6 +199,88 @@ def test_ranks_compile_at_different_steps(ranks, backend):
         assert found["compiled"][0] > 0
         # Of training and evaluation, before and after the change, which the third rank does not reach.
         assert found["counters"]["stats"]["unique_graphs"] == (4 if rank < 2 else 2)
+
+
+class Reported(torch.nn.Module):
+    """Model with an operation that runs it without a compiler."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.conv, self.how = nn.GCNConv(FEATURES, CLASSES), how
+        self.register_buffer("of_nodes", torch.ones(1, awkward_graph().num_nodes))
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        out = self.conv(x, edge_index)
+        if self.how == "mean":
+            out = out - out.mean(0)
+        elif self.how == "product":
+            out = out + self.of_nodes @ out
+        elif self.how == "size":
+            out = out / out.size(0)
+        elif self.how == "unknown":
+            with local_rows():
+                return out, out * 2
+        return out
+
+
+class Outer(torch.nn.Module):
+    """Calls a model in another mode, and returns its first output."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        with torch.device("cpu") if self.inner.how == "mode" else nullcontext():
+            out = self.inner(x, edge_index)
+        return out[0] if isinstance(out, tuple) else out
+
+
+LINE = {
+    how: number
+    for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+    for how in ("mean", "product", "size")
+    if f'self.how == "{how}"' in line
+}
+
+
+def eager_reasons(rank: int, size: int, how: str, **options: Any) -> list[str]:
+    """Returns the warnings about models without a compiler."""
+    torch.manual_seed(1)
+    module: Any = UserModule(Reported(how)).double()
+    if how == "in place":
+        module.model.compile(backend="aot_eager")
+    else:
+        module.model = torch.compile(module.model, backend="aot_eager")
+    module.model = Outer(module.model)
+    strategy = DGCLStrategy(timeout=60, self_check=False, checkpoint_convs=how == "checkpoint_convs")
+    trainer = quiet_trainer(strategy, size, False, max_epochs=12, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=GraphDataModule(awkward_graph()))
+    return [str(each.message) for each in caught if "without a compiler" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "how, expected",
+    [
+        ("mean", "Reported runs without a compiler: mean at {line} may depend on other ranks. Compile only"),
+        ("product", "Reported runs without a compiler: matmul at {line} may depend on other ranks."),
+        ("size", "Reported runs without a compiler: size at {line} may depend on other ranks."),
+        ("unknown", "Reported runs without a compiler: it returns a view of rows, or a tensor of unknown placement."),
+        ("mode", "Reported runs without a compiler: DeviceContext is active. Leave this context"),
+        ("in place", "Compiled models run without a compiler: Reported.compile() has no effect in steps with row semantics."),
+        ("checkpoint_convs", "Compiled models run without a compiler: checkpoint_convs=True recomputes convs"),
+        ("autocast", "Reported runs without a compiler: autocast is enabled."),
+        ("nothing", None),
+    ],
+)
+def test_an_eager_model_is_reported_once_on_rank_0(ranks, how, expected):
+    first, second = ranks.run(2, eager_reasons, how, **({"precision": "bf16-mixed"} if how == "autocast" else {}))
+    assert not second
+    assert len(first) == (expected is not None), first
+    if expected is not None:
+        assert first[0].startswith(expected.format(line=f"{__file__}:{LINE.get(how, 0) + 1}")), first
 
 
 @pytest.mark.parametrize("way", [*campaign(2, 4, 5), 3])
