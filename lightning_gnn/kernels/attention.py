@@ -116,12 +116,6 @@ def _spmm_heads(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _on_slots(loop: Any, csr: CSR, values: Tensor, rows: Tensor) -> Tensor:
-    out = torch.empty_like(values)
-    run_over_rows(loop, csr, values, rows, out, work=values.numel())
-    return out
-
-
 # Autograd #####################################################################
 
 
@@ -190,12 +184,15 @@ class _EdgeSoftmax(torch.autograd.Function):
     def forward(ctx: Any, csr: CSR, scores: Tensor, across: Across | None) -> Tensor:
         # In float16, a hub's sum of exponentials would overflow, and 1e-16 would round to 0.
         dtype, scores = scores.dtype, scores.contiguous().to(torch.promote_types(scores.dtype, torch.float32))
-        largest = scores.new_empty((csr.num_rows, scores.size(1)))
-        run_over_rows(loops.slot_maxima, csr, scores, largest, work=scores.numel())
-        powers = _on_slots(loops.minus_rows, csr, scores, across(largest, "max") if across else largest).exp_()
-        total = _slot_sums(csr, powers)
-        total = (across(total, "sum") if across else total).add_(1e-16)
-        out = _on_slots(loops.times_rows, csr, powers, total.reciprocal_()).to(dtype)
+        of_rows, out = scores.new_empty((csr.num_rows, scores.size(1))), torch.empty_like(scores)
+        run_over_rows(loops.below_maxima, csr, scores, of_rows, out, False, work=scores.numel())
+        if across is not None:
+            run_over_rows(loops.below_maxima, csr, scores, across(of_rows, "max"), out, True, work=scores.numel())
+        out.exp_()
+        if across is not None:
+            of_rows = across(_slot_sums(csr, out), "sum")
+        run_over_rows(loops.shares, csr, out, of_rows, across is not None, work=out.numel())
+        out = out.to(dtype)
         ctx.csr, ctx.across = csr, across
         ctx.save_for_backward(out)
         return out
@@ -205,10 +202,13 @@ class _EdgeSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (out,) = ctx.saved_tensors
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
-        scaled = wide * grad
-        mean = _slot_sums(ctx.csr, scaled)
-        mean = ctx.across(mean, "sum") if ctx.across else mean
-        return None, scaled.sub_(_on_slots(loops.times_rows, ctx.csr, wide, mean)).to(out.dtype), None
+        grad, found = grad.contiguous().to(wide.dtype), torch.empty_like(wide)
+        if ctx.across is None:
+            total = wide.new_empty((ctx.csr.num_rows, wide.size(1)))
+        else:
+            total = ctx.across(_slot_sums(ctx.csr, wide * grad), "sum")
+        run_over_rows(loops.shares_grad, ctx.csr, wide, grad, total, found, ctx.across is not None, work=wide.numel())
+        return None, found.to(out.dtype), None
 
 
 class _WeightedSums(torch.autograd.Function):

@@ -373,34 +373,53 @@ def slot_sums(indptr, place, values, out, placed, low, high):
 
 
 @loop
-def slot_maxima(indptr, values, out, low, high):
-    """``out[r, h]``: maximum of ``values[s, h]`` over the slots of a row; minus infinity for empty rows."""
+def below_maxima(indptr, values, largest, out, complete, low, high):
+    """``out[s, h] = values[s, h] - largest[r, h]``, the maximum; computed unless `complete`, minus infinity for empty rows."""
     for row in range(low, high):
         start, end = indptr[row], indptr[row + 1]
+        if not complete:
+            for h in range(values.shape[1]):
+                largest[row, h] = values[start, h] if end > start else -np.inf
+            for slot in range(start + 1, end):
+                for h in range(values.shape[1]):
+                    value, best = values[slot, h], largest[row, h]
+                    largest[row, h] = value if not (value <= best) and best == best else best
+        for slot in range(start, end):
+            for h in range(values.shape[1]):
+                out[slot, h] = values[slot, h] - largest[row, h]
+
+
+@loop
+def shares(indptr, values, total, complete, low, high):
+    """``values[s, h] /= total[r, h] + 1e-16``, the sum of values; computed unless `complete`."""
+    one, tiny = values.dtype.type(1), values.dtype.type(1e-16)
+    for row in range(low, high):
+        start, end = indptr[row], indptr[row + 1]
+        if not complete:
+            total[row] = 0
+            for slot in range(start, end):
+                for h in range(values.shape[1]):
+                    total[row, h] += values[slot, h]
         for h in range(values.shape[1]):
-            out[row, h] = values[start, h] if end > start else -np.inf
-        for slot in range(start + 1, end):
+            total[row, h] = one / (total[row, h] + tiny)
+        for slot in range(start, end):
             for h in range(values.shape[1]):
-                value, best = values[slot, h], out[row, h]
-                out[row, h] = value if not (value <= best) and best == best else best
+                values[slot, h] *= total[row, h]
 
 
 @loop
-def minus_rows(indptr, values, rows, out, low, high):
-    """``out[s, h] = values[s, h] - rows[r, h]``."""
+def shares_grad(indptr, values, grad, total, out, complete, low, high):
+    """``out[s, h] = values[s, h] * (grad[s, h] - total[r, h])``, the sum of ``values * grad``; computed unless `complete`."""
     for row in range(low, high):
-        for slot in range(indptr[row], indptr[row + 1]):
+        start, end = indptr[row], indptr[row + 1]
+        if not complete:
+            total[row] = 0
+            for slot in range(start, end):
+                for h in range(values.shape[1]):
+                    total[row, h] += values[slot, h] * grad[slot, h]
+        for slot in range(start, end):
             for h in range(values.shape[1]):
-                out[slot, h] = values[slot, h] - rows[row, h]
-
-
-@loop
-def times_rows(indptr, values, rows, out, low, high):
-    """``out[s, h] = values[s, h] * rows[r, h]``."""
-    for row in range(low, high):
-        for slot in range(indptr[row], indptr[row + 1]):
-            for h in range(values.shape[1]):
-                out[slot, h] = values[slot, h] * rows[row, h]
+                out[slot, h] = values[slot, h] * grad[slot, h] - values[slot, h] * total[row, h]
 
 
 # Quantized rows ###############################################################

@@ -56,11 +56,6 @@ def statistics(
     _statistics_of_rows(csr, indices, x, (total, square, top, tops, bottom, bottoms), accumulate, counted=True)
 
 
-def slot_maxima(csr: CSR, values: Tensor, out: Tensor) -> None:
-    none = out.new_empty((0, 0))
-    _statistics_of_rows(csr, None, values, (none, none, out, none, none, none), False, counted=False)
-
-
 def statistics_grad(
     csr: CSR, indices: Tensor, x: Tensor, total: Tensor, square: Tensor, top: Tensor, top_grad: Tensor,
     bottom: Tensor, bottom_grad: Tensor, out: Tensor,
@@ -86,12 +81,25 @@ def pair_sums(csr: CSR, indices: Tensor, source: Tensor, target: Tensor, out: Te
     _launch_over_slots(csr, indices, source, target, out, "plus")
 
 
-def minus_rows(csr: CSR, values: Tensor, rows: Tensor, out: Tensor) -> None:
-    _launch_over_slots(csr, None, values, rows, out, "minus")
+def below_maxima(csr: CSR, values: Tensor, largest: Tensor, out: Tensor, complete: bool) -> None:
+    if not complete:
+        _statistics_of_rows(csr, None, values, (largest[:0],) * 2 + (largest,) + (largest[:0],) * 3, False, counted=False)
+    _launch_over_slots(csr, None, values, largest, out, "minus")
 
 
-def times_rows(csr: CSR, values: Tensor, rows: Tensor, out: Tensor) -> None:
-    _launch_over_slots(csr, None, values, rows, out, "times")
+def shares(csr: CSR, values: Tensor, total: Tensor, complete: bool) -> None:
+    if not complete:
+        _sum_rows(csr, None, None, None, values, None, total, 1, False)
+    # Sums are rounded before the product, which is exact enough because softmax passes no shorter floats than float32.
+    _launch_over_slots(csr, None, values, total.add_(1e-16).reciprocal_(), values, "times")
+
+
+def shares_grad(csr: CSR, values: Tensor, grad: Tensor, total: Tensor, out: Tensor, complete: bool) -> None:
+    scaled = values * grad
+    if not complete:
+        _sum_rows(csr, None, None, None, scaled, None, total, 1, False)
+    _launch_over_slots(csr, None, values, total, out, "times")
+    out.neg_().add_(scaled)
 
 
 def pair_products(csr: CSR, indices: Tensor, source: Tensor, target: Tensor, out: Tensor) -> None:

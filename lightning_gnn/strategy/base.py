@@ -44,6 +44,8 @@ from lightning_gnn.strategy.run_config import log_run, part_sizes
 from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme, bind_module
 from lightning_gnn.strategy.steps import NoSteps, Steps
 
+_EAGER = "Compiled models run without a compiler: {}."
+
 
 def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
     """Raises ValueError if an option is set that the scheme does not support.
@@ -348,18 +350,14 @@ class GNNStrategy(RankStrategy):
         """Run compiled models as graphs in steps with row semantics, or warn that they run eagerly."""
         in_place = [type(part).__name__ for part in module.modules() if compiled_call(part) is not None]
         is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
-        reason = ""
         if in_place:
-            reason = f"{in_place[0]}.compile() has no effect in steps with row semantics. Use torch.compile(model)"
-        elif is_compiled and self.checkpoint_convs:
-            reason = "checkpoint_convs=True recomputes convs without a compiler. Remove it"
+            rank_zero_warn(_EAGER.format(f"{in_place[0]}.compile() has no effect in full-graph steps. Use torch.compile(model)"))
+        if is_compiled and self.checkpoint_convs:
+            rank_zero_warn(_EAGER.format("checkpoint_convs=True recomputes convs without a compiler. Remove it"))
         elif is_compiled and ordered_effect() is None:
-            reason = f"torch {torch.__version__} has no ordered operators. Use torch 2.13 or newer"
-        if reason:
-            rank_zero_warn(f"Compiled models run without a compiler: {reason}.")
-        if is_compiled and not self.checkpoint_convs and ordered_effect() is not None:
-            models = feature("CompiledModels")(module, mode, binding, self._compiler)
-            self.steps.in_use.callback(models.release)
+            rank_zero_warn(_EAGER.format(f"torch {torch.__version__} has no ordered operators. Use torch 2.13 or newer"))
+        elif is_compiled:
+            self.steps.in_use.callback(feature("CompiledModels")(module, mode, binding, self._compiler).release)
 
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Log the communication plan of the run if arguments do not determine it."""

@@ -150,10 +150,15 @@ def arguments_of(loop: str, csr: CSR, dtype: torch.dtype, heads: int, columns: i
                 "TOPS": counts[2], "BOTTOM": made[3], "BOTTOMS": counts[3], "accumulate": two}  # fmt: skip
     if loop == "slot_sums":
         return {"place": place, "values": draw(edges, width), "OUT": blank(rows, width), "placed": one}
-    if loop == "slot_maxima":
-        return {"values": few(edges, width), "OUT": blank(rows, width)}
-    if loop in ("minus_rows", "times_rows"):
-        return {"values": draw(edges, width), "rows": draw(rows, width), "OUT": blank(edges, width)}
+    if loop == "below_maxima":
+        largest = draw(rows, width) if one else blank(rows, width)
+        return {"values": few(edges, width), "LARGEST": largest, "OUT": blank(edges, width), "complete": one}
+    if loop in ("shares", "shares_grad"):  # of float32 or float64; positive, so that no sum is close to 0
+        dtype = torch.float32 if dtype in SHORT else dtype
+        total, values = draw(rows, width).abs() + 1 if one else blank(rows, width), draw(edges, width).abs() + 1
+        if loop == "shares":
+            return {"VALUES": values, "TOTAL": total, "complete": one}
+        return {"values": values, "grad": draw(edges, width), "TOTAL": total, "OUT": blank(edges, width), "complete": one}
     if loop == "pair_sums":
         return {
             "indices": csr.indices,
@@ -171,8 +176,8 @@ def arguments_of(loop: str, csr: CSR, dtype: torch.dtype, heads: int, columns: i
             "OUT": torch.full_like(near, float("nan")), "placed": one}  # fmt: skip
 
 
-LOOPS = ["spmm", "spmm_heads", "slot_sums", "statistics", "slot_maxima", "statistics_grad", "additive_scores_grad",
-         "pair_sums", "minus_rows", "times_rows", "pair_products", "additive_scores"]  # fmt: skip
+LOOPS = ["spmm", "spmm_heads", "slot_sums", "statistics", "below_maxima", "statistics_grad", "additive_scores_grad",
+         "pair_sums", "shares", "shares_grad", "pair_products", "additive_scores"]  # fmt: skip
 # Graph, dtype, heads, columns, edges above which a row is split, three options. Rows of more than 32 edges take several
 # rounds in one column, of more than 8 in 65 and more; 130 columns take two programs, or rounds. One row has 9 edges.
 FEW = [
@@ -218,7 +223,7 @@ def compare(loop: str, cases: list[Any]) -> None:
         with in_triton(split):
             runner.run_over_rows(getattr(loops, loop), csr, *ours.values(), work=0)
         for key in filter(str.isupper, given):
-            exact = key in ("TOP", "TOPS", "BOTTOM", "BOTTOMS") or loop == "slot_maxima"
+            exact = key in ("TOP", "TOPS", "BOTTOM", "BOTTOMS", "LARGEST")
             rtol, atol = (0.0, 0.0) if exact else TOLERANCE[dtype]
             atol *= max(1.0, float(theirs[key].nan_to_num(0, 0, 0).abs().amax()) / 8) if theirs[key].numel() else 1
             torch.testing.assert_close(
@@ -437,7 +442,7 @@ OFTEN = [
     ("statistics", torch.float32, 80),
     ("statistics_grad", torch.float64, 100),
     ("additive_scores_grad", torch.float16, 90),
-    ("minus_rows", torch.bfloat16, 100),
+    ("shares", torch.bfloat16, 100),
     ("additive_scores", torch.float64, 80),
     ("codes", torch.float32, 90),
 ]
@@ -496,10 +501,11 @@ def test_compiles_for_gpus(loop, dtype, capability, monkeypatch, tmp_path):
     csr = graph("awkward")
     for split in (8, 1024):
         monkeypatch.setattr(triton_loops, "SPLIT", split)
-        given = arguments_of(loop, csr, dtype, 2, 48, (True, True, True))
+        in_two = loop in ("below_maxima", "shares", "shares_grad")  # over rows, then over slots
+        given = arguments_of(loop, csr, dtype, 2, 48, (not in_two, True, True))
         runner.run_over_rows(getattr(loops, loop), csr, *given.values(), work=0)
-    over_rows = loop not in ("pair_sums", "minus_rows", "times_rows", "pair_products", "additive_scores")
-    assert len(binaries) == (3 if over_rows else 1) and all(binaries.values())
+    over_rows = loop not in ("pair_sums", "pair_products", "additive_scores")
+    assert len(binaries) == (3 if over_rows else 1) + in_two and all(binaries.values())
 
 
 # Which loops are run ##########################################################

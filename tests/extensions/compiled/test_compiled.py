@@ -269,7 +269,7 @@ def eager_reasons(rank: int, size: int, how: str, **options: Any) -> list[str]:
         ("size", "Reported runs without a compiler: size at {line} may depend on other ranks."),
         ("unknown", "Reported runs without a compiler: it returns a view of rows, or a tensor of unknown placement."),
         ("mode", "Reported runs without a compiler: DeviceContext is active. Leave this context"),
-        ("in place", "Compiled models run without a compiler: Reported.compile() has no effect in steps with row semantics."),
+        ("in place", "Compiled models run without a compiler: Reported.compile() has no effect in full-graph steps."),
         ("checkpoint_convs", "Compiled models run without a compiler: checkpoint_convs=True recomputes convs"),
         ("autocast", "Reported runs without a compiler: autocast is enabled."),
         ("nothing", None),
