@@ -57,7 +57,7 @@ NOT_DERIVED = {("auto_gnn", "HeteroData"): "no", ("auto_gnn", "embeddings"): "un
 
 GROUPS: Mapping[str, Callable[[str], bool] | tuple[str, ...]] = {
     "Strategies": lambda name: name.endswith("Strategy"),
-    "Data": ("GraphDataModule", "planted_partition", "split_edges"),
+    "Data": ("GraphDataModule", "planted_partition", "split_by_time", "split_edges"),
     "Modules": ("NodeClassifier", "LinkPredictor", "CommNet", "CommNetConv", "DistributedEmbedding"),
     "Choosing and checking": ("advise", "compare", "check_parity", "CommunicationMonitor"),
     "Errors": lambda name: name.endswith("Error"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_gnn.data.synthetic import planted_partition
     from lightning_gnn.datamodules import GraphDataModule
     from lightning_gnn.extensions.embeddings.embedding import DistributedEmbedding
+    from lightning_gnn.extensions.samples.order import split_by_time
     from lightning_gnn.modules import LinkPredictor, NodeClassifier
     from lightning_gnn.nn import (
         CommNet,
@@ -114,6 +115,7 @@ __all__ = [
     "register_adapter",
     "register_row_rule",
     "select_edges",
+    "split_by_time",
     "split_edges",
 ]
 

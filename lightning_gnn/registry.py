@@ -38,6 +38,7 @@ _NAMES = {
     "lightning_gnn.tools.comparing": ["compare"],
     "lightning_gnn.datamodules": ["GraphDataModule"],
     "lightning_gnn.data.links": ["split_edges"],
+    "lightning_gnn.extensions.samples.order": ["split_by_time"],
     "lightning_gnn.data.synthetic": ["planted_partition"],
     "lightning_gnn.modules": ["LinkPredictor", "NodeClassifier"],
     "lightning_gnn.tools.parity": ["check_parity"],
@@ -68,6 +69,7 @@ _FEATURES = {
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
     "node_types.small_graph": ["typed_small_graph"],
+    "samples.data": ["SampleData"],
 }
 """Names that the core uses from extensions, by their modules, which are imported on first use."""
 

@@ -53,6 +53,7 @@ from lightning_gnn import (
     register_adapter,
     register_row_rule,
     select_edges,
+    split_by_time,
     split_edges,
 )
 
@@ -149,5 +150,7 @@ def program(folder: Path) -> None:
         print(error)
     links = LinkPredictor(GCN(8, 16, num_layers=2, out_channels=4))
     trainer.fit(links, datamodule=GraphDataModule(split_edges(graph)))
+    samples = split_by_time([{"x": torch.rand(30, 4)} for _ in range(10)], (0.6, 0.2, 0.2))
+    GraphDataModule(graph, samples=samples[0], val_samples=samples[1], batch_size=2)
     found = compare(Net, {"source": "a.b"}, ["dgcl", {"strategy": "auto", "devices": 1}], devices=2, epochs=3)
     print(found["runs"], lightning_gnn.__version__)

@@ -364,6 +364,7 @@ def prepare_graph(
     seed: int = 0,
     masks_needed: bool = True,
     short_ids: bool = False,
+    features_needed: bool = True,
 ) -> Data:
     """Returns a checked copy of `data` with boolean masks ``[N]``, ``x`` floating, ``edge_index`` and class labels int64.
 
@@ -375,6 +376,7 @@ def prepare_graph(
         seed: seed of the random split.
         masks_needed: whether a graph without masks is an error; else its masks are empty, for prediction.
         short_ids: whether int32 edges stay int32, to avoid a copy of memory-mapped edges.
+        features_needed: whether a graph without x is an error; else x is ``[N, 0]``.
 
     Raises:
         ValueError: the graph is incomplete or invalid; the message names the fix.
@@ -386,7 +388,7 @@ def prepare_graph(
             "The graph has no edge_index. If it holds an adjacency `adj_t`, convert it first: "
             f"row, col, _ = data.adj_t.t().coo(); data.edge_index = torch.stack([row, col]).{hint}"
         )
-    if data.x is None:
+    if data.x is None and features_needed:
         raise ValueError(
             "The graph has no node features x. Add them: data.x = torch.randn(data.num_nodes, 128), "
             "or apply torch_geometric.transforms.OneHotDegree."
@@ -394,7 +396,7 @@ def prepare_graph(
     for name in ("x", "edge_index", "y", "edge_weight", "edge_attr", *MASKS):
         check_tensor(name, data.get(name))
     given = {name: value for name, value in data.to_dict().items() if value is not None}
-    x = features(data.x.cpu())
+    x = torch.empty(data.num_nodes or 0, 0) if data.x is None else features(data.x.cpu())
     num_nodes = x.size(0)
     if given.pop("num_nodes", num_nodes) != num_nodes:
         raise ValueError(

@@ -282,7 +282,7 @@ def write_store(
     Raises:
         StoreError: the disk is full, or the folder cannot be written.
     """
-    with writing(folder.parent, stored_bytes(data)), _appearing(folder) as scratch:
+    with writing(folder.parent, stored_bytes(data)), appearing_folder(folder) as scratch:
         out, predicted = ArrayWriter(scratch), predicted or Predicted.of(data)
         written = (write_edges or partial(_write_edges, data, predicted, measure_locality))(part, layout.parts, out)
         attributes: dict[str, list[str]] = {}
@@ -382,7 +382,7 @@ def write_copy(folder: Path, text: bytes, source: str, bytes_of: Callable[[str, 
     _check_form(folder, manifest, None, f"Use one version of lightning_gnn on {source} and here.")
     num_bytes = sum(size for size, _ in manifest["files"].values())
     check_space(folder.parent, num_bytes)
-    with writing(folder.parent, num_bytes), _appearing(folder) as scratch:
+    with writing(folder.parent, num_bytes), appearing_folder(folder) as scratch:
         for name, (size, checksum) in manifest["files"].items():
             with _open_summed(scratch / name) as file:
                 for piece in bytes_of(name, size):
@@ -462,7 +462,7 @@ def _in_order(values: np.ndarray, order: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
+def appearing_folder(folder: Path) -> Iterator[Path]:
     """Context manager of a folder that is renamed to `folder` at the end, complete and on disk, or removed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in folder.parent.glob(f".{folder.name}.*"):

@@ -68,7 +68,15 @@ Partition: TypeAlias = str | Sequence[int] | np.ndarray | Tensor
 STAGE_MASKS = {"fit": "train_mask", "validate": "val_mask", "test": "test_mask"}
 
 
-class OneBatch:
+SAMPLES = {"train_mask": "samples", "val_mask": "val_samples", "test_mask": "test_samples", None: "predict_samples"}
+"""Argument with the samples of a stage, by the mask of the stage."""
+
+
+class GraphLoader:
+    """Loader of batches with the rank's part of the graph."""
+
+
+class OneBatch(GraphLoader):
     """Loader of a full-graph scheme: one batch per epoch, the rank's part of the graph.
 
     Args:
@@ -123,10 +131,22 @@ class GraphDataModule(LightningDataModule):
             locally, too. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         num_neighbors: neighbors per hop of a strategy that samples, see :class:`~lightning_gnn.SamplingStrategy`. Default: the
             value of the strategy.
-        batch_size: seeds per batch of a strategy that samples. Default: the value of the strategy.
+        batch_size: seeds per batch of a strategy that samples; default: the value of the strategy. With `samples`: samples per
+            batch and data rank.
         partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``; memory that grows
             with the number of nodes is not included. Default: a third of the available memory.
         feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.
+        samples: training samples on the graph, a map-style dataset. Its items are dicts of tensors, arrays and numbers, or a
+            ``Data``. Or a folder of ``.npy`` files ``[S, N, F]`` or ``[S, T, N, F]``, or ``(folder, slice)``. The graph needs
+            only ``edge_index`` and ``num_nodes``.
+        val_samples, test_samples, predict_samples: samples of the other stages. A stage without samples has no batches.
+        global_batch_size: samples per batch of all data ranks together, in place of `batch_size`.
+        shuffle: whether training samples are in random order, which depends on `seed` and the epoch.
+        node_dims: dimension of the nodes in a sample's tensor by name, or None for one value per sample. Default: dimension 0 of
+            1-D tensors and -2 of others, if its size is N; else one value per sample.
+        num_workers, persistent_workers, prefetch_factor: of ``torch.utils.data.DataLoader``, for `samples`.
+        concatenate: whether samples are concatenated as in PyG's batches, ``x [B * N, F]``, with one copy of the graph per
+            sample. Default: stacked, ``x [B, N, F]``. Requires one device.
 
     Raises:
         ValueError: invalid argument or graph; a different graph when the source is loaded again; `num_neighbors` or `batch_size`
@@ -139,6 +159,9 @@ class GraphDataModule(LightningDataModule):
     ``test_mask``, ``n_id [N]`` (original ids), ``num_owned`` (N). A graph for link prediction has ``edge_train_mask``,
     ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs no node masks. In a ``HeteroData``, one edge type has these
     masks.
+
+    With `samples`, a batch has the tensors of B samples, ``x [B, N, F]``, the graph once, and ``sample_info``: dataset indices
+    and positions in the global batch. Random numbers in ``__getitem__`` depend only on `seed`, the epoch and the index.
 
     For a ``HeteroData``, batches are ``HeteroData``: a rank's part of the whole graph under ``dgcl``, ``vertex_cut`` and
     ``spmm_1d``, samples under ``sampling``.
@@ -160,6 +183,17 @@ class GraphDataModule(LightningDataModule):
         input_type: str | None = None,
         partition_memory_limit: int | str | None = None,
         feature_dtype: str | torch.dtype | None = None,
+        samples: Any = None,
+        val_samples: Any = None,
+        test_samples: Any = None,
+        predict_samples: Any = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        node_dims: Mapping[str, int | None] | None = None,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        concatenate: bool = False,
         **removed: Never,
     ) -> None:
         if removed:
@@ -189,6 +223,15 @@ class GraphDataModule(LightningDataModule):
         self.partition = None if partition is None else checked_method(partition)
         self._store = store_of(str(partition_dir or os.environ.get("LIGHTNING_GNN_STORE") or default_root()))
         self.partition_dir: Path = self._store.folder
+        datasets = dict(zip(SAMPLES.values(), (samples, val_samples, test_samples, predict_samples)))
+        options = global_batch_size, shuffle, node_dims, num_workers, persistent_workers, prefetch_factor, concatenate
+        self.has_samples = any(each is not None for each in datasets.values())
+        if not self.has_samples and options != (None, True, None, 0, False, None, False):
+            raise ValueError(
+                "global_batch_size, shuffle, node_dims, num_workers, persistent_workers, prefetch_factor and concatenate require "
+                "GraphDataModule(samples=...). Remove them, or pass samples."
+            )
+        self.sample_data = feature("SampleData")(datasets, batch_size, *options) if self.has_samples else None
         self.predicting = False
         self._folder: str | None = None
         # The graph, if this process has it unpartitioned; its digests; and its stored partitions by description.
@@ -263,7 +306,9 @@ class GraphDataModule(LightningDataModule):
 
     def prepare_for(self, layout: LayoutSpec) -> None:
         """Load and partition the graph for a layout, unless it is stored; called on rank 0."""
-        self.partition_for(layout)
+        partition = self.partition_for(layout)
+        if self.sample_data is not None:
+            self.sample_data.convert(self.seed, self.stored_cut(), partition, self._lock)
         if self._shard_of is None:  # the unpartitioned graph of an earlier run on one device
             self._shard = None
 
@@ -282,6 +327,8 @@ class GraphDataModule(LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         layout = self._layout()
+        if self.sample_data is not None:
+            self.sample_data.check_strategy(getattr(self.trainer, "strategy", None))
         if stage == "fit":
             self._check_sampled(layout)
         if layout.kind == "whole":
@@ -299,7 +346,10 @@ class GraphDataModule(LightningDataModule):
         if self.trainer is not None and self.trainer.lightning_module is not None:
             check_fits(self.trainer.lightning_module, self._shard)
             check_links(self.trainer.lightning_module, self._shard, layout.samples)
-        if stage not in STAGE_MASKS:
+        if self.sample_data is not None:
+            partition = None if self._shard_of is None else self.partition_dir / self._shard_of[0]
+            self.sample_data.setup(self.seed, self._shard, stage, partition, self._lock)
+        if stage not in STAGE_MASKS or self.has_samples:
             return
         mask = self._counted_mask(STAGE_MASKS[stage])
         if mask in EDGE_MASKS and not sum(self._shard.mask_counts.get(mask, ())):
@@ -319,7 +369,7 @@ class GraphDataModule(LightningDataModule):
                 "BatchSizeFinder requires GraphDataModule(batch_size=...): without it, the whole graph is one batch. Set "
                 "batch_size, or remove the callback."
             )
-        given = {"num_neighbors": self.num_neighbors, "batch_size": self.batch_size}
+        given = {"num_neighbors": self.num_neighbors, "batch_size": None if self.has_samples else self.batch_size}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if options and self.trainer is not None and not layout.samples:
             strategy = type(self.trainer.strategy).__name__
@@ -359,17 +409,20 @@ class GraphDataModule(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         # Without validation nodes there is no validation, since the mean is undefined.
-        return self._batches("val_mask") if sum(self.shard.mask_counts[self._counted_mask("val_mask")]) else []
+        is_empty = self.sample_data is None and not sum(self.shard.mask_counts[self._counted_mask("val_mask")])
+        return [] if is_empty else self._batches("val_mask")
 
     def test_dataloader(self) -> Any:
         return self._batches("test_mask")
 
-    def predict_dataloader(self) -> OneBatch:
+    def predict_dataloader(self) -> Any:
         return self._batches(None)
 
-    def _batches(self, mask: str | None) -> OneBatch:
+    def _batches(self, mask: str | None) -> Any:
         if not self._versions:
             self._versions = self.shard.versions()
+        if self.sample_data is not None:
+            return self.sample_data.loader(self, SAMPLES[mask])
         return OneBatch(self.shard.batch, self, mask)
 
     def trained_by(self, optimizers: Iterable[torch.optim.Optimizer]) -> ValueError | None:
@@ -410,7 +463,8 @@ class GraphDataModule(LightningDataModule):
 
     def loading_state(self) -> dict[str, Any]:
         """Returns the attributes with which another process loads an equal graph."""
-        return {"_draw_seed": self._draw_seed, "_digests": self._digests, "_entries": self._entries}
+        names = "_draw_seed", "_digests", "_entries", "has_samples"
+        return {name: getattr(self, name) for name in names}
 
     def agree(self, world: World, layout: LayoutSpec, leads: bool) -> str:
         """Returns the folder of the stored partition of rank 0; sets it and the seed on all ranks.
@@ -457,7 +511,7 @@ class GraphDataModule(LightningDataModule):
             return feature("prepare_hetero")(data, self.input_type, *options, self.origin.short_ids)
         if self.input_type is not None:
             raise ValueError(f"input_type={self.input_type!r} needs a HeteroData, but the graph has no types. Remove input_type.")
-        return prepare_graph(data, index_split, *options, self.origin.short_ids)
+        return prepare_graph(data, index_split, *options, self.origin.short_ids, not self.has_samples)
 
     def _load(self) -> Graph:
         self._draw_seed = self._seed_of_draws()
@@ -486,8 +540,12 @@ class GraphDataModule(LightningDataModule):
         return (torch.initial_seed() + self.seed) % 2**63 if self._draw_seed is None else self._draw_seed
 
     def predicts(self) -> bool:
-        """Returns whether the graph is only used for prediction, and may lack masks and labels."""
-        return self.predicting or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
+        """Returns whether the graph is only used for prediction or has samples, and may lack masks and labels."""
+        return (
+            self.predicting
+            or self.has_samples
+            or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
+        )
 
     @property
     def is_stored(self) -> bool:

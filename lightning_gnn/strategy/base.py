@@ -21,7 +21,7 @@ from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
-from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch, check_fits, check_links
+from lightning_gnn.datamodules.graph import GraphDataModule, GraphLoader, check_fits, check_links
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.lightning_packages import check_callbacks, is_instance
@@ -373,7 +373,7 @@ class GNNStrategy(RankStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, OneBatch) and dataloader != []:  # Lightning has an empty list if no node is in the mask
+        if not isinstance(dataloader, GraphLoader) and dataloader != []:  # a stage without nodes or samples has an empty list
             raise ValueError(
                 f"{type(self).__name__} trains on its rank's part of the graph and cannot use a {type(dataloader).__name__}. "
                 "Pass datamodule=GraphDataModule(...) in place of dataloaders."

@@ -1,0 +1,184 @@
+"""Datasets of samples of a datamodule: checks of arguments, formats, converted folders, and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_gnn.arguments import check_flags, check_whole, quote
+from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
+from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.loader import SampleLoader, graph_values, read_item
+from lightning_gnn.extensions.samples.order import GlobalOrder
+
+_STAGES = {"fit": ("samples", "val_samples"), "validate": ("val_samples",), "test": ("test_samples",)}
+_RESERVED = {"batch", "num_nodes", "ptr", "sample_info"}
+"""Names that batches set themselves, in addition to attributes of the graph."""
+
+
+class SampleData:
+    """Datasets of samples of a datamodule.
+
+    Args:
+        datasets: dataset of each stage by the name of its argument, or None.
+        batch_size, global_batch_size, shuffle, node_dims, num_workers, persistent_workers, prefetch_factor, concatenate:
+            arguments of :class:`~lightning_gnn.GraphDataModule`.
+
+    Raises:
+        ValueError: invalid argument.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Any],
+        batch_size: int | None,
+        global_batch_size: int | None,
+        shuffle: bool,
+        node_dims: Mapping[str, int | None] | None,
+        num_workers: int,
+        persistent_workers: bool,
+        prefetch_factor: int | None,
+        concatenate: bool,
+    ) -> None:
+        self._datasets = {name: samples_of(given) for name, given in datasets.items() if given is not None}
+        for name, samples in self._datasets.items():
+            if len(samples) == 0:
+                raise ValueError(f"{name} must have at least one sample, got an empty {type(samples).__name__}. Remove it.")
+        if (batch_size is None) == (global_batch_size is None):
+            raise ValueError(
+                "GraphDataModule(samples=...) must have a batch_size per data rank or a global_batch_size, and not both, got "
+                f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
+            )
+        check_whole(1, **({} if global_batch_size is None else {"global_batch_size": global_batch_size}))
+        check_whole(0, num_workers=num_workers)
+        check_whole(1, **({} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}))
+        check_flags(shuffle=shuffle, persistent_workers=persistent_workers, concatenate=concatenate)
+        if (persistent_workers or prefetch_factor is not None) and not num_workers:
+            raise ValueError("persistent_workers and prefetch_factor require num_workers of at least 1 (got 0). Remove them.")
+        dims = {} if node_dims is None else node_dims
+        if not isinstance(dims, Mapping) or not all(dim is None or type(dim) is int for dim in dims.values()):
+            raise ValueError(f"node_dims must map names to dimensions or None, such as {{'x': 1}} (got {quote(node_dims)}).")
+        self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dict(dims)
+        self._loading: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+        }
+        self._concatenate = concatenate
+        self._local: dict[str, tuple[Any, SampleFormat, bool]] = {}
+
+    def check_strategy(self, strategy: Any) -> None:
+        """Raises ValueError if a strategy does not support samples."""
+        reason = getattr(strategy, "samples_unsupported_reason", None)
+        if reason is not None:
+            raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
+        self._batch_size(None, getattr(strategy, "data_ranks", 1))
+
+    def convert(self, seed: int, cut: Cut, partition: Path, lock: Callable[[str], Any]) -> None:
+        """Write folders of samples in the order of a partition, unless they are stored.
+
+        Args:
+            seed: seed of the datamodule.
+            cut: partitioned graph.
+            partition: folder of the partitioned graph.
+            lock: see :func:`~lightning_gnn.extensions.samples.folders.convert_folder`.
+        """
+        rows = np.split(cut.n_id.numpy(), cut.offsets[1:-1])
+        for name in self._datasets:
+            self._convert(name, self._format(name, seed, cut.n_id.size(0), len(cut.e_id)), rows, partition, lock)
+
+    def setup(self, seed: int, shard: Shard, stage: str, partition: Path | None, lock: Callable[[str], Any]) -> None:
+        """Check the first sample of each dataset of a stage against the graph, and open converted folders.
+
+        Args:
+            seed: seed of the datamodule.
+            shard: rank's part of the graph.
+            stage: stage of the Trainer.
+            partition: folder of the partitioned graph; None for the whole graph on one device.
+            lock: see :func:`~lightning_gnn.extensions.samples.folders.convert_folder`.
+
+        Raises:
+            ValueError: a sample does not match the graph, or the graph does not support samples.
+        """
+        if shard.types.is_hetero:
+            raise ValueError("samples does not support a HeteroData. Use a Data, such as data.to_homogeneous().")
+        if shard.rows != shard.counts:
+            raise ValueError('samples does not support replicas of nodes. Use another plan, such as DGCLStrategy(plan="p2p").')
+        if self._concatenate and partition is not None:
+            raise ValueError(
+                "concatenate=True is not supported yet on a partitioned graph. Remove it, or use one device without a strategy "
+                "of lightning_gnn."
+            )
+        rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])
+        of_stage = [name for name in _STAGES.get(stage, ("predict_samples",)) if name in self._datasets]
+        for name in of_stage:
+            form = self._format(name, seed, len(shard.n_id), sum(shard.edge_counts))
+            unknown = self._node_dims.keys() - form.tensors.keys()
+            if unknown and name == "samples":
+                raise ValueError(f"node_dims has {sorted(unknown)}, but {name}[0] has {sorted(form.tensors)}. Correct the names.")
+            taken = [each for each in form.tensors if each in _RESERVED or each in graph_values(shard)]
+            if taken:
+                raise ValueError(
+                    f"{', '.join(taken)} of {name}[0] must have another name: the graph or the batch has it, too. Rename it, or "
+                    f"remove it from the graph, del data.{taken[0]}, or from the samples."
+                )
+            folder, samples = self._convert(name, form, rows, partition, lock), self._datasets[name]
+            if folder is not None:
+                form = form.resize(shard.counts[shard.rank])
+                samples = _with_part(samples, PartSamples(folder_of(samples), folder, shard.rank, form))  # type: ignore[arg-type]
+            self._local[name] = samples, form, folder is not None
+
+    def loader(self, data: GraphDataModule, name: str) -> SampleLoader | list[Any]:
+        """Returns the loader of a dataset on this rank, given the name of its argument; [] without this dataset."""
+        if name not in self._datasets:
+            return []
+        trainer: Any = data.trainer
+        strategy = getattr(trainer, "strategy", None)
+        ranks = getattr(strategy, "data_ranks", 1)
+        samples, form, has_rows = self._local[name]
+        shuffle = self._shuffle and name == "samples"
+        return SampleLoader(
+            samples,
+            form,
+            data.shard,
+            GlobalOrder(len(samples), self._batch_size(data.batch_size, ranks), ranks, shuffle, data.seed),
+            getattr(strategy, "data_rank", 0),
+            lambda: 0 if trainer is None else trainer.current_epoch,
+            data.seed,
+            has_rows,
+            self._concatenate,
+            **self._loading,
+        )
+
+    def _batch_size(self, batch_size: int | None, data_ranks: int) -> int:
+        """Returns the number of samples per data rank and batch."""
+        total = self._global_batch_size
+        if total is not None and total % data_ranks:
+            raise ValueError(
+                f"global_batch_size must be divisible by the number of data ranks, got {total} and {data_ranks} data ranks. Use "
+                f"global_batch_size={max(1, total // data_ranks) * data_ranks}."
+            )
+        return (batch_size or 0) if total is None else total // data_ranks
+
+    def _format(self, name: str, seed: int, num_nodes: int, num_edges: int) -> SampleFormat:
+        item = read_item(self._datasets[name], seed, 0, 0)
+        return SampleFormat.of(name, item, num_nodes, num_edges, self._node_dims)
+
+    def _convert(
+        self, name: str, form: SampleFormat, rows: Sequence[np.ndarray], partition: Path | None, lock: Callable[[str], Any]
+    ) -> Path | None:
+        """Returns the folder of a dataset's converted files; None for other datasets, and for one rank."""
+        source = folder_of(self._datasets[name])
+        if source is None or partition is None or len(rows) == 1:
+            return None
+        return convert_folder(source, form, rows, partition, lock)
+
+
+def _with_part(samples: Any, part: PartSamples) -> Any:
+    """Returns a folder's dataset, or a ``Subset`` of it, with the samples of one part."""
+    return type(samples)(_with_part(samples.dataset, part), samples.indices) if folder_of(samples) is not samples else part

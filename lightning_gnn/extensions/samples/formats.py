@@ -1,0 +1,191 @@
+"""Names, shapes, dtypes and node dimensions of a dataset's samples.
+
+N nodes of the whole graph, B samples in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn.arguments import quote
+
+
+def values_of(item: Any, where: str) -> dict[str, Tensor | np.ndarray]:
+    """Returns the tensors and arrays of a dataset's item by name; numbers become tensors.
+
+    Raises:
+        ValueError: the item is no dict and no ``Data``, or a value is no tensor, array or number; `where` names the item.
+    """
+    if isinstance(item, Data):
+        item = {name: value for name, value in item.to_dict().items() if isinstance(value, Tensor)}
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} must be a dict of tensors or a Data, got {type(item).__name__}. Return {{'x': x, 'y': y}}.")
+    found: dict[str, Tensor | np.ndarray] = {}
+    for name, value in item.items():
+        try:
+            value = value if isinstance(value, (Tensor, np.ndarray)) else torch.as_tensor(value)
+            _dtype_of(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{where} must have tensors, arrays and numbers, got {quote(value)} as {name} ({error}). Convert or remove it."
+            ) from error
+        found[str(name)] = value
+    return found
+
+
+def _dtype_of(value: Tensor | np.ndarray) -> torch.dtype:
+    return value.dtype if isinstance(value, Tensor) else torch.from_numpy(np.empty(0, value.dtype)).dtype
+
+
+@dataclass(frozen=True)
+class SampleTensor:
+    """Format of a tensor that each sample has.
+
+    Attributes:
+        shape: shape in a sample.
+        dtype: dtype.
+        node_dim: dimension of the nodes in a sample, from the left; None for one value per sample.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    node_dim: int | None
+
+    def resize(self, num_rows: int) -> SampleTensor:
+        """Returns the format with another number of nodes."""
+        if self.node_dim is None:
+            return self
+        return replace(self, shape=(*self.shape[: self.node_dim], num_rows, *self.shape[self.node_dim + 1 :]))
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """Format of all samples of a dataset, which its first sample defines.
+
+    Attributes:
+        dataset: name of the dataset in messages.
+        tensors: format of each tensor, by name.
+    """
+
+    dataset: str
+    tensors: Mapping[str, SampleTensor]
+
+    @classmethod
+    def of(
+        cls, dataset: str, item: Any, num_nodes: int, num_edges: int, node_dims: Mapping[str, int | None] | None = None
+    ) -> SampleFormat:
+        """Returns the format of a dataset.
+
+        Args:
+            dataset: name of the dataset in messages.
+            item: first item of the dataset.
+            num_nodes, num_edges: size of the whole graph.
+            node_dims: given node dimensions by name; by default 0 for 1-D tensors, else -2, if the size is `num_nodes`.
+
+        Raises:
+            ValueError: no tensor has rows of nodes, a given dimension has another size, or a tensor has rows of edges.
+        """
+        values, given = values_of(item, f"{dataset}[0]"), node_dims or {}
+        tensors = {}
+        for name, value in values.items():
+            shape = tuple(value.shape)
+            dim = given[name] if name in given else _default_dim(f"{dataset}[0]", name, shape, num_nodes, num_edges)
+            if dim is not None:
+                if not -len(shape) <= dim < len(shape) or shape[dim] != num_nodes:
+                    raise ValueError(
+                        f"node_dims[{name!r}] must be a dimension of size N={num_nodes}, got {dim}: {name} of {dataset}[0] has "
+                        f"shape {list(shape)}. Correct it, or use None for one value per sample."
+                    )
+                dim %= len(shape)
+            tensors[name] = SampleTensor(shape, _dtype_of(value), dim)
+        if all(tensor.node_dim is None for tensor in tensors.values()):
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+            raise ValueError(
+                f"{dataset}: no tensor of sample 0 has N={num_nodes} entries along its node dimension (got {shapes}). Check the "
+                "number of nodes, or pass node_dims, such as GraphDataModule(..., node_dims={'x': 1})."
+            )
+        return cls(dataset, tensors)
+
+    @property
+    def node_dims(self) -> dict[str, int | None]:
+        """Dimension of the nodes in batches ``[B, ...]``, by name; None for one value per sample."""
+        return {name: None if each.node_dim is None else each.node_dim + 1 for name, each in self.tensors.items()}
+
+    def resize(self, num_rows: int) -> SampleFormat:
+        """Returns the format of samples with another number of nodes."""
+        return replace(self, tensors={name: each.resize(num_rows) for name, each in self.tensors.items()})
+
+    def local_rows(self, index: int, item: Any, rows: np.ndarray | None) -> dict[str, Tensor]:
+        """Returns the tensors of an item, with a rank's node rows.
+
+        Args:
+            index: dataset index of the item.
+            item: item of the dataset.
+            rows: original ids of the nodes, int64 ``[rows]``; None for all entries of the item.
+
+        Raises:
+            ValueError: a name, shape or dtype differs from the first sample.
+        """
+        values = values_of(item, f"{self.dataset}[{index}]")
+        if values.keys() != self.tensors.keys():
+            raise ValueError(
+                f"{self.dataset}[{index}] has {sorted(values)}, but {self.dataset}[0] has {sorted(self.tensors)}. "
+                "Return the same names for each sample."
+            )
+        found = {}
+        for name, expected in self.tensors.items():
+            value = values[name]
+            actual = SampleTensor(tuple(value.shape), _dtype_of(value), expected.node_dim)
+            if actual != expected:
+                raise ValueError(
+                    f"{name} of {self.dataset}[{index}] is {actual}, but {name} of {self.dataset}[0] is {expected}. "
+                    f"Return {name} with one shape and dtype for all samples."
+                )
+            found[name] = _select_rows(value, expected.node_dim, rows)
+        return found
+
+    def stack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the tensors ``[B, ...]`` of a batch; a batch may have no samples."""
+        if not samples:
+            return {name: torch.empty((0, *each.shape), dtype=each.dtype) for name, each in self.tensors.items()}
+        return {name: torch.stack([sample[name] for sample in samples]) for name in self.tensors}
+
+
+def _default_dim(where: str, name: str, shape: tuple[int, ...], num_nodes: int, num_edges: int) -> int | None:
+    """Returns the node dimension of a tensor; None for one value per sample."""
+    if not shape:
+        return None
+    dim = 0 if len(shape) == 1 else -2
+    if shape[dim] == num_nodes:
+        return dim
+    advice = f"such as GraphDataModule(..., node_dims={{{name!r}: {shape.index(num_nodes) if num_nodes in shape else None}}})"
+    if shape[dim] == num_edges:
+        raise ValueError(
+            f"{name} of {where} has shape {list(shape)}, and the graph has {num_edges} edges. Samples do not support tensors "
+            f"with one row per edge. If they are one value per sample, pass node_dims, {advice}."
+        )
+    if num_nodes in shape:
+        rank_zero_warn(
+            f"{name} of {where} has shape {list(shape)}: one value per sample, since dimension {dim} does not have N={num_nodes} "
+            f"entries. If another dimension has the nodes, pass node_dims, {advice}."
+        )
+    return None
+
+
+def _select_rows(value: Tensor | np.ndarray, dim: int | None, rows: np.ndarray | None) -> Tensor:
+    if isinstance(value, np.ndarray):
+        if dim is not None and rows is not None:
+            value = value.take(rows, dim)
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return value if dim is None or rows is None else value.index_select(dim, torch.from_numpy(rows))

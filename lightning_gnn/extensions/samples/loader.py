@@ -1,0 +1,201 @@
+"""Loader of batches of samples on a rank's part of the graph.
+
+B samples in a batch, N local nodes of the rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.data.sources import MASKS, GraphData, kinds_of, left_out_of
+from lightning_gnn.datamodules.graph import GraphLoader
+from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.order import GlobalOrder, RankBatch
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """Samples of a batch.
+
+    Attributes:
+        indices: dataset indices of this data rank's samples, in the order of the batch.
+        positions: positions of these samples in the global batch, int64 ``[B]``, on the CPU.
+        total: number of samples of the global batch, over all data ranks.
+        node_dims: dimension of the nodes in each tensor of the batch, from the left; None for one value per sample.
+    """
+
+    indices: list[int]
+    positions: Tensor
+    total: int
+    node_dims: Mapping[str, int | None]
+
+
+class SampleBatch(GraphData):
+    """Batch of samples on a rank's part of the graph."""
+
+    @property
+    def num_nodes(self) -> int:  # type: ignore[override]
+        """Number of nodes; PyG would return the number of samples, the first dimension of ``x``."""
+        return len(self.n_id)
+
+
+class _Items(Dataset[Any]):
+    """Items of a dataset by epoch and index, with a rank's rows; random states in an item depend only on its key and the seed."""
+
+    def __init__(self, samples: Any, form: SampleFormat, rows: np.ndarray | None, seed: int) -> None:
+        self._samples, self._form, self._rows, self._seed = samples, form, rows, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Tensor]:
+        return self._form.local_rows(key[1], read_item(self._samples, self._seed, *key), self._rows)
+
+
+def read_item(samples: Any, seed: int, epoch: int, index: int) -> Any:
+    """Returns an item of a dataset; random states are seeded by these numbers, and restored afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002 (what users draw from)
+    [number] = np.random.SeedSequence((seed, epoch, index)).generate_state(1, np.uint32).tolist()
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+    torch.default_generator.manual_seed(number)  # not torch.manual_seed, which also seeds GPUs
+    try:
+        return samples[index]
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.default_generator.set_state(states[2])
+
+
+class _Keys:
+    """Batch sampler: keys of a data rank's items.
+
+    Attributes:
+        epoch, first: epoch, and first batch of the next iteration.
+    """
+
+    def __init__(self, order: GlobalOrder, data_rank: int) -> None:
+        self._order, self._data_rank = order, data_rank
+        self.epoch = self.first = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, batches = self.epoch, self._order.batches(self.epoch, self._data_rank, self.first)
+        return ([(epoch, index) for index in batch.indices] for batch in batches)
+
+
+def graph_values(shard: Shard) -> dict[str, Any]:
+    """Returns the attributes of the graph in batches: without features and masks that the user's graph does not have."""
+    absent = [name for name in MASKS if not sum(shard.mask_counts[name])] + ["x"] * (shard.batch.x.size(1) == 0)
+    return {name: value for name, value in shard.batch.to_dict().items() if name not in absent}
+
+
+def _repeat(name: str, value: Any, kinds: Mapping[str, str], copies: int, num_nodes: int) -> Any:
+    """Returns an attribute of a graph for several copies of the graph."""
+    if name == "edge_index":
+        return torch.cat([value + copy * num_nodes for copy in range(copies)], 1)
+    return value.repeat(copies, *[1] * (value.dim() - 1)) if kinds.get(name) in ("node", "edge") else value
+
+
+def _concatenate(values: Tensor, dim: int | None) -> Tensor:
+    """Returns samples ``[B, ...]`` concatenated along the dimension of their nodes; unchanged without nodes."""
+    return values if dim is None else values.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class SampleLoader(GraphLoader):
+    """Loader of a data rank's batches: the rank's part of the graph with the stacked tensors of samples.
+
+    Args:
+        samples: map-style dataset.
+        form: format of its items.
+        shard: rank's part of the graph.
+        order: order of the samples.
+        data_rank: number of this data rank.
+        epoch: function that returns the current epoch.
+        seed: seed of random states in items.
+        has_rows: whether items contain only the rank's rows; `form` then has their shapes.
+        concatenate: whether samples are concatenated as in PyG's batches, with one copy of the graph per sample.
+        num_workers, persistent_workers, prefetch_factor: of ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        samples: Any,
+        form: SampleFormat,
+        shard: Shard,
+        order: GlobalOrder,
+        data_rank: int = 0,
+        epoch: Callable[[], int] = lambda: 0,
+        seed: int = 0,
+        has_rows: bool = False,
+        concatenate: bool = False,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        self.order, self.data_rank, self.data_ranks = order, data_rank, order.data_ranks
+        self._shard, self._epoch, self._concatenate = shard, epoch, concatenate
+        rows: np.ndarray | None = shard.batch.n_id[: shard.batch.num_owned].cpu().numpy()
+        if rows is not None and (has_rows or np.array_equal(rows, np.arange(sum(shard.counts)))):
+            rows = None
+        self._form = form if has_rows else form.resize(shard.batch.num_owned)
+        self._keys = _Keys(order, data_rank)
+        self._position, self._resumed = (0, 0), (-1, 0)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Items(samples, form, rows, seed),
+            batch_sampler=self._keys,  # type: ignore[arg-type]
+            collate_fn=self._form.stack,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            generator=torch.Generator(),  # an iteration draws a seed, by default from the global generator
+        )
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, in place of the current epoch of the Trainer."""
+        self._epoch = lambda: epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the epoch and the number of batches that have been read in it."""
+        return dict(zip(("epoch", "batches"), self._position))
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Skip the batches that have been read, without loading them, if the next iteration is in the same epoch."""
+        self._resumed = state["epoch"], state["batches"]
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch()
+        (of, read), self._resumed = self._resumed, (-1, 0)
+        first = read if of == epoch and read < len(self) else 0
+        self._position, self._keys.epoch, self._keys.first = (epoch, first), epoch, first
+        batches = self.order.batches(epoch, self.data_rank, first)
+        for number, (tensors, rank_batch) in enumerate(zip(self._loader, batches), first + 1):
+            self._position = epoch, number
+            yield self._batch(tensors, rank_batch)
+
+    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch) -> SampleBatch:
+        graph, node_dims = self._shard.batch, self._form.node_dims
+        kinds = kinds_of(graph)
+        batch, values = SampleBatch(kinds, left_out_of(graph)), graph_values(self._shard)
+        if self._concatenate:
+            copies = len(rank_batch.indices)
+            values = {name: _repeat(name, value, kinds, copies, graph.num_owned) for name, value in values.items()}
+            values["batch"] = torch.arange(copies).repeat_interleave(graph.num_owned)
+            values["num_owned"] = copies * graph.num_owned
+            node_dims = {name: each.node_dim for name, each in self._form.tensors.items()}
+            tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
+        for name, value in (*values.items(), *tensors.items()):
+            batch[name] = value
+        batch.sample_info = SampleInfo(*rank_batch, node_dims)
+        return batch
