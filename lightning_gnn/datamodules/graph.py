@@ -131,20 +131,21 @@ class GraphDataModule(LightningDataModule):
             locally, too. Default: ``$LIGHTNING_GNN_STORE`` or ``~/.cache/lightning_gnn``.
         num_neighbors: neighbors per hop of a strategy that samples, see :class:`~lightning_gnn.SamplingStrategy`. Default: the
             value of the strategy.
-        batch_size: seeds per batch of a strategy that samples; default: the value of the strategy. With `samples`: samples per
-            batch and data rank.
+        batch_size: seeds per batch of a strategy that samples, by default its own value; or with `samples`, samples per batch and
+            data rank.
         partition_memory_limit: memory for sorting the edges of a graph in files, in bytes or such as ``"4GB"``; memory that grows
             with the number of nodes is not included. Default: a third of the available memory.
         feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.
         samples: training samples on the graph, a map-style dataset. Its items are dicts of tensors, arrays and numbers, or a
             ``Data``. Or a folder of ``.npy`` files ``[S, N, F]`` or ``[S, T, N, F]``, or ``(folder, slice)``. The graph needs
             only ``edge_index`` and ``num_nodes``.
-        val_samples, test_samples, predict_samples: samples of the other stages. A stage without samples has no batches.
+        val_samples, test_samples, predict_samples: samples of validation, test and prediction. A stage without samples has no
+            batches.
         global_batch_size: samples per batch of all data ranks together, in place of `batch_size`.
         shuffle: whether training samples are in random order, which depends on `seed` and the epoch.
         node_dims: dimension of the nodes in a sample's tensor by name, or None for one value per sample. Default: dimension 0 of
             1-D tensors and -2 of others, if its size is N; else one value per sample.
-        num_workers, persistent_workers, prefetch_factor: of ``torch.utils.data.DataLoader``, for `samples`.
+        num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``, for `samples`.
         concatenate: whether samples are concatenated as in PyG's batches, ``x [B * N, F]``, with one copy of the graph per
             sample. Default: stacked, ``x [B, N, F]``. Requires one device.
 

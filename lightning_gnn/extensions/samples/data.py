@@ -89,8 +89,8 @@ class SampleData:
             lock: see :func:`~lightning_gnn.extensions.samples.folders.convert_folder`.
         """
         rows = np.split(cut.n_id.numpy(), cut.offsets[1:-1])
-        for name in self._datasets:
-            self._convert(name, self._format(name, seed, cut.n_id.size(0), len(cut.e_id)), rows, partition, lock)
+        for name in [name for name, samples in self._datasets.items() if folder_of(samples) is not None]:
+            self._convert(name, self._format(name, seed, len(cut.n_id), len(cut.e_id)), rows, partition, lock)
 
     def setup(self, seed: int, shard: Shard, stage: str, partition: Path | None, lock: Callable[[str], Any]) -> None:
         """Check the first sample of each dataset of a stage against the graph, and open converted folders.

@@ -35,7 +35,7 @@ def values_of(item: Any, where: str) -> dict[str, Tensor | np.ndarray]:
             _dtype_of(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{where} must have tensors, arrays and numbers, got {quote(value)} as {name} ({error}). Convert or remove it."
+                f"{where} must have tensors, arrays and numbers, got {name}={quote(value)} ({error}). Convert or remove it."
             ) from error
         found[str(name)] = value
     return found

@@ -123,7 +123,7 @@ class SampleLoader(GraphLoader):
         seed: seed of random states in items.
         has_rows: whether items contain only the rank's rows; `form` then has their shapes.
         concatenate: whether samples are concatenated as in PyG's batches, with one copy of the graph per sample.
-        num_workers, persistent_workers, prefetch_factor: of ``torch.utils.data.DataLoader``.
+        num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``.
     """
 
     def __init__(
