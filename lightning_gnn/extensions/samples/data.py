@@ -70,7 +70,7 @@ class SampleData:
             "prefetch_factor": prefetch_factor,
         }
         self._concatenate = concatenate
-        self._local: dict[str, tuple[Any, SampleFormat, bool]] = {}
+        self._local: dict[str, tuple[Any, SampleFormat, np.ndarray | None]] = {}
 
     def check_strategy(self, strategy: Any) -> None:
         """Raises ValueError if a strategy does not support samples."""
@@ -128,10 +128,11 @@ class SampleData:
                     f"remove it from the graph, del data.{taken[0]}, or from the samples."
                 )
             folder, samples = self._convert(name, form, rows, partition, lock), self._datasets[name]
+            own = None if folder is not None or partition is None else rows[shard.rank]
             if folder is not None:
                 form = form.resize(shard.counts[shard.rank])
                 samples = _with_part(samples, PartSamples(folder_of(samples), folder, shard.rank, form))  # type: ignore[arg-type]
-            self._local[name] = samples, form, folder is not None
+            self._local[name] = samples, form, own
 
     def loader(self, data: GraphDataModule, name: str) -> SampleLoader | list[Any]:
         """Returns the loader of a dataset on this rank, given the name of its argument; [] without this dataset."""
@@ -140,7 +141,7 @@ class SampleData:
         trainer: Any = data.trainer
         strategy = getattr(trainer, "strategy", None)
         ranks = getattr(strategy, "data_ranks", 1)
-        samples, form, has_rows = self._local[name]
+        samples, form, rows = self._local[name]
         shuffle = self._shuffle and name == "samples"
         return SampleLoader(
             samples,
@@ -150,7 +151,7 @@ class SampleData:
             getattr(strategy, "data_rank", 0),
             lambda: 0 if trainer is None else trainer.current_epoch,
             data.seed,
-            has_rows,
+            rows,
             self._concatenate,
             **self._loading,
         )

@@ -121,7 +121,7 @@ class SampleLoader(GraphLoader):
         data_rank: number of this data rank.
         epoch: function that returns the current epoch.
         seed: seed of random states in items.
-        has_rows: whether items contain only the rank's rows; `form` then has their shapes.
+        rows: original ids of the rank's nodes, int64 ``[N]``; None if items contain only these, in this order.
         concatenate: whether samples are concatenated as in PyG's batches, with one copy of the graph per sample.
         num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``.
     """
@@ -135,7 +135,7 @@ class SampleLoader(GraphLoader):
         data_rank: int = 0,
         epoch: Callable[[], int] = lambda: 0,
         seed: int = 0,
-        has_rows: bool = False,
+        rows: np.ndarray | None = None,
         concatenate: bool = False,
         num_workers: int = 0,
         persistent_workers: bool = False,
@@ -143,10 +143,7 @@ class SampleLoader(GraphLoader):
     ) -> None:
         self.order, self.data_rank, self.data_ranks = order, data_rank, order.data_ranks
         self._shard, self._epoch, self._concatenate = shard, epoch, concatenate
-        rows: np.ndarray | None = shard.batch.n_id[: shard.batch.num_owned].cpu().numpy()
-        if rows is not None and (has_rows or np.array_equal(rows, np.arange(sum(shard.counts)))):
-            rows = None
-        self._form = form if has_rows else form.resize(shard.batch.num_owned)
+        self._form = form.resize(shard.batch.num_owned)
         self._keys = _Keys(order, data_rank)
         self._position, self._resumed = (0, 0), (-1, 0)
         self._loader: DataLoader[Any] = DataLoader(
