@@ -34,6 +34,7 @@ FEATURES: dict[str, tuple[str, int]] = {
         r"|\w*rejoins?(_\w+)?|goes_on|others_go_on|needs_parent|select_failures",
         2,
     ),
+    "samples": (r"Sample(Data|Loader|Info|Batch|Format)|sample_(data|info)|(has|val|test|predict)_samples|node_dims", 2),
     "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),
     "node_types": (
         r"(?-i:Types|Typed[A-Z]\w*)|is_hetero|HeteroData|(takes|with|about)_types|input_type|NodeType|EdgeType|ONE_TYPE"

@@ -16,6 +16,7 @@ import torch
 from common import examples, quiet_trainer
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch.utils.data import Subset
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import GCNConv
@@ -289,6 +290,8 @@ def test_batches_of_the_whole_graph(tmp_path):
         assert torch.equal(batch.pos, graph.pos) and batch.num_nodes == N and "train_mask" not in batch
         assert batch.sample_info.node_dims == {"x": 2, "y": 1, "time": None, "hour": None}
         assert batch.sample_info.indices == [*range(S)][rows] and batch.sample_info.total == len(range(S)[rows])
+    moved = batches[0].clone().to("meta")
+    assert moved.x.device.type == "meta" and moved.num_nodes == N and moved.sample_info == batches[0].sample_info
     batches[0].x = None  # batches are copies
     batches[0].note = 1
     again = next(iter(loader))
@@ -298,7 +301,7 @@ def test_batches_of_the_whole_graph(tmp_path):
 def test_masks_of_the_graph_stay_in_batches(tmp_path):
     mask = torch.arange(N) < 5
     batch = next(iter(loader_of(module_of(Items(), tmp_path, make_graph(train_mask=mask)))))
-    assert torch.equal(batch.train_mask, mask) and "val_mask" not in batch
+    assert torch.equal(batch.train_mask, mask) and "val_mask" not in batch and batch.num_nodes == N
 
 
 class Arrays(Items):
@@ -367,8 +370,10 @@ def test_random_numbers_of_items_depend_on_seed_epoch_and_index(num_workers, per
     assert torch.equal(epochs[0], epochs[2]) and not torch.isclose(epochs[0], epochs[1]).any(0).all()
     noise = (epochs[0] - X).flatten(1)
     assert all(not torch.allclose(noise[0], noise[index]) for index in range(1, S))
-    other = loader_of(module_of(Draws(), tmp_path, seed=1, **options))
-    assert not same([*other], [*reference])
+    seeds = [[*loader_of(module_of(Draws(), tmp_path, seed=seed))] for seed in (0, 1)]  # in the order of the dataset
+    for one, other in zip(*seeds, strict=True):
+        assert one.sample_info.indices == other.sample_info.indices
+        assert all((one[name] != other[name]).any() for name in ("x", "numpy", "python"))
 
 
 def test_random_numbers_are_equal_on_ranks_of_a_graph(tmp_path):
@@ -442,6 +447,13 @@ def test_stages_have_their_own_samples_in_order(tmp_path):
     assert net.seen == expected
     trainer.test(net, datamodule=data, verbose=False)
     assert net.seen[-1] == ("test", 2, [0]) and [*trainer.predict(net, datamodule=data)] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_the_batch_size_finder_scales_samples_per_batch(tmp_path):
+    data, net = module_of(Items(), tmp_path), Net()
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
+    quiet_trainer("auto", 1, callbacks=[finder], max_epochs=1, default_root_dir=tmp_path).fit(net, datamodule=data)
+    assert data.batch_size == 4 and [indices for _, _, indices in net.seen[-2:]] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 def test_a_stage_without_samples_has_no_batches(tmp_path):
