@@ -44,7 +44,7 @@ class SampleBatch(GraphData):
 
     @property
     def num_nodes(self) -> int:  # type: ignore[override]
-        """Number of nodes; PyG would return the number of samples, the first dimension of ``x``."""
+        """Number of nodes; PyG returns the first dimension of the first node attribute, which may be samples in ``x``."""
         return len(self.n_id)
 
 

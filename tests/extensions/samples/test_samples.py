@@ -26,6 +26,7 @@ from lightning_gnn.data import store
 from lightning_gnn.extensions.samples import folders
 from lightning_gnn.extensions.samples.folders import FolderSamples
 from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.loader import SampleBatch
 from lightning_gnn.extensions.samples.order import GlobalOrder
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
@@ -296,6 +297,12 @@ def test_batches_of_the_whole_graph(tmp_path):
     batches[0].note = 1
     again = next(iter(loader))
     assert torch.equal(again.x, X[:3]) and "note" not in again
+
+
+def test_the_number_of_nodes_is_not_the_number_of_samples():
+    batch = SampleBatch()
+    batch.x, batch.n_id = X, torch.arange(N)
+    assert batch.num_nodes == N
 
 
 def test_masks_of_the_graph_stay_in_batches(tmp_path):
