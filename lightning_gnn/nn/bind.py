@@ -26,13 +26,13 @@ from lightning_gnn.data.lazy_ids import LazyIds
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.nn.adapters import overridden
 from lightning_gnn.nn.aggregations import aggregations
-from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError, as_columns, as_samples
 from lightning_gnn.nn.convs import ConvRule, exact_convs, fused_methods, known_kind, rule_of
 from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import COMPILER, AnyBatchNorm, AnyInstanceNorm
-from lightning_gnn.rows.graph import wrap_layer_forward
+from lightning_gnn.rows.graph import wrap_layer_forward, wrap_propagate
 
 # Aggregations over the edges of one node, all of which are at its owner.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
@@ -106,7 +106,12 @@ class Binding:
                     self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
-                self._patch(child, {"forward": wrap_layer_forward(child, isinstance(child, (MessagePassing, DirGNNConv)))})
+                if not _returns_edges(child):
+                    self._patch(child, {"forward": wrap_layer_forward(child, isinstance(child, (MessagePassing, DirGNNConv)))})
+                    continue
+                for method in ("propagate", "edge_updater"):
+                    wrapped = wrap_propagate(getattr(child, method).__func__, method == "edge_updater")
+                    self._patch(child, {method: types.MethodType(wrapped, child)})
             for child in module.modules():
                 # Its backward would compute rows that row semantics do not follow.
                 if isinstance(child, InvertibleModule):
@@ -190,6 +195,15 @@ def bound_methods(conv: MessagePassing, layer: str, context: GraphContext) -> di
     return {**methods, STATE: state}
 
 
+def _returns_edges(module: torch.nn.Module) -> bool:
+    """Returns whether a bound module may return rows of edges: a conv of the user that updates edges.
+
+    Its forward runs under row semantics, which follows the rows that it returns.
+    """
+    is_own = isinstance(module, MessagePassing) and not type(module).__module__.startswith("torch_geometric.")
+    return is_own and "forward" not in module.__dict__ and pyg.implements_edge_update(module)
+
+
 def _left_eager(method: Any) -> Any:
     """Returns the method with torch.compile disabled, because the method communicates and runs custom kernels."""
     if COMPILER not in sys.modules:  # then nothing is compiled, and the import takes seconds
@@ -214,6 +228,7 @@ def check_module(
             error.
     """
     check_columns(module)
+    in_convs = {id(part) for conv in module.modules() if isinstance(conv, MessagePassing) for part in conv.modules()}
     for name, child in module.named_modules():
         where = f"'{name}' ({type(child).__name__})"
         check(where, child)
@@ -224,7 +239,7 @@ def check_module(
             raise UnsupportedModelError(f"{where} is not exact on a partitioned graph: {rule.refused}.")
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
-        elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)):
+        elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)) and id(child) in in_convs:
             raise UnsupportedModelError(
                 f"{where} computes statistics over all nodes, which are on several ranks. Use torch.nn.BatchNorm1d or a PyG "
                 "norm for nodes, whose statistics include all ranks."
@@ -313,8 +328,9 @@ def _propagate(self: MessagePassing, edge_index: Tensor, size: Any = None, **kwa
             if edge_sum is not None:
                 return context.total(rows, edge_sum, state.layer)
         elif weight is None:
-            parts = aggregations(context, rows, edge_index, reductions, state.layer)
+            parts = aggregations(context, as_columns(rows), edge_index, reductions, state.layer)
             if parts is not None:
+                parts = [as_samples(part, rows) for part in parts]
                 several = isinstance(self.aggr_module, aggr.MultiAggregation)
                 return self.aggr_module.combine(parts) if several else parts[0]
     if context.exchange.present is not None:
@@ -352,11 +368,13 @@ def _rows_of_messages(conv: MessagePassing, state: _BoundConv, kwargs: dict[str,
         return None
     x = kwargs["x"]
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    if not isinstance(source, Tensor) or source.dim() != 2 or not source.is_floating_point():
+    if not isinstance(source, Tensor) or source.dim() < 2 or not source.is_floating_point():
+        return None
+    if source.dim() > 2 and conv.node_dim != -2:
         return None
     for rows in (source,) if target is source else (source, target):
         if rows is not None:
-            state.context.check_rows(rows.size(0), state.layer, per_target=rows is not source)
+            state.context.check_rows(rows.size(-2), state.layer, per_target=rows is not source)
     return source
 
 

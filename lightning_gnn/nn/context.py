@@ -534,13 +534,15 @@ class GraphContext:
         return self.cache.derive(("sum", mean), [edge_index, weight], make)
 
     def total(self, x: Tensor, edge_sum: Sum, layer: str) -> Tensor:
-        """Returns a sum over edges of S x, ``[N, F]``, by SpMM and the exchange; cached while x is constant.
+        """Returns a sum over edges of S x, ``[..., N, F]``, by SpMM and the exchange; cached while x is constant.
 
         Args:
-            x: local rows, ``[N, F]``.
+            x: local rows, ``[N, F]``, or of several samples, ``[..., N, F]``, which share one message to each peer.
             edge_sum: sum over edges.
             layer: name for errors and traffic.
         """
+        if x.dim() > 2:
+            return as_samples(self.total(as_columns(x), edge_sum, layer), x)
         self.count_propagation(layer)
         world, exchange = self.exchange.world, self.exchange
         products, node_ids, target_ids = exchange.products, self._node_ids, self._target_ids
@@ -619,6 +621,16 @@ class GraphContext:
             there = edges.only(present)
             found.update(zip(extremes, StatisticsOfRows.apply(x, exchange, there, extremes, world.call(layer))))
         return tuple(found[name] for name in wanted)
+
+
+def as_columns(x: Tensor) -> Tensor:
+    """Returns the rows of several samples, ``[..., N, F]``, as columns of each node: ``[N, B F]`` for B samples."""
+    return x if x.dim() == 2 else (rows := x.movedim(-2, 0)).reshape(len(rows), -1)
+
+
+def as_samples(out: Tensor, x: Tensor) -> Tensor:
+    """Returns results for the columns of :func:`as_columns` in the form of `x`: ``[..., T, F]`` from ``[T, B F]``."""
+    return out if x.dim() == 2 else out.view(len(out), *x.shape[:-2], -1).movedim(0, -2)
 
 
 def _inverse_power(degree: Tensor, exponent: float) -> Tensor:

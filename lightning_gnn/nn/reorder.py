@@ -52,9 +52,9 @@ def _hop(conv: Any, context: GraphContext, layer: str, x: Tensor, edge_index: Te
         improved, loops = getattr(conv, "improved", False), getattr(conv, "add_self_loops", False)
         edge_sum = context.gcn_sum(layer, edge_index, edge_weight, improved, loops, x.dtype)
         if edge_sum is not None and type(conv.aggr_module) is pyg_nn.SumAggregation:
-            context.check_rows(x.size(0), layer)
+            context.check_rows(x.size(-2), layer)
             return partial(context.total, edge_sum=edge_sum, layer=layer)
-        edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(0), improved, loops, x.dtype)
+        edge_index, edge_weight = context.gcn_norm(layer, edge_index, edge_weight, x.size(-2), improved, loops, x.dtype)
     return lambda rows: conv.propagate(edge_index, x=rows, edge_weight=edge_weight)
 
 

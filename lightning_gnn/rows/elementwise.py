@@ -148,6 +148,12 @@ def rowwise_(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -
     return _by_entries(mode, func, args, kwargs, into.rows, args[0].dim() - into.dim)
 
 
+def rows_beside(x: Tensor, rows: RowSet, dim: int) -> bool:
+    """Returns whether a tensor has `rows` along dimension `dim`."""
+    of = rows_of(x)
+    return of is not None and of.rows is rows and of.dim == dim
+
+
 def keep_placement(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of functions whose result has the placement of their first argument."""
     x = args[0] if args else None

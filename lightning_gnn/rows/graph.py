@@ -38,6 +38,9 @@ class GraphRows:
         world: all ranks.
         common_draws: context manager in which random numbers are equal on all ranks.
         expand, reduce: halo operations of bound layers, see :mod:`lightning_gnn.nn.helpers`; None if there are none.
+
+    Attributes:
+        num_samples: number of samples of the last placed batch on all ranks; None for a batch without samples.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class GraphRows:
             self.edges[kind] = make(part)
             self.edges[kind].targets = self.nodes[part.targets]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
+        self.num_samples: int | None = None
         self._kinds: Mapping[str, str] = {}
         if None in self.nodes:
             self._kinds = kinds_of(shard.batch)
@@ -86,10 +90,18 @@ class GraphRows:
 
     def place(self, batch: Any) -> Any:
         """Set the placements of a batch's tensors, unless they have one; returns the batch."""
+        self._place_samples(batch)
         sets = self.edges | self.nodes
         for kind, store in self._shard.stores(batch).items():
             self._place(store.to_dict(), sets[kind])
         return batch
+
+    def _place_samples(self, batch: Any) -> None:
+        """Set the placements of a batch's sample tensors, whose nodes are along any dimension."""
+        info = batch.get("sample_info")
+        self.num_samples = None if info is None else info.total
+        for name, dim in {} if info is None else info.node_dims.items():
+            place(batch[name], REPLICATED if dim is None else self.nodes[None].at(dim))
 
     def _place(self, values: Mapping[str, Any], rows: RowSet) -> None:
         for name, value in values.items():
@@ -223,7 +235,8 @@ def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[...,
         if mode is None:
             return forward(self, *args, **kwargs)
         row_args = mode.row_tensors(args, kwargs)
-        if not row_args or isinstance(self, Aggregation):
+        is_along = not uses_edges and any(of.dim for _, of in row_args)
+        if not row_args or is_along or isinstance(self, Aggregation):
             return type(self).forward(self, *args, **kwargs)
         if uses_edges and _edges_of(row_args) is None:
             args, kwargs = _own_edges(mode, args, kwargs)
@@ -233,6 +246,36 @@ def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[...,
                 args, kwargs = _whole_inputs(mode, args, kwargs, row_args)
             out = forward(self, *args, **kwargs)
         return _place_output(mode, self, out, row_args, uses_edges)
+
+    return call
+
+
+def wrap_propagate(method: Callable[..., Any], returns_edges: bool) -> Callable[..., Any]:
+    """Returns `propagate`, or `edge_updater`, of a bound layer whose forward runs under row semantics.
+
+    Args:
+        method: function of the module.
+        returns_edges: whether it returns a row of each edge; otherwise it returns rows of their targets.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = active_mode()
+        if mode is None:
+            return method(self, *args, **kwargs)
+        row_args = mode.row_tensors(args, kwargs)
+        if _edges_of(row_args) is None:
+            args, kwargs = _own_edges(mode, args, kwargs)
+            row_args = mode.row_tensors(args, kwargs)
+        with mode.pause():
+            args, kwargs = _whole_inputs(mode, args, kwargs, row_args)
+            out = method(self, *args, **kwargs)
+        edges = _edges_of(row_args)
+        rows = None if edges is None else edges if returns_edges else edges.targets
+        for x in tensors_in((out,)):
+            dim = self.node_dim % max(1, x.dim())
+            if rows is not None and x.dim() and x.size(dim) == rows.count:
+                place(x, rows.at(dim))
+        return out
 
     return call
 

@@ -46,12 +46,14 @@ class RowSet:
         targets: for edges, the row set of their target nodes.
         places: for a selection, the positions of its rows in the original rows on this rank, int64 ``[count]``.
         entries_of: for flattened entries (:meth:`flatten_entries`), the original row set and the number of entries per row.
+        repeats_of: for repeated rows (:meth:`repeat`), the original row set and the number of repetitions.
         known_total: `total` if it is known without communication; otherwise None.
     """
 
     targets: RowSet | None = None
     places: Tensor
     entries_of: tuple[RowSet, int] | None = None
+    repeats_of: tuple[RowSet, int] | None = None
 
     def __init__(
         self,
@@ -184,6 +186,23 @@ class RowSet:
             return made
 
         return self.get_or_make(times, make)
+
+    def repeat(self, times: int) -> RowSet:
+        """Returns the rows of ``x.view(-1)`` for an ``x [times, count]``, such as the nodes of several samples.
+
+        Not for rows with replicas, since a rank must have its own rows first.
+        """
+
+        def keys() -> Tensor:
+            return (self.total * torch.arange(times, device=self.positions.device).unsqueeze(1) + self.positions).view(-1)
+
+        def make() -> RowSet:
+            total = None if self.known_total is None else self.known_total * times
+            made = RowSet(self.ranks, self.count * times, keys, total=total, name=self.name)
+            made.repeats_of = self, times
+            return made
+
+        return self if times == 1 else self.get_or_make(("repeat", times), make)
 
     def concat(self, row_sets: Sequence[RowSet]) -> RowSet | None:
         """Returns the rows of ``torch.cat``; None if any rank has replicas."""

@@ -226,13 +226,29 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
     if name in _PARTS | {"narrow"} and views and all((*size[:dim], *size[dim + 1 :]) == beside for size, _, _ in views):
         parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in views)
         return parts if name in _PARTS else parts[0]
-    if name in _RESHAPES and shape[dim] > 1 and prod(shape) and prod(shape[:dim]) == 1:
+    if name in _RESHAPES and shape[dim] > 1 and prod(shape):
         new = func(torch.empty(shape, device="meta"), *map_leaves(args[1:], _int), **map_leaves(kwargs, _int)).shape
-        at = next((place for place, size in enumerate(new) if size != 1), 0)
-        entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]))
-        if entries is not None:
-            return mode.place(x.reshape(*new[:at], entries.count, *new[at + 1 :]), entries.at(at))
+        found = _repeats_of(of, shape, new)
+        if found is None and prod(shape[:dim]) == 1:
+            at = next((place for place, size in enumerate(new) if size != 1), 0)
+            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]))
+            found = None if entries is None else entries.at(at)
+        if found is not None:
+            return mode.place(x.reshape(*new[: found.dim], found.rows.count, *new[found.dim + 1 :]), found)
     return mode.on_all_rows(func, args, kwargs)
+
+
+def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int]) -> RowPlacement | None:
+    """Returns the placement after a reshape that joins the rows with dimensions before them, or splits them; else None."""
+    rows, times = of.rows.repeats_of or (of.rows, 1)
+    if rows.replicas or of.local_ids:
+        return None
+    before, after = prod(shape[: of.dim]) * times, prod(shape[of.dim + 1 :])
+    for at, size in enumerate(new):
+        repeats, left = divmod(size, rows.total)
+        if repeats and not left and prod(new[:at]) * repeats == before and prod(new[at + 1 :]) == after:
+            return rows.repeat(repeats).at(at)
+    return None
 
 
 def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
