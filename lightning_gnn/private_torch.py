@@ -25,6 +25,9 @@ from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+without_torch_functions = torch._C.DisableTorchFunction
+"""Context manager in which torch calls neither modes nor subclasses."""
+
 VERSION = "_version"
 version_counter = attrgetter(VERSION)
 """Number of in-place changes of a tensor; not available for inference tensors."""

@@ -65,6 +65,7 @@ _FEATURES = {
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
     "liveness": ["RankHelper"],
+    "mesh.rows": ["MeshRows", "MeshStreams"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],

@@ -260,7 +260,7 @@ class Trial:
                 without_optimizers(model, run_backward)
             output = run_step(model, self.step, batch)
             if rows is not None:
-                check_loss(output if self.training else None, rows.mode)
+                check_loss(output if self.training else None, rows)
             logged.leave()
             loss = output.get("loss") if isinstance(output, Mapping) else output
             setattr(model, HOOK, None)
@@ -273,7 +273,7 @@ class Trial:
                 recorder.record(f"the output of {self.step}", (self.step,), output, whole_numbers=True)
                 if self.stage == "predict":
                     with local_rows():
-                        joined = output if rows is None else PredictedRows(rows.ranks.world, rows.mode, "all")(output)
+                        joined = output if rows is None else PredictedRows(rows.ranks.world, rows, "all")(output)
                         ran.predicted = [each.double() for each in tensors_in(joined)]
             self._hooks.after(model, batch, output, on_one_device)
             logged.finish(self._skipped)

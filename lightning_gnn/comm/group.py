@@ -226,9 +226,9 @@ class World:
                     timeout=self.group_timeout,
                     device_id=device if self.backend != "gloo" else None,
                 )
-        self.graph_group = self._new_group(self.backend)
+        self.graph_group = self.new_group(self.backend)
         # On the CPU: control messages do not wait for a device.
-        self.host_group = self._new_group("gloo") if self.backend != "gloo" else None
+        self.host_group = self.new_group("gloo") if self.backend != "gloo" else None
         if size > 1 and self.backend != "gloo":
             # A collective connects all ranks; some ranks may have no messages in the first exchange. A user's default group may
             # have no device_id, and NCCL then connects at the first message.
@@ -244,10 +244,10 @@ class World:
         hosts = None
         if self.host_group is not None:
             hosts = ProcessTransport(size, self.host_group, None, self.watch, torch.device("cpu"))
-        self._ranks = ProcessTransport(size, self.graph_group, self._memory, self.watch, device, hosts)
+        self._ranks = ProcessTransport(size, self.graph_group, self._memory, self.watch, device, hosts, rank)
         self.transport: Any = wrap_transport(self._ranks)
         apart = size > 1 and not self._ranks.all_local
-        self.gradient_group = self._new_group(self.backend) if apart else None
+        self.gradient_group = self.new_group(self.backend) if apart else None
 
     def _make_memory(self) -> SharedMemory:
         return SharedMemory(self.rank, self.all_gather_object, self.watch)
@@ -305,9 +305,14 @@ class World:
         dist.broadcast_object_list(shared, 0, self.host_group or self.graph_group)
         return shared[0]
 
-    def _new_group(self, backend: str) -> Any:
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
+        """Returns a new process group of `ranks`, by default of all; called by all ranks."""
         with self._beside_others():
-            return dist.new_group(timeout=self.group_timeout, backend=backend)
+            return dist.new_group(ranks, timeout=self.group_timeout, backend=backend)
+
+    def global_rank(self, rank: int) -> int:
+        """Returns the rank among all ranks of the run."""
+        return rank
 
     def _group_of(self, tensor: Tensor) -> Any:
         """Returns the group for a tensor: CPU tensors of runs on devices have their own; None for the default group."""
@@ -406,7 +411,7 @@ class World:
                 piece.copy_(rows)
             if piece.numel():
                 with self.all_take_part(f"Gathering node rows of rank {source}"):
-                    dist.broadcast(piece.view(-1).view(torch.uint8), source, group=self._group_of(piece))
+                    dist.broadcast(piece.view(-1).view(torch.uint8), self.global_rank(source), group=self._group_of(piece))
         return out
 
     def scatter_object(self, values: Sequence[T] | None, source: int = 0) -> T:
@@ -416,7 +421,7 @@ class World:
             return values[0]
         mine: list[Any] = [None]
         with self.all_take_part(f"Values of rank {source} for each rank"):
-            dist.scatter_object_list(mine, None if values is None else [*values], source, group=self.host_group)
+            dist.scatter_object_list(mine, None if values is None else [*values], self.global_rank(source), group=self.host_group)
         return mine[0]
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -434,7 +439,7 @@ class World:
             return value
         values: list[Any] = [value]
         with self.all_take_part(f"A value of rank {source}"), self._waiting():
-            dist.broadcast_object_list(values, source, group=self.host_group)
+            dist.broadcast_object_list(values, self.global_rank(source), group=self.host_group)
         return values[0]
 
     def broadcast_number(self, value: int, operation: str) -> int:
@@ -462,7 +467,7 @@ class World:
                 # As bytes: integer and bool buffers are sent, too.
                 flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
                 if flat.numel():
-                    dist.broadcast(flat, source, group=self._group_of(flat))
+                    dist.broadcast(flat, self.global_rank(source), group=self._group_of(flat))
                     tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self, name: str = "Barrier") -> None:

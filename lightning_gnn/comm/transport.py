@@ -224,6 +224,7 @@ class ProcessTransport(Transport):
         watch: watchdog with the deadline of waits, and with the mark of each message's operation.
         device: device of sent and received tensors.
         hosts: transport for CPU tensors, if `group` does not support them; else None.
+        rank: this rank.
     """
 
     def __init__(
@@ -234,7 +235,9 @@ class ProcessTransport(Transport):
         watch: Watchdog,
         device: torch.device,
         hosts: ProcessTransport | None = None,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.device, self._hosts = device, hosts or self
         self._group, self._memory, self.watch = group, memory, watch
         self.waited_s = 0.0
@@ -243,6 +246,10 @@ class ProcessTransport(Transport):
         self.all_local = len(self._local) == size - 1
         self._queued = dist.get_backend(group) != "gloo"
         self.receives_early = not self._queued
+
+    def is_local(self, rank: int) -> bool:
+        """Returns whether a rank is on this machine and shares memory."""
+        return rank == self.rank or rank in self._local
 
     def close(self) -> None:
         """Release the process group."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnn.rows.mode import RULES, OtherSizeError, RowsMode, Rule, has_counts, name_of, placement_of, rows_of, tensors_in
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, RowPlacement, RowSet
+from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement, RowSet, axis
 
 _OWNERS = (torch, Tensor, F, torch.special, torch.linalg)
 
@@ -132,10 +132,10 @@ def _compares_ends(func: Any, row_args: Sequence[tuple[Tensor, RowPlacement]], a
 def place_rows(out: Any, rows: RowSet, right: int) -> Any:
     """Set the placement of results that have `rows` along the dimension `right` from the right."""
     if type(out) is Tensor:
-        out.__dict__[ATTRIBUTE] = rows.at(out.dim() - right)
+        out.__dict__[axis.attribute] = rows.at(out.dim() - right)
         return out
     for x in tensors_in((out,)):
-        x.__dict__[ATTRIBUTE] = rows.at(x.dim() - right)
+        x.__dict__[axis.attribute] = rows.at(x.dim() - right)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -20,13 +21,15 @@ from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,
     active_mode,
+    by_placement,
+    map_leaves,
     place,
     placement_of,
     rows_of,
     tensors_in,
     unknown_origin,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, RowPlacement, RowSet
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, OF_SAMPLES, REPLICATED, Placement, RowPlacement, RowSet, axis
 from lightning_gnn.rows.ranks import Ranks, digest_of
 
 
@@ -88,6 +91,26 @@ class GraphRows:
         with self.mode.pause():
             return self._expand(self.nodes[None].keys.double().unsqueeze(1)).view(-1).long()
 
+    def activate(self, in_backward: bool = False) -> AbstractContextManager[Any]:
+        """Context manager with row semantics, see :meth:`RowsMode.activate`."""
+        return self.mode.activate(in_backward)
+
+    def placements_of(self, x: Tensor, compares: bool = False) -> list[Placement | None]:
+        """Returns the placement of a tensor on each axis of ranks; None if it is unknown.
+
+        With `compares`, ranks compare constants; this is collective.
+        """
+        found = list[Placement | None]()
+        for mode in self.modes:
+            with mode.reading():
+                found.append(placement_of(x) or (mode.placement_of_constant(x) if compares else None))
+        return found
+
+    @property
+    def modes(self) -> list[RowsMode]:
+        """Modes of all axes of ranks; torch calls the last one first."""
+        return [self.mode]
+
     def place(self, batch: Any) -> Any:
         """Set the placements of a batch's tensors, unless they have one; returns the batch."""
         self._place_samples(batch)
@@ -119,7 +142,7 @@ class GraphRows:
                 place(value, of.at(0))
 
     def _is_placed(self, x: Tensor) -> bool:
-        placement = x.__dict__.get(ATTRIBUTE)
+        placement = x.__dict__.get(axis.attribute)
         return placement is not None and (placement.rows is None or placement.rows.ranks is self.ranks)
 
     def place_state(self, module: torch.nn.Module, world: World, now: Iterable[Tensor] | None = None) -> None:
@@ -132,17 +155,28 @@ class GraphRows:
         if now is None and world.stand_ins:  # threads share their tensors: rank 0 collects them
             now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
         now = tensors_now() if now is None else now
-        self.mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))
+        now = list(now)
+        for mode in self.modes:
+            with mode.reading():
+                mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))
         by_rank = world.all_gather_object({name: digest_of(x) for name, x in state.items()})
         for name, x in state.items():
-            if all(each.get(name) == by_rank[0].get(name) for each in by_rank) and ATTRIBUTE not in x.__dict__:
-                place(x, REPLICATED)
+            if all(each.get(name) == by_rank[0].get(name) for each in by_rank):
+                place_replicated(x)
+
+    def note_constant(self, x: Tensor) -> None:
+        """Record a tensor that is a constant if it is equal on all ranks."""
+        for mode in self.modes:
+            with mode.reading():
+                mode.note_constant(x)
 
     def release(self, module: torch.nn.Module) -> None:
         """Remove the placements of a module's buffers and other tensors, and the references to tensors from before the run."""
-        self.mode.forget_constants()  # weak references would prevent torch from moving their module
-        for _, x in _state(module):
-            self.mode.remove_placement(x)
+        for mode in self.modes:
+            mode.forget_constants()  # weak references would prevent torch from moving their module
+            with mode.reading():
+                for _, x in _state(module):
+                    mode.remove_placement(x)
 
 
 def _ranks_of(batch: Any, world: World) -> Ranks:
@@ -177,6 +211,12 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{prefix}.{name}.{number}", x
 
 
+def place_replicated(x: Tensor) -> None:
+    """Mark a tensor that is equal on all ranks, unless it has a placement."""
+    for attribute in (ATTRIBUTE, OF_SAMPLES):
+        x.__dict__.setdefault(attribute, REPLICATED)
+
+
 def place_selected(of: Tensor, mask: Tensor, *values: Tensor | None) -> None:
     """Set the placement of tensors with one row for each entry of a mask, bool ``[n]``, over the rows of `of`.
 
@@ -204,18 +244,18 @@ def whole_value(value: Any, reduce_op: Any) -> Any:
     return value
 
 
-def check_loss(output: Any, mode: RowsMode) -> None:
+def check_loss(output: Any, rows: GraphRows) -> None:
     """Raises :class:`NotExactError` on all ranks unless a step's loss is None or known to be equal on all ranks."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         return
-    placement = placement_of(loss) or mode.placement_of_constant(loss)
-    if placement is None:
-        raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
-    if isinstance(placement, RowPlacement) and loss.numel() != 1:
-        raise NotExactError(
-            f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum."
-        )
+    for placement in rows.placements_of(loss, compares=True):
+        if placement is None:
+            raise NotExactError(f"The step returned as its loss {unknown_origin(loss)}")
+        if isinstance(placement, RowPlacement) and loss.numel() != 1:
+            raise NotExactError(
+                f"The step returned a loss with one entry for each of the {placement.rows.name}. Return its mean or sum."
+            )
 
 
 # Bound layers #################################################################
@@ -234,8 +274,10 @@ def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[...,
         mode = active_mode()
         if mode is None:
             return forward(self, *args, **kwargs)
+        if mode.other is not None and uses_edges:
+            return _run_per_sample(mode, partial(call, self), args, kwargs)
         row_args = mode.row_tensors(args, kwargs)
-        is_along = not uses_edges and any(of.dim for _, of in row_args)
+        is_along = not uses_edges and (mode.other is not None or any(of.dim for _, of in row_args))
         if not row_args or is_along or isinstance(self, Aggregation):
             return type(self).forward(self, *args, **kwargs)
         if uses_edges and _edges_of(row_args) is None:
@@ -243,7 +285,7 @@ def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[...,
             row_args = mode.row_tensors(args, kwargs)
         with mode.pause():
             if uses_edges:
-                args, kwargs = _whole_inputs(mode, args, kwargs, row_args)
+                args, kwargs = _whole_inputs(mode, self, args, kwargs, row_args)
             out = forward(self, *args, **kwargs)
         return _place_output(mode, self, out, row_args, uses_edges)
 
@@ -262,12 +304,14 @@ def wrap_propagate(method: Callable[..., Any], returns_edges: bool) -> Callable[
         mode = active_mode()
         if mode is None:
             return method(self, *args, **kwargs)
+        if mode.other is not None:
+            return _run_per_sample(mode, partial(call, self), args, kwargs)
         row_args = mode.row_tensors(args, kwargs)
         if _edges_of(row_args) is None:
             args, kwargs = _own_edges(mode, args, kwargs)
             row_args = mode.row_tensors(args, kwargs)
         with mode.pause():
-            args, kwargs = _whole_inputs(mode, args, kwargs, row_args)
+            args, kwargs = _whole_inputs(mode, self, args, kwargs, row_args)
             out = method(self, *args, **kwargs)
         edges = _edges_of(row_args)
         rows = None if edges is None else edges if returns_edges else edges.targets
@@ -278,6 +322,34 @@ def wrap_propagate(method: Callable[..., Any], returns_edges: bool) -> Callable[
         return out
 
     return call
+
+
+def _run_per_sample(mode: RowsMode, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns the result of a function that computes each sample separately, under row semantics of nodes only.
+
+    Args:
+        mode: mode of samples.
+        run: function that is called without this mode.
+        args, kwargs: its arguments.
+    """
+    row_args, unknown, from_rows = by_placement(args, kwargs)
+    mode.row_tensors(args, kwargs)  # raises for unknown tensors
+
+    def enter(value: Any) -> Any:
+        return mode.enter(value, placement_of(value), "layer") if row_args and isinstance(value, Tensor) else value
+
+    args, kwargs = map_leaves(args, enter), map_leaves(kwargs, enter)
+    with mode.pause():
+        out = run(*args, **kwargs)
+    for x in tensors_in((out,)):
+        if not row_args:
+            mode.remove_placement(x) if unknown else place(x, FROM_ROWS if from_rows else REPLICATED)
+            continue
+        of = row_args[0][1]
+        mode.remove_placement(x)
+        if x.dim() > of.dim and x.size(of.dim) == of.rows.count:
+            place(x, of.rows.at(of.dim))
+    return out
 
 
 def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -313,7 +385,7 @@ def _edges_of(row_args: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
     return next((of.rows for _, of in row_args if of.local_ids), None)
 
 
-def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, row_args: Any) -> tuple[Any, Any]:
+def _whole_inputs(mode: RowsMode, layer: Any, args: Any, kwargs: Any, row_args: Any) -> tuple[Any, Any]:
     """Returns the inputs of a layer in local form.
 
     A replicated tensor with a row per node, such as the weight of an embedding, becomes the rank's rows. Tensors that were
@@ -321,6 +393,9 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, row_args: Any) -> tupl
     """
     edges = _edges_of(row_args)
     targets = None if edges is None else edges.targets
+
+    def dim_of(x: Tensor) -> int:  # of nodes or edges
+        return getattr(layer, "node_dim", 0) % x.dim() if x.dim() > 1 else 0
 
     def change(x: Any) -> Any:
         of = placement_of(x) if isinstance(x, Tensor) else None
@@ -331,12 +406,14 @@ def _whole_inputs(mode: RowsMode, args: Any, kwargs: Any, row_args: Any) -> tupl
                 return x
             # Possibly in another order: joined or shuffled.
             x, of = mode.place(mode.gather_rows(x, of, "layer"), FROM_ROWS), FROM_ROWS
-            if edges is not None and targets is not None and x.size(0) == edges.total != targets.total:
-                return mode.take(x, 0, edges, "layer")
-        if targets is not None and x.dim() > 1 and x.size(0) == targets.total:
-            return mode.take(x, 0, targets, "layer")
-        if edges is not None and x.dim() and x.size(0) == edges.total:
-            return mode.take(x, 0, edges, "layer")
+            dim = dim_of(x)
+            if edges is not None and targets is not None and x.size(dim) == edges.total != targets.total:
+                return mode.take(x, dim, edges, "layer")
+        dim = dim_of(x)
+        if targets is not None and x.dim() > 1 and x.size(dim) == targets.total:
+            return mode.take(x, dim, targets, "layer")
+        if edges is not None and x.dim() and x.size(dim) == edges.total:
+            return mode.take(x, dim, edges, "layer")
         return mode.enter(x, of, "layer")
 
     def change_nested(value: Any) -> Any:
@@ -364,7 +441,7 @@ def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edge
         if first.size(dim) == targets.count:
             place(first, targets.at(dim))
     for each in tensors_in(others):
-        each.__dict__.pop(ATTRIBUTE, None)
+        each.__dict__.pop(axis.attribute, None)
     return out
 
 

@@ -28,9 +28,9 @@ from lightning_gnn.private_torch import (
     OpOverloadPacket,
     base_of,
     is_functorch_wrapped_tensor,
+    without_torch_functions,
 )
 from lightning_gnn.rows.placement import (
-    ATTRIBUTE,
     FROM_ROWS,
     REPLICATED,
     GatherRows,
@@ -40,6 +40,7 @@ from lightning_gnn.rows.placement import (
     RowSet,
     TakeRows,
     View,
+    axis,
     copied_for,
     note_change,
     version_of,
@@ -69,9 +70,16 @@ _everywhere: list[RowsMode] = []  # for the rank of this process, also in the th
 
 
 def active_mode() -> RowsMode | None:
-    """Returns the active mode; None if there is none, or if it is paused."""
-    modes = _open.modes or _everywhere
-    return None if not modes or modes[-1].paused else modes[-1]
+    """Returns the active mode; None if there is none, or if it is paused. Of several, the mode that torch calls first."""
+    for mode in reversed(_open.modes or _everywhere):
+        if not mode.paused:
+            return mode
+    return None
+
+
+def _mode_of_axis() -> RowsMode | None:
+    """Returns the open mode of the axis in use."""
+    return next((mode for mode in reversed(_open.modes or _everywhere) if mode.attribute == axis.attribute), None)
 
 
 @contextmanager
@@ -81,18 +89,18 @@ def local_rows() -> Iterator[None]:
     if mode is None:
         yield
         return
-    with mode.pause():
+    with mode.pause(), local_rows():  # of each axis
         yield
 
 
 def placement_of(x: Tensor) -> Placement | None:
     """Returns the placement of a tensor; None if it is unknown."""
-    found = x.__dict__.get(ATTRIBUTE)
+    found = x.__dict__.get(axis.attribute)
     if found is None:
         if isinstance(x, torch.nn.Parameter):
             return REPLICATED
-        modes = _open.modes or _everywhere
-        is_same = modes[-1].is_same(x) if modes else None
+        mode = _mode_of_axis()
+        is_same = None if mode is None else mode.is_same(x)
         return REPLICATED if (_is_of_host(x) if is_same is None else is_same) else None
     if found.view is not None and found.view.is_stale:
         return None
@@ -101,7 +109,7 @@ def placement_of(x: Tensor) -> Placement | None:
         if not _is_trusted(made_by):
             return None
         if found.rows is None and not found.from_rows and base_of(x) is not None:
-            of = base_of(x).__dict__.get(ATTRIBUTE)  # a view of a tensor that was changed by values reduced from rows
+            of = base_of(x).__dict__.get(axis.attribute)  # a view of a tensor that was changed by values reduced from rows
             return found if of is None or not of.from_rows else FROM_ROWS
     return found
 
@@ -185,7 +193,7 @@ def unknown_origin(x: Tensor) -> str:
         "outside of steps and hooks"
     )
     cure = "Register a rule with lightning_gnn.register_row_rule, or make the tensor in the step, or before the run"
-    placement = x.__dict__.get(ATTRIBUTE)
+    placement = x.__dict__.get(axis.attribute)
     if placement is not None and placement.view is not None and placement.view.is_stale:
         made, cure = "as a view of rows that later changed in place", "Index the rows again after the change"
     elif function is not None:
@@ -200,7 +208,7 @@ def unknown_origin(x: Tensor) -> str:
 
 def place(x: Any, placement: Placement) -> Any:
     """Set the placement of a tensor; returns the tensor."""
-    x.__dict__[ATTRIBUTE] = placement
+    x.__dict__[axis.attribute] = placement
     return x
 
 
@@ -251,7 +259,7 @@ _SKIPPED = ("site-packages", _OWN, "<frozen", "<eval_with_key>", "/contextlib.py
 """Parts of file names that are skipped; PyG and torch.fx write code to files with different names in each process."""
 
 
-def _by_placement(args: Any, kwargs: Any) -> tuple[list[tuple[Tensor, RowPlacement]], list[Tensor], bool]:
+def by_placement(args: Any, kwargs: Any) -> tuple[list[tuple[Tensor, RowPlacement]], list[Tensor], bool]:
     """Returns the row tensors in arguments, the tensors of unknown placement, and whether others were reduced from rows."""
     rows, unknown, from_rows = list[tuple[Tensor, RowPlacement]](), list[Tensor](), False
     for given in (args, kwargs) if kwargs else (args,):
@@ -274,6 +282,7 @@ class RowsMode(TorchFunctionMode):
         common_draws: context manager in which random numbers are equal on all ranks.
         expand: function that returns the local and halo rows of a tensor of node rows; None if local ids are not supported.
         reduce: function that sums values of local and halo rows over ranks at their owners.
+        other: mode of the other axis of ranks, which torch calls after this mode; None if there is one axis.
 
     Attributes:
         lets_rows_leave: whether arrays and lists may contain the local rows, as in ``predict_step``, where results are combined.
@@ -288,8 +297,10 @@ class RowsMode(TorchFunctionMode):
         common_draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
         expand: Callable[[Tensor], Tensor] | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
+        other: RowsMode | None = None,
     ) -> None:
         super().__init__()
+        self.attribute, self.other = ranks.attribute, other
         self.ranks, self.common_draws, self.expand, self.reduce = ranks, common_draws, expand, reduce
         self.nodes: RowSet | None = None  # for a graph without types; halo rows follow the local rows
         self.halo_rows: RowSet | None = None
@@ -298,6 +309,7 @@ class RowsMode(TorchFunctionMode):
         self.exact_draws = self.lets_rows_leave = False
         self.exports: dict[int, tuple[Any, Tensor]] = {}
         self.see: Callable[[Any, Any], None] | None = None
+        self._axes: list[str] = []  # axes in use before this mode was entered
         self.twice_at = ""  # line of the last gradient with create_graph=True
         # Tensors from before the run by object id, and whether they were found to be equal on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
@@ -305,11 +317,14 @@ class RowsMode(TorchFunctionMode):
 
     def __enter__(self) -> RowsMode:
         self._open_modes().append(self)
+        self._axes.append(axis.attribute)
+        axis.attribute = self.attribute
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._open_modes().pop()
+        axis.attribute = self._axes.pop()
 
     def _open_modes(self) -> list[RowsMode]:
         return _open.modes if self.ranks.world.stand_ins else _everywhere
@@ -318,10 +333,22 @@ class RowsMode(TorchFunctionMode):
     def pause(self) -> Iterator[None]:
         """Context manager in which functions are torch's own."""
         self.paused += 1
+        before, mode = axis.attribute, active_mode()
+        axis.attribute = before if mode is None else mode.attribute
         try:
             yield
         finally:
             self.paused -= 1
+            axis.attribute = before
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager in which placements are those of this mode."""
+        before, axis.attribute = axis.attribute, self.attribute
+        try:
+            yield
+        finally:
+            axis.attribute = before
 
     @contextmanager
     def activate(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:
@@ -351,9 +378,16 @@ class RowsMode(TorchFunctionMode):
             self.see(func, args)
         if self.paused:
             return func(*args, **kwargs)
+        before, axis.attribute = axis.attribute, self.attribute
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            axis.attribute = before
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.in_backward and not torch.is_grad_enabled():
             out = func(*args, **kwargs)
-            if func is Tensor.detach and (placement := args[0].__dict__.get(ATTRIBUTE)) is not None:
+            if func is Tensor.detach and (placement := args[0].__dict__.get(axis.attribute)) is not None:
                 place(out, placement)  # for recomputations of a checkpoint
             return out
         if (kwargs or _is_in_place(func)) and _changes(func, args, kwargs):
@@ -392,12 +426,12 @@ class RowsMode(TorchFunctionMode):
             if after is None:
                 self.remove_placement(base)
             elif after.from_rows and of is not None and of.rows is None and of.view is None:
-                base.__dict__[ATTRIBUTE] = FROM_ROWS
+                base.__dict__[axis.attribute] = FROM_ROWS
         if found is not None:
             copy, placement = found
             view = placement.view
             assert view is not None
-            copy.__dict__[ATTRIBUTE] = placement
+            copy.__dict__[axis.attribute] = placement
             if view.whole is None:
                 self.change(Tensor.__setitem__, (view.base, view.index, copy), {})
             else:
@@ -437,7 +471,7 @@ class RowsMode(TorchFunctionMode):
         Raises:
             NotExactError: there are rows, and tensors whose placement is unknown.
         """
-        found, unknown, _ = _by_placement(args, kwargs)
+        found, unknown, _ = by_placement(args, kwargs)
         for x in unknown if found else ():
             if self.placement_of_constant(x) is None:
                 raise self.refuse(f"{found[0][1].rows.name} are combined with {unknown_origin(x)}")
@@ -455,7 +489,7 @@ class RowsMode(TorchFunctionMode):
 
     def note_constant(self, x: Tensor) -> None:
         """Record a tensor that is a constant if it is equal on all ranks."""
-        if ATTRIBUTE not in x.__dict__ and not self.is_same(x):
+        if axis.attribute not in x.__dict__ and not self.is_same(x):
             self._constants[id(x)] = weakref.ref(x), False
 
     def forget_constants(self) -> None:
@@ -473,7 +507,7 @@ class RowsMode(TorchFunctionMode):
         """
         if self.is_same(x) is not None:
             return () if x.requires_grad else (x,)
-        found: tuple[Tensor, ...] = x.__dict__.get(_MADE_OF, (None, ()))[1]
+        found: tuple[Tensor, ...] = x.__dict__.get(axis.attribute + _MADE_OF, (None, ()))[1]
         return found
 
     def placement_of_constant(self, x: Tensor) -> Placement | None:
@@ -497,12 +531,12 @@ class RowsMode(TorchFunctionMode):
             )
         for each in constants:
             self._constants[id(each)] = weakref.ref(each), True
-        placement, _ = x.__dict__.get(_MADE_OF, (REPLICATED, ()))
+        placement, _ = x.__dict__.get(axis.attribute + _MADE_OF, (REPLICATED, ()))
         return placement if self.is_same(x) else placement_of(place(x, placement))
 
     def plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function without row tensors; its result is replicated if all its tensors are."""
-        _, unknown, from_rows = _by_placement(args, kwargs)
+        _, unknown, from_rows = by_placement(args, kwargs)
         constants = [self.constants_of(x) for x in unknown]
         out = func(*args, **kwargs)
         if not unknown:
@@ -513,17 +547,17 @@ class RowsMode(TorchFunctionMode):
         if all(constants):
             made_of = tuple({id(each): each for of in constants for each in of}.values())
             for x in tensors_in((out,)):
-                x.__dict__[_MADE_OF] = FROM_ROWS if from_rows else REPLICATED, made_of
+                x.__dict__[axis.attribute + _MADE_OF] = FROM_ROWS if from_rows else REPLICATED, made_of
         return out
 
     def place(self, out: Any, placement: Placement) -> Any:
         """Set the placement of all tensors in a result; returns the result."""
         if type(out) is Tensor:
-            out.__dict__[ATTRIBUTE] = placement
+            out.__dict__[axis.attribute] = placement
         else:
             for x in tensors_in(out):
                 if not isinstance(x, torch.nn.Parameter):
-                    x.__dict__[ATTRIBUTE] = placement
+                    x.__dict__[axis.attribute] = placement
         return out
 
     def place_view(self, out: Tensor, placement: Placement, view: View) -> Tensor:
@@ -534,21 +568,38 @@ class RowsMode(TorchFunctionMode):
     def remove_placement(self, out: Any) -> Any:
         for x in tensors_in((out,)):
             self._constants.pop(id(x), None)
-            for name in (ATTRIBUTE, _MADE_OF):
+            for name in (axis.attribute, axis.attribute + _MADE_OF):
                 x.__dict__.pop(name, None)
         return out
 
     def enter(self, x: Tensor, placement: Placement | None, operation: str) -> Tensor:
         """Returns a replicated tensor for use with rows."""
         if placement is not None and placement.from_rows and x.requires_grad and torch.is_grad_enabled():
-            return EnterRows.apply(x, self.ranks, operation)
+            return self._send(EnterRows, x, self.ranks, operation)
         return x
+
+    def _send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
+        """Returns the result of an autograd function that sends, which keeps the placement of `x` on the other axis.
+
+        `more_dims` is the number of dimensions that the result has before those of `x`.
+        """
+        out: Tensor
+        if self.other is None:
+            out = function.apply(x, *args)
+            return out
+        with without_torch_functions():
+            out = function.apply(x, *args)
+        with self.other.reading():
+            of = placement_of(x)
+            if of is not None:
+                place(out, of.rows.at(of.dim + more_dims) if isinstance(of, RowPlacement) else of.with_view(None))
+        return out
 
     def take(self, x: Tensor, dim: int, rows: RowSet, operation: str) -> Tensor:
         """Returns this rank's rows of a replicated tensor that has the rows of all ranks along `dim`."""
         if dim == 0:
-            return TakeRows.apply(x, rows, operation)
-        return TakeRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim)
+            return self._send(TakeRows, x, rows, operation)
+        return self._send(TakeRows, x.movedim(dim, 0), rows, operation).movedim(0, dim)
 
     def gather_rows(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
         """Returns the rows of all ranks in the order of the graph, on all ranks."""
@@ -561,10 +612,22 @@ class RowsMode(TorchFunctionMode):
             raise self.refuse(
                 f"{rows.name} of another run are used: the module stores them outside of its parameters and buffers."
             )
+        x = self._join_other(x, dim, operation)
         self.check_room(x, rows, operation)
         if dim == 0:
-            return GatherRows.apply(x, rows, operation)
-        return GatherRows.apply(x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
+            return self._send(GatherRows, x, rows, operation)
+        return self._send(GatherRows, x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
+
+    def _join_other(self, x: Tensor, dim: int, operation: str) -> Tensor:
+        """Returns a tensor with the rows of all ranks of the other axis, if they are along the same dimension."""
+        if self.other is None:
+            return x
+        with self.other.reading():
+            of = rows_of(x)
+            if of is None or of.dim != dim:
+                return x
+            with self.other.pause():
+                return place(self.other.gather_rows(x, of, operation), FROM_ROWS)
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -602,10 +665,10 @@ class RowsMode(TorchFunctionMode):
     def sum(self, x: Tensor, operation: str) -> Tensor:
         if self.ranks.size == 1:  # a function that returns its argument would create a view
             return x
-        return SumOverRanks.apply(x, self.ranks, operation)
+        return self._send(SumOverRanks, x, self.ranks, operation)
 
     def parts(self, x: Tensor, operation: str) -> Tensor:
-        return GatherParts.apply(x, self.ranks, operation)
+        return self._send(GatherParts, x, self.ranks, operation, more_dims=1)
 
     def run_unchanged(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that does not depend on values."""
@@ -628,7 +691,7 @@ class RowsMode(TorchFunctionMode):
         def change(value: Any) -> Any:
             placement = rows_of(value)
             if placement is None:
-                return int(value) if isinstance(value, RowCount) else value
+                return int(value) if is_count(value) else value
             wholes.append((value, self.gather_rows(value, placement, name)))
             return wholes[-1][1]
 
@@ -667,7 +730,7 @@ class RowsMode(TorchFunctionMode):
 
 
 _LARGE = 1 << 20
-_MADE_OF = "_lightning_gnn_made_of"  # a placement that holds if the constants are equal on all ranks, and the constants
+_MADE_OF = "_made_of"  # suffix of an attribute: a placement that holds if the constants are equal on all ranks, and the constants
 LOCAL_IDS = (
     "edge_index holds local node ids of this rank, not ids of the whole graph. For batch.n_id[...] of sources, use "
     "lightning_gnn.gather_halo(batch.n_id)[batch.edge_index[0]], or a conv"
@@ -702,7 +765,12 @@ def name_of(func: Any) -> str:
     return name
 
 
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a number of rows on the axis in use."""
+    return isinstance(value, RowCount) and value.rows.ranks.attribute == axis.attribute
+
+
 def has_counts(args: Any, kwargs: Any) -> bool:
     """Returns whether numbers of rows are among the arguments, or in lists and tuples there."""
     values = (value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values()))
-    return any(isinstance(each, RowCount) for value in values for each in value)
+    return any(is_count(each) for value in values for each in value)

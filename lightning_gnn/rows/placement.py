@@ -6,6 +6,7 @@ rows. A *replicated* tensor is complete and equal on every rank. The placement o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,22 @@ from lightning_gnn.private_torch import base_of, version_counter
 from lightning_gnn.rows.ranks import EnterRows, Operation, Ranks, SumOverRanks
 
 ATTRIBUTE = "_lightning_gnn_placement"
-"""Attribute of a tensor with its placement."""
+"""Attribute of a tensor with the placement of its nodes or edges."""
+OF_SAMPLES = "_lightning_gnn_samples"
+"""Attribute of a tensor with the placement of its samples, where ranks have different samples."""
+
+
+class Axis(threading.local):
+    """Axis of ranks whose placements are in use, in this thread: ranks with parts of the graph, or with other samples.
+
+    Attributes:
+        attribute: attribute of a tensor with its placement.
+    """
+
+    attribute = ATTRIBUTE
+
+
+axis = Axis()
 _SELECTIONS = "_lightning_gnn_selections"
 Made = TypeVar("Made")
 
@@ -296,7 +312,7 @@ class View:
 def copied_for(x: Tensor) -> tuple[Tensor, Placement] | None:
     """Returns the copy for a view on one device that `x` is, or is a view of; None if there is none."""
     for each in (x, base_of(x)):
-        placement = None if each is None else each.__dict__.get(ATTRIBUTE)
+        placement = None if each is None else each.__dict__.get(axis.attribute)
         if placement is not None and placement.view is not None:
             return each, placement
     return None
@@ -322,13 +338,19 @@ FROM_ROWS = Placement(None, from_rows=True)
 
 
 class RowCount(int):
-    """Number of rows of all ranks; as a size argument, it stands for the number of local rows."""
+    """Number of rows of all ranks; as a size argument, it stands for the number of local rows.
+
+    Attributes:
+        local: number of local rows; on a mesh, a number of rows on the other axis if both are along one dimension.
+    """
 
     rows: RowSet
+    local: int
 
-    def __new__(cls, rows: RowSet) -> RowCount:
+    def __new__(cls, rows: RowSet, local: int | None = None) -> RowCount:
         self = super().__new__(cls, rows.total)
         self.rows = rows
+        self.local = local if isinstance(local, RowCount) else rows.count
         return self
 
     def __reduce__(self) -> Any:

@@ -58,6 +58,7 @@ class Ranks:
         world: all ranks.
         where: function that returns the user's line.
         name: name that is equal on all ranks.
+        attribute: attribute of tensors with the placements of their rows on these ranks.
 
     Attributes:
         messages: number of messages by the name of the operation.
@@ -66,8 +67,10 @@ class Ranks:
         rows: description of the rows of the running function's arguments, if an observer sets it.
     """
 
-    def __init__(self, world: World, where: Callable[[], str] = lambda: "", name: str = "") -> None:
-        self.name = name
+    def __init__(
+        self, world: World, where: Callable[[], str] = lambda: "", name: str = "", attribute: str = "_lightning_gnn_placement"
+    ) -> None:
+        self.name, self.attribute = name, attribute
         self.world, self.size, self._where = world, world.size, where
         self.messages: Counter[str] = Counter()
         self.bytes_sent = 0

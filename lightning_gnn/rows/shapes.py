@@ -30,6 +30,7 @@ from lightning_gnn.rows.mode import (
     RowsMode,
     active_mode,
     has_counts,
+    is_count,
     map_leaves,
     name_of,
     place,
@@ -49,8 +50,8 @@ def _size(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if isinstance(out, int):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return RowCount(of.rows) if dim % args[0].dim() == of.dim else out
-    return torch.Size([RowCount(of.rows) if dim == of.dim else size for dim, size in enumerate(out)])
+        return RowCount(of.rows, out) if dim % args[0].dim() == of.dim else out
+    return torch.Size([RowCount(of.rows, size) if dim == of.dim else size for dim, size in enumerate(out)])
 
 
 def _len(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,14 +141,14 @@ _EXPANDS = {"expand", "broadcast_to"}
 
 
 def _int(value: Any) -> Any:
-    return int(value) if isinstance(value, RowCount) else value
+    return int(value) if is_count(value) else value
 
 
 def _frozen(value: Any) -> Any:
     """Returns arguments as a hashable key without `RowCount`, which would keep the ranks of a run alive."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
-    return _int(value)
+    return int(value) if isinstance(value, RowCount) else value
 
 
 @lru_cache(4096)
@@ -188,7 +189,7 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
         shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
-        views = _trace_views(func, shape, dim, *key)
+        views = _trace_views(func, tuple(map(int, shape)), dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
@@ -286,7 +287,7 @@ def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of expand: a replicated tensor that is expanded to a number of rows becomes a row tensor."""
     x, shape = args[0], kwargs.get("size", args[1:])
     shape = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
-    at = next((place for place, size in enumerate(shape) if isinstance(size, RowCount)), None)
+    at = next((place for place, size in enumerate(shape) if is_count(size)), None)
     if at is None or rows_of(x) is not None:
         return _view(mode, func, args, kwargs)
     rows = shape[at].rows
@@ -424,13 +425,13 @@ def _create(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     size = next((each for each in given if isinstance(each, (tuple, list))), None)
     is_apart = size is None  # zeros(n, 3)
     size = given[:-1] if size is None else size
-    at = next((place for place, each in enumerate(size) if isinstance(each, RowCount)), None)
+    at = next((place for place, each in enumerate(size) if is_count(each)), None)
     if at is None:
         known = all(placement_of(x) is not None for x in tensors_in(given))
         out = func(*map_leaves(args, _int), **map_leaves(kwargs, _int))
         return mode.place(out, REPLICATED) if known else mode.remove_placement(out)
     rows = size[at].rows
-    local = [rows.count if place == at else int(each) for place, each in enumerate(size)]
+    local = [each.local if place == at else _int(each) for place, each in enumerate(size)]
     if is_apart:
         args = (*args[:begin], size)
 
@@ -499,10 +500,12 @@ def gather_global(x: Tensor) -> Tensor:
         x: rows of nodes, edges or of a selection of them, ``[n, ...]``.
     """
     mode, of = active_mode(), rows_of(x)
-    if mode is None or of is None:
+    if mode is None:
         return x
     with mode.pause():
-        return mode.place(mode.gather_rows(x, of, "gather_global"), FROM_ROWS)
+        found = x if of is None else mode.gather_rows(x, of, "gather_global")
+        found = gather_global(found) if mode.other is not None else found  # on the other axis
+    return found if of is None else mode.place(found, FROM_ROWS)
 
 
 # Indices ######################################################################

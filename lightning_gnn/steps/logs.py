@@ -20,7 +20,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_lightning import HOOK
 from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import NotExactError, local_rows, placement_of
+from lightning_gnn.rows.mode import NotExactError, local_rows
 from lightning_gnn.steps.metrics import FORWARD, StandInMetrics
 from lightning_gnn.steps.weights import RowWeights
 
@@ -191,13 +191,15 @@ class GlobalLogs:
     def _prepare_whole(self, call: _Call) -> None:
         value = call.value
         if isinstance(value, Tensor):
-            placement = placement_of(value)
-            call.is_tracked = placement is not None
-            if placement is not None and placement.rows is not None and value.numel() != 1:
-                raise NotExactError(
-                    f"self.log({call.name!r}, ...) was given one entry for each of the {placement.rows.name}. Log its "
-                    "mean or sum."
-                )
+            assert self._rows is not None
+            placements = self._rows.placements_of(value)
+            call.is_tracked = None not in placements
+            for placement in placements:
+                if placement is not None and placement.rows is not None and value.numel() != 1:
+                    raise NotExactError(
+                        f"self.log({call.name!r}, ...) was given one entry for each of the {placement.rows.name}. Log its "
+                        "mean or sum."
+                    )
 
     def _compare(self, calls: Sequence[_Call]) -> list[float]:
         """Compare the values of a full-graph step between ranks; unequal numbers, such as seconds, are averaged."""

@@ -42,8 +42,8 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_lightning import TRAINER
 from lightning_gnn.private_torch import MODULES, tree_leaves
-from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
+from lightning_gnn.rows.graph import GraphRows, place_replicated
+from lightning_gnn.rows.mode import active_mode, local_rows, placement_of
 from lightning_gnn.rows.placement import REPLICATED
 from lightning_gnn.steps.weights import RowWeights
 
@@ -154,14 +154,14 @@ class StandInMetrics:
                 self._updates.append((metric, metric.update))
                 metric.update = self.wrap(metric, _own_update(metric))
         if rows is not None:
-            rows.mode.see = self._see_new
+            rows.modes[-1].see = self._see_new
         _current.metrics = self
 
     def release(self) -> None:
         if _current.metrics is self:
             _current.metrics = None
         if self._rows is not None:
-            self._rows.mode.see = None
+            self._rows.modes[-1].see = None
         self._patches.release()
         for metric, update in self._updates:
             metric.update = update  # type: ignore[method-assign]
@@ -383,7 +383,7 @@ class StandInMetrics:
         """Returns the value of a metric, whose states may have one row per local node."""
         _place_states(metric)
         is_open = active_mode() is not None or not vars(metric).get("_whole")
-        with nullcontext() if is_open else rows.mode.activate():
+        with nullcontext() if is_open else rows.activate():
             return compute(*args, **options)
 
     def _sync(self, metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
@@ -404,8 +404,8 @@ def _place_states(metric: Metric) -> None:
     """Mark states that a metric reset outside of steps as replicated."""
     for name in metric._defaults:
         state = getattr(metric, name)
-        if isinstance(state, Tensor) and placement_of(state) is None:
-            place(state, REPLICATED)
+        if isinstance(state, Tensor):
+            place_replicated(state)
 
 
 def _own_update(metric: Metric) -> Callable[..., Any]:

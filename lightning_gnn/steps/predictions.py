@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.store import read_array
 from lightning_gnn.private_torch import keystr, tree_flatten_with_path, tree_unflatten
-from lightning_gnn.rows.mode import NotExactError, RowsMode, place, placement_of, unknown_origin
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import NotExactError, RowsMode, place, unknown_origin
 from lightning_gnn.rows.placement import FROM_ROWS, RowPlacement
 
 Predictions = Literal["all", "rank0", "shards", "file"]
@@ -27,12 +28,12 @@ class PredictedRows:
 
     Args:
         world: all ranks.
-        rows: mode under which the step ran.
+        rows: rows under whose semantics the step ran.
         mode: rows that a rank gets, see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
         folder: folder of the files.
     """
 
-    def __init__(self, world: World, rows: RowsMode, mode: Predictions, folder: Path = Path()) -> None:
+    def __init__(self, world: World, rows: GraphRows, mode: Predictions, folder: Path = Path()) -> None:
         self._world, self._rows, self._mode, self._folder = world, rows, mode, folder
 
     def __call__(self, output: Any) -> Any:
@@ -45,7 +46,8 @@ class PredictedRows:
             NotExactError: the placement of a tensor is unknown.
             ValueError: on all ranks: ranks returned different structures.
         """
-        found, spec = tree_flatten_with_path(output, is_leaf=lambda leaf: id(leaf) in self._rows.exports)
+        exports = self._exports = {key: each for mode in self._rows.modes for key, each in mode.exports.items()}
+        found, spec = tree_flatten_with_path(output, is_leaf=lambda leaf: id(leaf) in exports)
         structure = [f"{keystr(path) or 'it'} {type(leaf).__name__}" for path, leaf in found]
         by_rank = self._world.all_gather_object(structure)
         if any(each != by_rank[0] for each in by_rank):
@@ -55,25 +57,31 @@ class PredictedRows:
         return None if self._mode == "rank0" and self._world.rank else tree_unflatten(joined, spec)
 
     def _join(self, path: str, leaf: Any) -> Any:
-        x = leaf if isinstance(leaf, Tensor) else self._rows.exports.get(id(leaf), (None, None))[1]
-        if not isinstance(x, Tensor):
+        given = leaf if isinstance(leaf, Tensor) else self._exports.get(id(leaf), (None, None))[1]
+        if not isinstance(given, Tensor):
             return leaf
-        placement = placement_of(x) or self._rows.placement_of_constant(x)
-        if placement is None:
-            raise NotExactError(f"predict_step returned{f' at {path}' if path else ''} {unknown_origin(x)}")
-        if not isinstance(placement, RowPlacement):
+        placements, x = self._rows.placements_of(given, compares=True), given
+        if None in placements:
+            raise NotExactError(f"predict_step returned{f' at {path}' if path else ''} {unknown_origin(given)}")
+        for mode, placement in reversed([*zip(self._rows.modes, placements)]):
+            if isinstance(placement, RowPlacement):
+                with mode.reading():
+                    x = self._join_rows(path, x, placement, mode)
+        if x is given:
             return leaf
-        rows = placement.rows
-        if self._mode == "file" and placement.dim == 0:
-            places = rows.positions[: rows.owned].cpu()
-            x = write_rows(self._world, self._folder / f"{_file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)
-        elif self._mode == "shards":
-            x = self._rows.drop_replicas(x.detach(), placement)
-        else:
-            x = place(self._rows.gather_rows(x.detach(), placement, "predictions"), FROM_ROWS)
         if isinstance(leaf, np.ndarray):
             return x.cpu().numpy()
         return x.tolist() if isinstance(leaf, list) else x
+
+    def _join_rows(self, path: str, x: Tensor, placement: RowPlacement, mode: RowsMode) -> Tensor:
+        """Returns the rows of all ranks of an axis, or the rows of this rank, as the mode of predictions requires."""
+        rows = placement.rows
+        if self._mode == "shards":
+            return mode.drop_replicas(place(x.detach(), placement), placement)
+        if self._mode == "file" and placement.dim == 0 and self._rows.modes == [mode]:
+            places = rows.positions[: rows.owned].cpu()
+            return write_rows(self._world, self._folder / f"{_file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)
+        return place(mode.gather_rows(x, placement, "predictions").detach(), FROM_ROWS)
 
 
 def _file_name(path: str) -> str:

@@ -58,14 +58,15 @@ class StepValues:
         """
         self._is_whole = whole and self._rows is not None
         if self._rows is not None and self._is_whole:
-            self._rows.mode.lets_rows_leave = mask is None
-            self._rows.mode.exports.clear()
+            for mode in self._rows.modes:
+                mode.lets_rows_leave = mask is None
+                mode.exports.clear()
             self._rows.place(batch)
             for x in self._module.buffers():  # some are created in the run, such as masks of pruned weights
-                self._rows.mode.note_constant(x)
+                self._rows.note_constant(x)
             self.logs.enter_rows()
             self.scale = 1 / self._world.size
-            with self._rows.mode.activate():
+            with self._rows.activate():
                 yield
         else:
             if mask is not None:
@@ -75,7 +76,7 @@ class StepValues:
 
     def hook(self, whole: bool) -> AbstractContextManager[Any]:
         """Returns a context manager around a hook of full-graph steps (`whole`), or of mini-batch steps."""
-        return self._rows.mode.activate() if whole and self._rows is not None else self.logs.metrics.seeing_new()
+        return self._rows.activate() if whole and self._rows is not None else self.logs.metrics.seeing_new()
 
     def _enter(self, batch: Any, mask: str) -> None:
         mask, shard, rank = counted_mask(mask, self._module), self._shard, self._world.rank
@@ -95,7 +96,7 @@ class StepValues:
         """
         if self._is_whole and self._rows is not None:
             if trains:
-                check_loss(output, self._rows.mode)
+                check_loss(output, self._rows)
             self.logs.leave_rows()
             return
         if trains and output is None and self._module.automatic_optimization:

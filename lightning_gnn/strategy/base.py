@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags, quote
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
+from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, GraphLoader, check_fits, check_links
@@ -100,6 +101,8 @@ class GNNStrategy(RankStrategy):
         min_ranks: with `elastic`, least number of ranks that continue.
         balance: with `elastic`, whether nodes move from slow ranks to fast ranks while the model trains. Speeds are measured on
             CPU ranks, or given: the relative speed of each rank, such as ``[1.0, 0.5]``.
+        graph_ranks: number of ranks among which the graph is divided. The number of ranks is a multiple, and the samples of
+            :class:`~lightning_gnn.GraphDataModule` are divided among groups of `graph_ranks` ranks. None: all ranks.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 
@@ -142,6 +145,7 @@ class GNNStrategy(RankStrategy):
         elastic: bool = False,
         min_ranks: int = 1,
         balance: bool | Sequence[float] = False,
+        graph_ranks: int | None = None,
         **plugins: Any,
     ) -> None:
         if plugins:
@@ -166,6 +170,7 @@ class GNNStrategy(RankStrategy):
         self.cache_input_aggregation, self.checkpoint_convs = cache_input_aggregation, checkpoint_convs
         self.predictions: Predictions = predictions
         self.self_check, self.reuse_buffers = self_check, reuse_buffers and memory_limit is None
+        self._graph_ranks = graph_ranks
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
@@ -184,7 +189,27 @@ class GNNStrategy(RankStrategy):
 
     def layout(self) -> LayoutSpec:
         """Returns the layout that the datamodule must provide."""
-        return self.scheme.layout(self.world_size, self.num_nodes)
+        return self.scheme.layout(self.graph_ranks, -(-self.graph_ranks // max(1, self.num_processes)))
+
+    @property
+    def graph_ranks(self) -> int:
+        """Number of ranks among which the graph is divided."""
+        return self._graph_ranks or self.world_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of groups of graph ranks, among which samples are divided."""
+        return self.world_size // self.graph_ranks
+
+    @property
+    def graph_rank(self) -> int:
+        """Rank of this process among its graph ranks, which is the number of its part of the graph."""
+        return self.global_rank % self.graph_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's group of graph ranks."""
+        return self.global_rank // self.graph_ranks
 
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         """Returns the stages of the Trainer's current call whose steps must give the results of one device."""
@@ -223,7 +248,7 @@ class GNNStrategy(RankStrategy):
             self.cache_input_aggregation,
             self.checkpoint_convs,
             self.root_device,
-            self.world_size,
+            self.graph_ranks,
             self.num_nodes,
             range(first, first + self.num_processes),
         )
@@ -323,7 +348,8 @@ class GNNStrategy(RankStrategy):
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
-        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs)
+        mesh = Mesh(world, self.graph_ranks) if self.data_ranks > 1 else None
+        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, mesh)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
             world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
@@ -334,7 +360,8 @@ class GNNStrategy(RankStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            binding = bind_module(self.scheme, module, shard, world, self.meter, self.cache_input_aggregation)
+            of_graph = world if mesh is None else mesh.graph
+            binding = bind_module(self.scheme, module, shard, of_graph, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)

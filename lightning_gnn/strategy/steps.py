@@ -18,7 +18,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
-from lightning_gnn.registry import explain_error
+from lightning_gnn.registry import explain_error, feature
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
 from lightning_gnn.rows.mode import local_rows
@@ -65,6 +65,7 @@ class Steps:
         turn: context manager around the computation of this rank.
         keeps_memory: whether the process keeps the memory that a step frees for the next step.
         redraws_every: number of epochs whose training steps draw the same random numbers.
+        mesh: axes of the ranks, see :class:`~lightning_gnn.comm.mesh.Mesh`; None if all ranks have parts of one graph.
 
     Attributes:
         random: streams of random numbers.
@@ -93,10 +94,13 @@ class Steps:
         turn: Callable[[], AbstractContextManager[None]],
         keeps_memory: bool,
         redraws_every: int,
+        mesh: Any = None,
     ) -> None:
+        self._mesh = mesh
         self._trainer, self._world, self._turn = trainer, world, turn
         self._keeps_memory, self._redraws_every = keeps_memory, redraws_every
-        self.random, self.progress = RandomStreams(world), Progress()
+        self.random = RandomStreams(world) if mesh is None else feature("MeshStreams")(world, mesh)
+        self.progress = Progress()
         self.rounding: Any = None
         self.binding: Any = Unbound()
         self.rows: GraphRows | None = None
@@ -116,7 +120,11 @@ class Steps:
         """Enable row semantics: steps on this rank's part stand for steps on the whole graph."""
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
-        self.rows = rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
+        if self._mesh is None:
+            rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
+        else:
+            rows = feature("MeshRows")(shard, self._mesh, self.random)
+        self.rows = rows
         self.in_use.callback(rows.release, module)
         rows.place_state(module, self._world)
 
@@ -187,7 +195,7 @@ class Steps:
     def gather_predictions(self, output: Any, mode: Predictions) -> Any:
         """Returns the predictions of one device; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
         assert self.rows is not None
-        return PredictedRows(self._world, self.rows.mode, mode, self.predictions_folder)(output)
+        return PredictedRows(self._world, self.rows, mode, self.predictions_folder)(output)
 
     @property
     def predictions_folder(self) -> Path:
@@ -233,7 +241,7 @@ class Steps:
             stack.enter_context(self._approximating())
             if self.rows is not None and not self._on_batches:
                 stack.enter_context(self.rows.mode.differentiating())
-                stack.enter_context(self.rows.mode.activate(in_backward=True))
+                stack.enter_context(self.rows.activate(in_backward=True))
             yield
 
     def sum_gradients(self, loss: Tensor) -> None:

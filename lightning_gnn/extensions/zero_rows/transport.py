@@ -156,7 +156,7 @@ class ZeroRows:
 
     def _pack(self, out: Tensor, counts: Sequence[int], states: Sequence[_State]) -> tuple[Sequence[tuple[int, Tensor]], int]:
         """Returns the messages that replace `counts` rows to each rank, ``[P]``, and the number of rows in them."""
-        if not any(map(attrgetter("short"), compress(states, counts))):
+        if not out.numel() or not any(map(attrgetter("short"), compress(states, counts))):
             self._look(out, counts, states)
             return by_peer(out, counts), len(out)
         short = [count > 0 and state.short for state, count in zip(states, counts)]

@@ -1,0 +1,1 @@
+"""Mesh of ranks: samples of node features on one graph, divided among data ranks and graph ranks."""
