@@ -36,6 +36,9 @@ HOOK = "_current_fx_name"
 TRAINER = "_trainer"
 """Attribute of a module: its Trainer, or None."""
 
+MESH = "_device_mesh"
+"""Attribute of a module: value of ``device_mesh``."""
+
 EXAMPLE = "_example_input_array"
 """Attribute of a module: value of ``example_input_array``."""
 

@@ -66,6 +66,7 @@ _FEATURES = {
     "graph_files.pyg_stores": ["graph_in_stores"],
     "liveness": ["RankHelper"],
     "mesh.rows": ["MeshRows", "MeshStreams"],
+    "mesh.support": ["check_graph_ranks", "check_mesh"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],

@@ -596,7 +596,7 @@ class GraphContext:
 
     def _statistics_bytes(self, x: Tensor, wanted: Sequence[str]) -> tuple[int, int]:
         """Returns two byte counts per training step: of a copy of a source's features, and of a target's partial result."""
-        row_bytes, width = self.exchange.world.transport.row_bytes, x.size(1)
+        row_bytes, width = self.exchange.world.transport.row_bytes, max(1, x.size(1))  # a batch may have no samples
         dtype = torch.promote_types(x.dtype, torch.float32)
         # Sums are sent to the owner. Maxima and minima are sent to the owner and back, then the number of edges that have them,
         # exactly. The owner returns all gradients.

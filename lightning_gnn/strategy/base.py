@@ -29,7 +29,7 @@ from lightning_gnn.lightning_packages import check_callbacks, is_instance
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.private_lightning import reduce_over
+from lightning_gnn.private_lightning import MESH, reduce_over
 from lightning_gnn.private_torch import MODULES, ORIGINAL, compiled_call, ordered_effect
 from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
@@ -170,6 +170,8 @@ class GNNStrategy(RankStrategy):
         self.cache_input_aggregation, self.checkpoint_convs = cache_input_aggregation, checkpoint_convs
         self.predictions: Predictions = predictions
         self.self_check, self.reuse_buffers = self_check, reuse_buffers and memory_limit is None
+        if graph_ranks is not None:
+            feature("check_graph_ranks")(graph_ranks)
         self._graph_ranks = graph_ranks
         self.meter = Meter()
         self.checks = Checks()
@@ -190,6 +192,15 @@ class GNNStrategy(RankStrategy):
     def layout(self) -> LayoutSpec:
         """Returns the layout that the datamodule must provide."""
         return self.scheme.layout(self.graph_ranks, -(-self.graph_ranks // max(1, self.num_processes)))
+
+    @property
+    def samples_unsupported_reason(self) -> str | None:
+        """Reason why the datamodule may not have samples; None if it may."""
+        if self.recovery is not None:
+            return "elastic=True continues full-graph runs only. Set elastic=False."
+        if self.memory_limit is not None:
+            return "memory_limit pages one graph's features. Remove it, or set a smaller batch_size."
+        return None
 
     @property
     def graph_ranks(self) -> int:
@@ -232,11 +243,14 @@ class GNNStrategy(RankStrategy):
                 f"{type(self).__name__} needs a graph that it can split (got {given}). "
                 "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
             )
+        if self._graph_ranks is not None:
+            feature("check_mesh")(self, data.has_samples)
         return data
 
     def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer) -> Run:
         """Returns the description of the run for checks."""
         first = self.global_rank - self.local_rank
+        has_samples = getattr(getattr(trainer, "datamodule", None), "has_samples", False)
         return Run(
             type(self).__name__,
             self.scheme,
@@ -244,7 +258,7 @@ class GNNStrategy(RankStrategy):
             trainer,
             self.checked_stages(trainer),
             self.trains_on_batches,
-            self.self_check,
+            self.self_check and not has_samples,  # its small graph has no samples
             self.cache_input_aggregation,
             self.checkpoint_convs,
             self.root_device,
@@ -285,9 +299,9 @@ class GNNStrategy(RankStrategy):
             return
         self._warm_up(module, trainer)
         run = self._run_for_checks(module, trainer)
-        if self.memory_limit is None:
+        if self.memory_limit is None and not data.has_samples:
             self.checks.memory_ahead(run, cut)
-        if self_check:
+        if self_check and not data.has_samples:
             self.checks.check_ahead(run, cut)
 
     @override
@@ -359,6 +373,9 @@ class GNNStrategy(RankStrategy):
             steps.must_change = self.recovery.must_change
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
+        if mesh is not None:
+            setattr(module, MESH, mesh.device_mesh)
+            steps.in_use.callback(setattr, module, MESH, None)
         if in_parts:
             of_graph = world if mesh is None else mesh.graph
             binding = bind_module(self.scheme, module, shard, of_graph, self.meter, self.cache_input_aggregation)

@@ -96,6 +96,7 @@ class ClusterStrategy(GNNStrategy):
         ValueError: an invalid argument, or a number below 1.
     """
 
+    samples_unsupported_reason = "its workers train on clusters of one graph. Use DGCLStrategy."
     trains_on_batches = True
     others_go_on = False
     """Whether workers continue without a worker that fails in `fit`."""

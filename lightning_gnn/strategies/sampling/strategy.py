@@ -155,6 +155,7 @@ class SamplingStrategy(GNNStrategy):
     """
 
     strategy_name = "sampling"
+    samples_unsupported_reason = "it trains on sampled neighborhoods of one graph. Use DGCLStrategy."
     trains_on_batches = True
     equal_buffers = False  # each rank has the running statistics of its own batches until training ends
 

@@ -294,6 +294,7 @@ class CachedVertexCutStrategy(VertexCutStrategy):
     """
 
     strategy_name = "vertex_cut_cached"
+    samples_unsupported_reason = "its cache keeps rows of the last step, of other samples. Use VertexCutStrategy."
 
     @classmethod
     @override

@@ -1,0 +1,38 @@
+"""Validation of a mesh of ranks before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_graph_ranks(graph_ranks: Any) -> None:
+    """Raises ValueError unless `graph_ranks` is a number of ranks."""
+    if not isinstance(graph_ranks, int) or isinstance(graph_ranks, bool) or graph_ranks < 1:
+        raise ValueError(f"graph_ranks must be an integer of at least 1, got {graph_ranks!r}.")
+
+
+def check_mesh(strategy: Any, has_samples: bool) -> None:
+    """Raises ValueError if a strategy cannot divide its ranks, or samples, among groups of graph ranks.
+
+    Args:
+        strategy: strategy of this package.
+        has_samples: whether its datamodule has samples.
+    """
+    size, graph_ranks = strategy.world_size, strategy.graph_ranks
+    if size % graph_ranks:
+        raise ValueError(
+            f"The number of ranks must be a multiple of graph_ranks, got {size} ranks and graph_ranks={graph_ranks}. Set devices "
+            f"to {max(1, size // graph_ranks) * graph_ranks}, or graph_ranks to a divisor of {size}."
+        )
+    if strategy.data_ranks == 1:
+        return
+    groups = f"graph_ranks={graph_ranks} with {size} ranks makes {strategy.data_ranks} groups"
+    if not has_samples:
+        raise ValueError(
+            f"{groups}, which need different samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or "
+            "remove graph_ranks."
+        )
+    for name, unset in (("codec", None), ("checkpoint_convs", False), ("plan", None)):
+        value = getattr(strategy.scheme if name == "plan" else strategy, name, unset)
+        if value not in (unset, "auto", "p2p", "spst"):
+            raise ValueError(f"{name}={value!r} is not supported with several groups: {groups}. Remove one of them.")

@@ -1,0 +1,188 @@
+"""Samples on one graph over data ranks and graph ranks equal one device with the same global batches (gloo ranks)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from common import campaign, quiet_trainer
+from conftest import RankFailed
+from sample_runs import MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
+from torch_geometric.data import Data
+
+from lightning_gnn import (
+    CachedVertexCutStrategy,
+    CoverStrategy,
+    DGCLStrategy,
+    GossipStrategy,
+    GraphDataModule,
+    SamplingStrategy,
+    SpMM1DStrategy,
+    SpMM2DStrategy,
+    VertexCutStrategy,
+)
+
+
+@cache
+def on_one_device(name: str, global_batch_size: int, options: str) -> dict[str, Any]:
+    run = dict(each.split("=") for each in options.split()) if options else {}
+    numbers = {key: int(value) for key, value in run.items()}
+    return train_samples(0, 1, [name], strategy="auto", global_batch_size=global_batch_size, **numbers)[name]
+
+
+def assert_equal(found: dict[str, Any], global_batch_size: int = 4, options: str = "") -> None:
+    for name, ours in found.items():
+        expected = on_one_device(name, global_batch_size, options)
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "graph_ranks", "size"), [*campaign((2, 1, 4), (2, 2, 4), (3, 1, 6)), (4, 2, 4)]
+)
+def test_models(ranks, world_size, graph_ranks, size):
+    """Losses, logged values, weights and predictions; the last batch of 9 samples leaves data ranks without a sample."""
+    for found in ranks.run(world_size, train_samples, [*MODELS], graph_ranks, global_batch_size=size, timeout=280):
+        assert_equal(found, size)
+
+
+@pytest.mark.parametrize("strategy", [*campaign(SpMM1DStrategy, VertexCutStrategy), CoverStrategy])
+def test_strategies(ranks, strategy):
+    for found in ranks.run(4, train_samples, ["gcn", "sage_max", "mesh_graph_net"], 2, strategy, timeout=280):
+        assert_equal(found)
+
+
+@pytest.mark.campaign
+def test_blocks(ranks):
+    """A scheme with a grid of ranks, which all have the same samples."""
+    for found in ranks.run(4, train_samples, ["gcn", "graph_conv"], 4, SpMM2DStrategy, timeout=280):
+        assert_equal(found)
+
+
+def test_accumulation(ranks):
+    """Gradients of two batches are summed over ranks once."""
+    options = "accumulate_grad_batches=2"
+    for found in ranks.run(2, train_samples, ["gcn"], 1, accumulate_grad_batches=2):
+        assert_equal(found, options=options)
+
+
+# Random numbers ###############################################################
+
+
+class Drawing(SampleModule):
+    """Stores what a step draws: per sample, per node of a sample, for all, and by Python."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        import random
+
+        noise = torch.rand(batch.x.size(0), 1, 1)
+        per_node, for_all = torch.rand_like(batch.x[..., 0]), torch.rand(3)
+        kept = torch.nn.functional.dropout(batch.x)
+        self.drawn = [noise.detach(), per_node.detach(), for_all, torch.tensor(random.random()), kept.detach()]
+        self.drawn = [each.as_subclass(torch.Tensor).clone() for each in self.drawn]
+        return self.loss(batch) + 0 * noise.mean()
+
+
+def draw(rank: int, world_size: int) -> list[list[float]]:
+    L.seed_everything(0, verbose=False)
+    module = Drawing(MODELS["gcn"]()).double()
+    data = GraphDataModule(graph_of_samples(), samples=Samples(size=4), global_batch_size=4)
+    strategy = DGCLStrategy(graph_ranks=2, timeout=60)
+    quiet_trainer(strategy, world_size, max_epochs=1).fit(module, datamodule=data)
+    with torch.no_grad():
+        return [torch.Tensor.numpy(each).ravel().tolist() for each in module.drawn]
+
+
+def test_random_numbers(ranks):
+    """Ranks 0 and 1 have parts of the same samples; ranks 2 and 3 have other samples."""
+    noise, per_node, for_all, python, kept = zip(*ranks.run(4, draw))
+    assert noise[0] == noise[1] and noise[2] == noise[3] and noise[0] != noise[2]
+    assert len({tuple(each) for each in per_node}) == 4
+    assert len({tuple(each) for each in for_all}) == len({tuple(each) for each in python}) == 1
+    assert len({tuple(value != 0 for value in each) for each in kept}) == 4
+
+
+# The mesh and its errors ######################################################
+
+
+class Looking(SampleModule):
+    def on_train_start(self) -> None:
+        mesh = self.device_mesh
+        self.mesh = mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("data"), mesh.get_local_rank("graph")
+
+
+def look(rank: int, world_size: int, options: dict[str, Any], data: dict[str, Any]) -> Any:
+    module = Looking(MODELS["gcn"]()).double()
+    given = {"samples": Samples(size=4), "global_batch_size": 4, **data}
+    given = {name: value for name, value in given.items() if value is not None}
+    datamodule = GraphDataModule(graph_of_samples(), **given)
+    quiet_trainer(DGCLStrategy(timeout=60, **options), world_size, max_epochs=1).fit(module, datamodule=datamodule)
+    return module.mesh
+
+
+def test_device_mesh(ranks):
+    found = ranks.run(4, look, {"graph_ranks": 2}, {})
+    assert found == [(("data", "graph"), [[0, 1], [2, 3]], rank // 2, rank % 2) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "message"),
+    [
+        ({"graph_ranks": 2}, {}, "must be a multiple of graph_ranks, got 3 ranks and graph_ranks=2. Set devices to 2"),
+        ({"graph_ranks": 1, "codec": "int8"}, {}, "codec='int8' is not supported with several groups"),
+        ({"graph_ranks": 1}, {"samples": None, "global_batch_size": None}, "need different samples, but the datamodule has"),
+        ({"graph_ranks": 1}, {}, "global_batch_size must be divisible by the number of data ranks, got 4 and 3"),
+    ],
+)
+def test_errors(ranks, options, data, message):
+    with pytest.raises(RankFailed) as failed:
+        ranks.run(3, look, options, data)
+    assert all(message in line for line in failed.value.errors.values()), failed.value.errors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (DGCLStrategy(elastic=True), "elastic=True continues full-graph runs only"),
+        (SamplingStrategy(), "it trains on sampled neighborhoods of one graph"),
+        (GossipStrategy(), "its workers train on clusters of one graph"),
+        (CachedVertexCutStrategy(), "its cache keeps rows of the last step"),
+    ],
+)
+def test_unsupported_strategies(strategy, reason):
+    data = GraphDataModule(graph_of_samples(), samples=Samples(), batch_size=2)
+    with pytest.raises(ValueError, match=f"samples is not supported with {type(strategy).__name__}: {reason}"):
+        data.sample_data.check_strategy(strategy)
+
+
+def test_argument():
+    for value in (0, -1, True, "two"):
+        with pytest.raises(ValueError, match="graph_ranks must be an integer of at least 1"):
+            DGCLStrategy(graph_ranks=value)
+
+
+def test_sizes(ranks):
+    """A step reads the sizes of the global batch and of the whole graph on each rank."""
+
+    for shapes in ranks.run(4, read_sizes):
+        assert shapes == [(4, NODES, 5), (4, NODES), 4, 4 * NODES * 5, [0.0, 1.0, 2.0, 3.0], NODES]
+
+
+class Reading(SampleModule):
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        from lightning_gnn import gather_global
+
+        x = batch.x
+        shapes = [tuple(map(int, x.shape)), tuple(map(int, x[..., 0].shape)), len(x), int(x.numel())]
+        self.shapes = [*shapes, gather_global(batch.hour).tolist(), int(batch.num_nodes)]
+        return self.loss(batch)
+
+
+def read_sizes(rank: int, world_size: int) -> Any:
+    module = Reading(MODELS["gcn"]()).double()
+    data = GraphDataModule(graph_of_samples(), samples=Samples(size=4), global_batch_size=4, shuffle=False)
+    strategy = DGCLStrategy(graph_ranks=2, timeout=60)
+    quiet_trainer(strategy, world_size, max_epochs=1).fit(module, datamodule=data)
+    return module.shapes
