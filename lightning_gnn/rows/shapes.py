@@ -188,8 +188,8 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
-        shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
-        views = _trace_views(func, tuple(map(int, shape)), dim, *key)
+        shape = tuple(map(int, (*x.shape[:dim], total, *x.shape[dim + 1 :])))  # not of the other axis of ranks
+        views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:

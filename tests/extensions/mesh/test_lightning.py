@@ -1,0 +1,89 @@
+"""Features of Lightning with samples on a mesh of ranks: parts of epochs, metrics, checkpoints, resumed runs (gloo ranks)."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from common import quiet_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sample_runs import MODELS, SampleModule, Samples, graph_of_samples
+from torch_geometric.data import Data
+from torchmetrics import MeanAbsoluteError, R2Score
+
+from lightning_gnn import DGCLStrategy, GraphDataModule
+
+
+class Measured(SampleModule):
+    """Metric objects over all samples and nodes, an activation checkpoint, and a schedule per step."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["conv_gru"]())
+        self.error, self.r2 = MeanAbsoluteError(), R2Score()
+        self.batches: list[list[int]] = []
+
+    def loss(self, batch: Data) -> torch.Tensor:
+        out = torch.utils.checkpoint.checkpoint(self.model, batch, use_reentrant=False)
+        return (out - batch.y).square().mean().sqrt()
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        self.batches.append(batch.sample_info.indices)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        out = self.model(batch)
+        self.error.update(out, batch.y)
+        self.r2.update(out.reshape(-1), batch.y.reshape(-1))
+        self.log_dict({"error": self.error, "r2": self.r2})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def run(
+    rank: int, world_size: int, graph_ranks: int, folder: Path | None = None, resume: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """Trains on 12 samples, three batches per epoch."""
+    L.seed_everything(0, verbose=False)
+    module = Measured().double()
+    samples = Samples(4, size=12)
+    data = GraphDataModule(graph_of_samples(), samples=samples, val_samples=samples, global_batch_size=4)
+    strategy: Any = DGCLStrategy(graph_ranks=graph_ranks, timeout=60) if graph_ranks else "auto"
+    callbacks = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
+    trainer = quiet_trainer(
+        strategy, world_size, callbacks=callbacks, enable_checkpointing=folder is not None, **{"max_epochs": 2, **options}
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name in ("error", "r2", "train_loss")}
+    return {"losses": module.losses, "logged": logged, "batches": module.batches, "step": trainer.global_step}
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": 2, "limit_train_batches": 2}, {"limit_val_batches": 2, "num_sanity_val_steps": 1}]
+)
+def test_parts_of_epochs(ranks, options):
+    expected = run(0, 1, 0, **options)
+    for found in ranks.run(4, run, 2, **options):
+        del found["batches"]
+        torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-10, atol=1e-10)
+
+
+def test_checkpoints(ranks, tmp_path):
+    """A run of two epochs that stops within the second continues on other meshes, and on one device, with the same batches."""
+    whole = run(0, 1, 0)
+    ranks.run(4, run, 2, folder=tmp_path, max_steps=4)
+    [file] = tmp_path.glob("step=4*.ckpt")
+    for size, graph_ranks in ((1, 0), (2, 1), (4, 2)):
+        of_ranks = ranks.run(size, run, graph_ranks, resume=file) if graph_ranks else [run(0, 1, 0, resume=file)]
+        for found in of_ranks:
+            torch.testing.assert_close(found["losses"], whole["losses"][4:], rtol=1e-10, atol=1e-10)
+            assert found["step"] == 6
+        batches = [sorted(chain(*each)) for each in zip(*(found["batches"] for found in of_ranks[:: graph_ranks or 1]))]
+        assert batches == [sorted(each) for each in whole["batches"][4:]]
