@@ -38,12 +38,8 @@ from lightning_gnn.rows.graph import wrap_layer_forward, wrap_propagate
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
-# Modules over all nodes without a distributed version, unlike the modules in `norms.NORMS`.
-_ACROSS_NODES = (
-    AnyBatchNorm,
-    AnyInstanceNorm,
-    pyg_nn.norm.HeteroBatchNorm,
-)
+# Modules over all nodes without a distributed version in convs, unlike those in `norms.NORMS`. Elsewhere, row semantics has rules.
+_ACROSS_NODES = AnyBatchNorm, AnyInstanceNorm
 
 
 @dataclass
@@ -239,7 +235,8 @@ def check_module(
             raise UnsupportedModelError(f"{where} is not exact on a partitioned graph: {rule.refused}.")
         if isinstance(child, MessagePassing):
             _check_conv(where, child)
-        elif isinstance(child, _ACROSS_NODES) and not isinstance(child, tuple(NORMS)) and id(child) in in_convs:
+        is_across = isinstance(child, _ACROSS_NODES) and id(child) in in_convs and not isinstance(child, tuple(NORMS))
+        if is_across or isinstance(child, pyg_nn.norm.HeteroBatchNorm):
             raise UnsupportedModelError(
                 f"{where} computes statistics over all nodes, which are on several ranks. Use torch.nn.BatchNorm1d or a PyG "
                 "norm for nodes, whose statistics include all ranks."

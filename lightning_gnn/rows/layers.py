@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -73,7 +74,27 @@ def _padded_dims(x: Tensor, args: Any, kwargs: Any) -> Iterable[int]:
     return [x.dim() - 1 - place // 2 for place, size in enumerate(pad) if size]
 
 
-register(along(_convolved_dims), "conv1d conv2d conv3d")
+_convolve = along(_convolved_dims)
+
+
+def _conv(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Rule of convolutions: torch's raise for a rank without rows, if these are not along the batch dimension."""
+
+    @wraps(func)
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dim = next((dim for dim in range(2, x.dim()) if not x.size(dim)), None)
+        if dim is None:
+            return func(x, *args, **kwargs)
+        one = x.new_zeros([1 if at == dim else size for at, size in enumerate(x.shape)])
+        return func(one, *args, **kwargs).narrow(dim, 0, 0) + 0 * x.sum()  # so that the backward pass reaches x
+
+    args, kwargs = (
+        ((kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}) if "input" in kwargs else (args, kwargs)
+    )
+    return _convolve(mode, run, args, kwargs)
+
+
+register(_conv, "conv1d conv2d conv3d")
 register(along(_padded_dims), "pad", (F,))
 
 # Recurrent layers #############################################################

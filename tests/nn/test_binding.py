@@ -43,7 +43,7 @@ REFUSED = {
     "aggregation": (lambda: OwnConv(4, 4, aggr=pyg_nn.LSTMAggregation(4, 4)), "supported are sum, mean, max, min"),
     "both": (lambda: BothWays(), "'x' in its message function both per node and per edge"),
     "lazy": (lambda: GCNConv(-1, 4), "has an unknown number of input columns"),
-    "batch norm of pictures": (lambda: torch.nn.BatchNorm2d(4), "computes statistics over all nodes"),
+    "batch norm of pictures": (lambda: pyg_nn.GINConv(torch.nn.BatchNorm2d(4)), "computes statistics over all nodes"),
     "batch norm of one row": (lambda: pyg_nn.BatchNorm(4, allow_single_element=True), "allow_single_element=True"),
     "batch norm by type": (lambda: pyg_nn.HeteroBatchNorm(4, num_types=2), "computes statistics over all nodes"),
     "pooling": (lambda: pyg_nn.TopKPooling(4), "creates another graph .* 'Clusters'"),
