@@ -32,13 +32,13 @@ from lightning_gnn.nn.learned_rows import LearnedRows
 from lightning_gnn.nn.norms import NORMS, STATE, Statistics, dense_attention, global_methods
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import COMPILER, AnyBatchNorm, AnyInstanceNorm
-from lightning_gnn.rows.graph import wrap_layer_forward, wrap_propagate
+from lightning_gnn.rows.graph import wrap_layer
 
 # Aggregations over the edges of one node, all of which are at its owner.
 _PER_NODE = "Sum Mean Max Min Mul Var Std Softmax PowerMean Median"
 _AGGREGATIONS = tuple(getattr(aggr, f"{name}Aggregation") for name in _PER_NODE.split())
 
-# Modules over all nodes without a distributed version in convs, unlike those in `norms.NORMS`. Elsewhere, row semantics has rules.
+# Modules over all nodes that convs may not contain, unlike those in `norms.NORMS`. Outside of convs, row semantics applies.
 _ACROSS_NODES = AnyBatchNorm, AnyInstanceNorm
 
 
@@ -102,12 +102,12 @@ class Binding:
                     self._patch(child, bound, Statistics(context.exchange, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
-                if not _returns_edges(child):
-                    self._patch(child, {"forward": wrap_layer_forward(child, isinstance(child, (MessagePassing, DirGNNConv)))})
-                    continue
-                for method in ("propagate", "edge_updater"):
-                    wrapped = wrap_propagate(getattr(child, method).__func__, method == "edge_updater")
-                    self._patch(child, {method: types.MethodType(wrapped, child)})
+                if _returns_edges(child):
+                    methods = {"propagate": wrap_layer(child, "propagate")}
+                    self._patch(child, methods | {"edge_updater": wrap_layer(child, "edge_updater", "edges")})
+                else:
+                    is_conv = isinstance(child, (MessagePassing, DirGNNConv))
+                    self._patch(child, {"forward": wrap_layer(child, returns="targets" if is_conv else "arguments")})
             for child in module.modules():
                 # Its backward would compute rows that row semantics do not follow.
                 if isinstance(child, InvertibleModule):

@@ -1,6 +1,6 @@
 """Row semantics: inside a step, every tensor stands for the tensor of the whole graph."""
 
-from lightning_gnn.rows import elementwise, layers, reductions, shapes  # noqa: F401  their rules register themselves
+from lightning_gnn.rows import elementwise, reductions, shapes  # noqa: F401  their rules register themselves
 from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -21,8 +21,6 @@ from lightning_gnn.rows.mode import (
     NotExactError,
     RowsMode,
     active_mode,
-    by_placement,
-    map_leaves,
     place,
     placement_of,
     rows_of,
@@ -260,96 +258,39 @@ def check_loss(output: Any, rows: GraphRows) -> None:
 
 # Bound layers #################################################################
 
-
-def wrap_forward(forward: Callable[..., Any], uses_edges: bool) -> Callable[..., Any]:
-    """Returns the forward of a bound layer, which communicates itself: its functions have no rules, and its output has rows.
-
-    Args:
-        forward: forward of the layer, a function of the module.
-        uses_edges: whether it uses edges and returns rows of their targets; otherwise it returns one row for each of its first
-            argument's.
-    """
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = active_mode()
-        if mode is None:
-            return forward(self, *args, **kwargs)
-        if mode.other is not None and uses_edges:
-            return _run_per_sample(mode, partial(call, self), args, kwargs)
-        row_args = mode.row_tensors(args, kwargs)
-        is_along = not uses_edges and (mode.other is not None or any(of.dim for _, of in row_args))
-        if not row_args or is_along or isinstance(self, Aggregation):
-            return type(self).forward(self, *args, **kwargs)
-        if uses_edges and _edges_of(row_args) is None:
-            args, kwargs = _own_edges(mode, args, kwargs)
-            row_args = mode.row_tensors(args, kwargs)
-        with mode.pause():
-            if uses_edges:
-                args, kwargs = _whole_inputs(mode, self, args, kwargs, row_args)
-            out = forward(self, *args, **kwargs)
-        return _place_output(mode, self, out, row_args, uses_edges)
-
-    return call
+Returns = Literal["arguments", "edges", "targets"]
 
 
-def wrap_propagate(method: Callable[..., Any], returns_edges: bool) -> Callable[..., Any]:
-    """Returns `propagate`, or `edge_updater`, of a bound layer whose forward runs under row semantics.
+def wrap_method(method: Callable[..., Any], name: str, returns: Returns) -> Callable[..., Any]:
+    """Returns a method of a bound layer, which communicates itself: its functions have no rules, and its output has rows.
 
     Args:
         method: function of the module.
-        returns_edges: whether it returns a row of each edge; otherwise it returns rows of their targets.
+        name: name of the method.
+        returns: rows of the output: the rows of the first argument, the edges that the method uses, or their targets.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = active_mode()
         if mode is None:
             return method(self, *args, **kwargs)
-        if mode.other is not None:
-            return _run_per_sample(mode, partial(call, self), args, kwargs)
+        uses_edges = returns != "arguments"
+        if mode.node_mode is not None and uses_edges:
+            return mode.run_per_sample(partial(call, self), args, kwargs)
         row_args = mode.row_tensors(args, kwargs)
-        if _edges_of(row_args) is None:
+        is_along = not uses_edges and (mode.node_mode is not None or any(of.dim for _, of in row_args))
+        if not row_args or is_along or isinstance(self, Aggregation):
+            return getattr(type(self), name)(self, *args, **kwargs)
+        if uses_edges and _edges_of(row_args) is None:
             args, kwargs = _own_edges(mode, args, kwargs)
             row_args = mode.row_tensors(args, kwargs)
         with mode.pause():
-            args, kwargs = _whole_inputs(mode, self, args, kwargs, row_args)
+            if uses_edges:
+                args, kwargs = _whole_inputs(mode, self, args, kwargs, row_args)
             out = method(self, *args, **kwargs)
-        edges = _edges_of(row_args)
-        rows = None if edges is None else edges if returns_edges else edges.targets
-        for x in tensors_in((out,)):
-            dim = self.node_dim % max(1, x.dim())
-            if rows is not None and x.dim() and x.size(dim) == rows.count:
-                place(x, rows.at(dim))
-        return out
+        return _place_output(mode, self, out, row_args, returns)
 
     return call
-
-
-def _run_per_sample(mode: RowsMode, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns the result of a function that computes each sample separately, under row semantics of nodes only.
-
-    Args:
-        mode: mode of samples.
-        run: function that is called without this mode.
-        args, kwargs: its arguments.
-    """
-    row_args, unknown, from_rows = by_placement(args, kwargs)
-    mode.row_tensors(args, kwargs)  # raises for unknown tensors
-
-    def enter(value: Any) -> Any:
-        return mode.enter(value, placement_of(value), "layer") if row_args and isinstance(value, Tensor) else value
-
-    args, kwargs = map_leaves(args, enter), map_leaves(kwargs, enter)
-    with mode.pause():
-        out = run(*args, **kwargs)
-    for x in tensors_in((out,)):
-        if not row_args:
-            mode.remove_placement(x) if unknown else place(x, FROM_ROWS if from_rows else REPLICATED)
-            continue
-        of = row_args[0][1]
-        mode.remove_placement(x)
-        if x.dim() > of.dim and x.size(of.dim) == of.rows.count:
-            place(x, of.rows.at(of.dim))
-    return out
 
 
 def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -422,8 +363,8 @@ def _whole_inputs(mode: RowsMode, layer: Any, args: Any, kwargs: Any, row_args: 
     return tuple(map(change_nested, args)), {name: change_nested(value) for name, value in kwargs.items()}
 
 
-def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edges: bool) -> Any:
-    if not uses_edges:
+def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, returns: Returns) -> Any:
+    if returns == "arguments":
         of = row_args[0][1]
         return mode.place(out, of.rows.at(of.dim))
     if isinstance(out, dict):
@@ -434,19 +375,19 @@ def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, uses_edge
                 place(each, rows.at(0))
         return out
     edges = _edges_of(row_args)
-    targets = None if edges is None else edges.targets
+    rows = edges if edges is None or returns == "edges" else edges.targets
     first, *others = out if isinstance(out, tuple) else (out,)
-    if isinstance(first, Tensor) and targets is not None:
-        dim = getattr(layer, "node_dim", 0) % first.dim()
-        if first.size(dim) == targets.count:
-            place(first, targets.at(dim))
+    if isinstance(first, Tensor) and rows is not None:
+        dim = getattr(layer, "node_dim", 0) % max(1, first.dim())
+        if first.dim() and first.size(dim) == rows.count:
+            place(first, rows.at(dim))
     for each in tensors_in(others):
         each.__dict__.pop(axis.attribute, None)
     return out
 
 
-def wrap_layer_forward(layer: torch.nn.Module, uses_edges: bool) -> Any:
-    """Returns the layer's forward, whether or not the layer is bound to a graph, wrapped by :func:`wrap_forward`."""
-    before = layer.__dict__.get("forward")
-    forward = type(layer).forward if before is None else before.__func__
-    return types.MethodType(wrap_forward(forward, uses_edges), layer)
+def wrap_layer(layer: torch.nn.Module, name: str = "forward", returns: Returns = "targets") -> Any:
+    """Returns a layer's method, whether or not the layer is bound to a graph, wrapped by :func:`wrap_method`."""
+    before = layer.__dict__.get(name)
+    method = getattr(type(layer), name) if before is None else before.__func__
+    return types.MethodType(wrap_method(method, name, returns), layer)

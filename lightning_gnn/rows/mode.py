@@ -28,7 +28,6 @@ from lightning_gnn.private_torch import (
     OpOverloadPacket,
     base_of,
     is_functorch_wrapped_tensor,
-    without_torch_functions,
 )
 from lightning_gnn.rows.placement import (
     FROM_ROWS,
@@ -70,7 +69,7 @@ _everywhere: list[RowsMode] = []  # for the rank of this process, also in the th
 
 
 def active_mode() -> RowsMode | None:
-    """Returns the active mode; None if there is none, or if it is paused. Of several, the mode that torch calls first."""
+    """Returns the active mode, on a mesh of samples if it is not paused; None if there is no active mode."""
     for mode in reversed(_open.modes or _everywhere):
         if not mode.paused:
             return mode
@@ -282,7 +281,6 @@ class RowsMode(TorchFunctionMode):
         common_draws: context manager in which random numbers are equal on all ranks.
         expand: function that returns the local and halo rows of a tensor of node rows; None if local ids are not supported.
         reduce: function that sums values of local and halo rows over ranks at their owners.
-        other: mode of the other axis of ranks, which torch calls after this mode; None if there is one axis.
 
     Attributes:
         lets_rows_leave: whether arrays and lists may contain the local rows, as in ``predict_step``, where results are combined.
@@ -291,16 +289,18 @@ class RowsMode(TorchFunctionMode):
         see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
 
+    node_mode: RowsMode | None = None
+    """For a mode of samples, the mode of nodes, which torch calls after this mode."""
+
     def __init__(
         self,
         ranks: Ranks,
         common_draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
         expand: Callable[[Tensor], Tensor] | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
-        other: RowsMode | None = None,
     ) -> None:
         super().__init__()
-        self.attribute, self.other = ranks.attribute, other
+        self.attribute = ranks.attribute
         self.ranks, self.common_draws, self.expand, self.reduce = ranks, common_draws, expand, reduce
         self.nodes: RowSet | None = None  # for a graph without types; halo rows follow the local rows
         self.halo_rows: RowSet | None = None
@@ -343,7 +343,7 @@ class RowsMode(TorchFunctionMode):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager in which placements are those of this mode."""
+        """Context manager that reads the placements of this mode."""
         before, axis.attribute = axis.attribute, self.attribute
         try:
             yield
@@ -575,31 +575,19 @@ class RowsMode(TorchFunctionMode):
     def enter(self, x: Tensor, placement: Placement | None, operation: str) -> Tensor:
         """Returns a replicated tensor for use with rows."""
         if placement is not None and placement.from_rows and x.requires_grad and torch.is_grad_enabled():
-            return self._send(EnterRows, x, self.ranks, operation)
+            return self.send(EnterRows, x, self.ranks, operation)
         return x
 
-    def _send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
-        """Returns the result of an autograd function that sends, which keeps the placement of `x` on the other axis.
-
-        `more_dims` is the number of dimensions that the result has before those of `x`.
-        """
-        out: Tensor
-        if self.other is None:
-            out = function.apply(x, *args)
-            return out
-        with without_torch_functions():
-            out = function.apply(x, *args)
-        with self.other.reading():
-            of = placement_of(x)
-            if of is not None:
-                place(out, of.rows.at(of.dim + more_dims) if isinstance(of, RowPlacement) else of.with_view(None))
+    def send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
+        """Returns the result of an autograd function that sends `x`; it has `more_dims` dimensions before the dimensions of `x`."""
+        out: Tensor = function.apply(x, *args)
         return out
 
     def take(self, x: Tensor, dim: int, rows: RowSet, operation: str) -> Tensor:
         """Returns this rank's rows of a replicated tensor that has the rows of all ranks along `dim`."""
         if dim == 0:
-            return self._send(TakeRows, x, rows, operation)
-        return self._send(TakeRows, x.movedim(dim, 0), rows, operation).movedim(0, dim)
+            return self.send(TakeRows, x, rows, operation)
+        return self.send(TakeRows, x.movedim(dim, 0), rows, operation).movedim(0, dim)
 
     def gather_rows(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
         """Returns the rows of all ranks in the order of the graph, on all ranks."""
@@ -612,22 +600,10 @@ class RowsMode(TorchFunctionMode):
             raise self.refuse(
                 f"{rows.name} of another run are used: the module stores them outside of its parameters and buffers."
             )
-        x = self._join_other(x, dim, operation)
         self.check_room(x, rows, operation)
         if dim == 0:
-            return self._send(GatherRows, x, rows, operation)
-        return self._send(GatherRows, x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
-
-    def _join_other(self, x: Tensor, dim: int, operation: str) -> Tensor:
-        """Returns a tensor with the rows of all ranks of the other axis, if they are along the same dimension."""
-        if self.other is None:
-            return x
-        with self.other.reading():
-            of = rows_of(x)
-            if of is None or of.dim != dim:
-                return x
-            with self.other.pause():
-                return place(self.other.gather_rows(x, of, operation), FROM_ROWS)
+            return self.send(GatherRows, x, rows, operation)
+        return self.send(GatherRows, x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -665,10 +641,14 @@ class RowsMode(TorchFunctionMode):
     def sum(self, x: Tensor, operation: str) -> Tensor:
         if self.ranks.size == 1:  # a function that returns its argument would create a view
             return x
-        return self._send(SumOverRanks, x, self.ranks, operation)
+        return self.send(SumOverRanks, x, self.ranks, operation)
 
     def parts(self, x: Tensor, operation: str) -> Tensor:
-        return self._send(GatherParts, x, self.ranks, operation, more_dims=1)
+        return self.send(GatherParts, x, self.ranks, operation, more_dims=1)
+
+    def run_per_sample(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the result of a function that computes each sample separately, in a mode of samples."""
+        return run(*args, **kwargs)
 
     def run_unchanged(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that does not depend on values."""

@@ -504,7 +504,7 @@ def gather_global(x: Tensor) -> Tensor:
         return x
     with mode.pause():
         found = x if of is None else mode.gather_rows(x, of, "gather_global")
-        found = gather_global(found) if mode.other is not None else found  # on the other axis
+        found = gather_global(found) if mode.node_mode is not None else found  # on the other axis
     return found if of is None else mode.place(found, FROM_ROWS)
 
 

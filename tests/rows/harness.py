@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import lightning_gnn.extensions.samples.layers  # noqa: F401  its rules register themselves
 from lightning_gnn.comm.group import CommunicationError
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.rows import RowsMode, gather_global, placement_of

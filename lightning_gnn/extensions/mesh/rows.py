@@ -6,8 +6,8 @@ torch, which the mode of nodes receives. So each rule treats one axis, and the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -21,9 +21,10 @@ from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import random_states, set_random_states
 from lightning_gnn.nn.helpers import gather_halo, reduce_halo
+from lightning_gnn.private_torch import without_torch_functions
 from lightning_gnn.rows.graph import GraphRows
-from lightning_gnn.rows.mode import RowsMode, place
-from lightning_gnn.rows.placement import OF_SAMPLES, REPLICATED, RowSet
+from lightning_gnn.rows.mode import RowsMode, by_placement, map_leaves, place, placement_of, rows_of, tensors_in
+from lightning_gnn.rows.placement import FROM_ROWS, OF_SAMPLES, REPLICATED, RowPlacement, RowSet
 from lightning_gnn.rows.ranks import Ranks
 from lightning_gnn.steps.random_streams import RandomStreams
 
@@ -38,7 +39,7 @@ class MeshStreams(RandomStreams):
         super().__init__(world)
         with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else None):
             self._seed_from(self.seed - world.rank, world.size + world.rank // mesh.graph.size)
-            self._of_samples = random_states(world.device)
+            self._sample_states = random_states(world.device)
 
     @contextmanager
     def equal_on_graph_ranks(self) -> Iterator[None]:
@@ -47,23 +48,75 @@ class MeshStreams(RandomStreams):
             yield
             return
         before = random_states(self._device)
-        set_random_states(self._device, self._of_samples)
+        set_random_states(self._device, self._sample_states)
         try:
             yield
         finally:
-            self._of_samples = random_states(self._device)
+            self._sample_states = random_states(self._device)
             set_random_states(self._device, before)
 
     @override
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
         common, own = super().state()
-        return common, [*own, *self._of_samples]
+        return common, [*own, *self._sample_states]
 
     @override
     def load(self, common: list[Tensor], rank_states: list[Tensor]) -> None:
         middle = len(rank_states) // 2
         super().load(common, rank_states[:middle])
-        self._of_samples = rank_states[middle:]
+        self._sample_states = rank_states[middle:]
+
+
+class SampleMode(RowsMode):
+    """Mode of the samples of a mesh.
+
+    Args:
+        ranks: data ranks.
+        common_draws: context manager in which random numbers are equal on all ranks.
+        node_mode: mode of the nodes.
+    """
+
+    def __init__(self, ranks: Ranks, common_draws: Callable[[], AbstractContextManager[Any]], node_mode: RowsMode) -> None:
+        super().__init__(ranks, common_draws)
+        self.node_mode = self._nodes = node_mode
+
+    @override
+    def send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
+        with without_torch_functions():
+            out = super().send(function, x, *args)
+        with self._nodes.reading():  # the result has the nodes of x
+            of = placement_of(x)
+            if of is not None:
+                place(out, of.rows.at(of.dim + more_dims) if isinstance(of, RowPlacement) else of.with_view(None))
+        return out
+
+    @override
+    def gather_rows(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
+        with self._nodes.reading():
+            of = rows_of(x)
+            if of is not None and of.dim == placement.dim:  # samples and nodes are along one dimension
+                with self._nodes.pause():
+                    x = place(self._nodes.gather_rows(x, of, operation), FROM_ROWS)
+        return super().gather_rows(x, placement, operation)
+
+    @override
+    def run_per_sample(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        row_args, unknown, from_rows = by_placement(args, kwargs)
+        self.row_tensors(args, kwargs)  # raises for unknown tensors
+
+        def enter(value: Any) -> Any:
+            return self.enter(value, placement_of(value), "layer") if row_args and isinstance(value, Tensor) else value
+
+        args, kwargs = map_leaves(args, enter), map_leaves(kwargs, enter)
+        with self.pause():
+            out = run(*args, **kwargs)
+        for x in tensors_in((out,)):
+            self.remove_placement(x)
+            if not row_args and not unknown:
+                place(x, FROM_ROWS if from_rows else REPLICATED)
+            elif row_args and x.dim() > (of := row_args[0][1]).dim and x.size(of.dim) == of.rows.count:
+                place(x, of.rows.at(of.dim))
+        return out
 
 
 class MeshRows(GraphRows):
@@ -78,32 +131,32 @@ class MeshRows(GraphRows):
     def __init__(self, shard: Shard, mesh: Mesh, random: MeshStreams) -> None:
         name = mesh.data.broadcast_object(uuid4().hex)
         self._data_ranks = Ranks(mesh.data, name=name, attribute=OF_SAMPLES)
-        self.of_samples: RowsMode | None = None
+        self._sample_mode: RowsMode | None = None
         super().__init__(shard, mesh.graph, random.equal_on_graph_ranks, gather_halo, reduce_halo)
-        self.of_samples = RowsMode(self._data_ranks, partial(random.inside, False), other=self.mode)
+        self._sample_mode = SampleMode(self._data_ranks, partial(random.inside, False), self.mode)
         self.place(shard.batch)
 
     @property
     @override
     def modes(self) -> list[RowsMode]:
-        assert self.of_samples is not None
-        return [self.mode, self.of_samples]
+        assert self._sample_mode is not None
+        return [self.mode, self._sample_mode]
 
     @contextmanager
     @override
     def activate(self, in_backward: bool = False) -> Iterator[None]:
-        assert self.of_samples is not None
-        with self.mode.activate(in_backward), self.of_samples.activate(in_backward):
+        assert self._sample_mode is not None
+        with self.mode.activate(in_backward), self._sample_mode.activate(in_backward):
             yield
 
     @override
     def place(self, batch: Any) -> Any:
         super().place(batch)
-        if self.of_samples is None:
+        if self._sample_mode is None:
             return batch
         info = batch.get("sample_info")
         samples = None if info is None else self._samples(info)
-        with self.of_samples.reading():
+        with self._sample_mode.reading():
             for name, value in batch.to_dict().items():
                 if isinstance(value, Tensor):
                     has_samples = samples is not None and name in info.node_dims and value.dim() > 0

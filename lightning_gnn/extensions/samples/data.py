@@ -11,6 +11,7 @@ import numpy as np
 from lightning_gnn.arguments import check_flags, check_whole, quote
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.extensions.samples import layers  # noqa: F401  its rules register themselves
 from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
 from lightning_gnn.extensions.samples.formats import SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleLoader, graph_values, read_item
