@@ -579,7 +579,7 @@ class RowsMode(TorchFunctionMode):
         return x
 
     def send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
-        """Returns the result of an autograd function that sends `x`; it has `more_dims` dimensions before the dimensions of `x`."""
+        """Returns the result of an autograd function that sends `x`; `more_dims` is the number of dimensions added in front."""
         out: Tensor = function.apply(x, *args)
         return out
 
