@@ -65,7 +65,7 @@ _FEATURES = {
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
     "liveness": ["RankHelper"],
-    "mesh.rows": ["MeshRows", "MeshStreams"],
+    "mesh.rows": ["Mesh", "MeshRows", "MeshStreams"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],

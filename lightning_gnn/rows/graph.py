@@ -41,7 +41,7 @@ class GraphRows:
         expand, reduce: halo operations of bound layers, see :mod:`lightning_gnn.nn.helpers`; None if there are none.
 
     Attributes:
-        num_samples: number of samples of the last placed batch on all ranks; None for a batch without samples.
+        batch_size: number of samples of the last placed batch on all ranks; None for a batch without samples.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GraphRows:
             self.edges[kind] = make(part)
             self.edges[kind].targets = self.nodes[part.targets]
         self.mode = RowsMode(ranks, common_draws, expand, reduce)
-        self.num_samples: int | None = None
+        self.batch_size: int | None = None
         self._kinds: Mapping[str, str] = {}
         if None in self.nodes:
             self._kinds = kinds_of(shard.batch)
@@ -119,9 +119,8 @@ class GraphRows:
 
     def _place_samples(self, batch: Any) -> None:
         """Set the placements of a batch's sample tensors, whose nodes are along any dimension."""
-        info = batch.get("sample_info")
-        self.num_samples = None if info is None else info.total
-        for name, dim in {} if info is None else info.node_dims.items():
+        self.batch_size = getattr(batch, "total_size", None)
+        for name, dim in getattr(batch, "row_dims", {}).items():
             place(batch[name], REPLICATED if dim is None else self.nodes[None].at(dim))
 
     def _place(self, values: Mapping[str, Any], rows: RowSet) -> None:

@@ -242,7 +242,7 @@ class GlobalLogs:
         if given is not None:
             return given
         if self._is_whole and self._rows is not None:  # batch size that Lightning infers on one device
-            return self._rows.num_samples or next(iter(self._rows.nodes.values())).total
+            return self._rows.batch_size or next(iter(self._rows.nodes.values())).total
         return sum(self.weights.counts)
 
     def _reduce(self, calls: Sequence[_Call]) -> list[float]:

@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_gnn.arguments import check_choice, check_flags, quote
 from lightning_gnn.callbacks.communication import CommunicationMetrics
 from lightning_gnn.callbacks.loggers import log_config
-from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, GraphLoader, check_fits, check_links
@@ -362,7 +361,7 @@ class GNNStrategy(RankStrategy):
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
-        mesh = Mesh(world, self.graph_ranks) if self.data_ranks > 1 else None
+        mesh = feature("Mesh")(world, self.graph_ranks) if self.data_ranks > 1 else None
         steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, mesh)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)

@@ -35,6 +35,7 @@ FEATURES: dict[str, tuple[str, int]] = {
         2,
     ),
     "samples": (r"Sample(Data|Loader|Info|Batch|Format)|sample_(data|info)|(has|val|test|predict)_samples|node_dims", 2),
+    "mesh": (r"Mesh(Rows|Streams)|check_mesh|check_graph_ranks", 2),
     "embeddings": (r"DistributedEmbedding|EmbeddingRows|embeddings(_of)?", 2),
     "node_types": (
         r"(?-i:Types|Typed[A-Z]\w*)|is_hetero|HeteroData|(takes|with|about)_types|input_type|NodeType|EdgeType|ONE_TYPE"

@@ -47,6 +47,17 @@ class SampleBatch(GraphData):
         """Number of nodes; PyG returns the first dimension of the first node attribute, which may be samples in ``x``."""
         return len(self.n_id)
 
+    @property
+    def row_dims(self) -> Mapping[str, int | None]:
+        """Dimension of the nodes in each tensor of the samples; None for one value per sample."""
+        dims: Mapping[str, int | None] = self.sample_info.node_dims
+        return dims
+
+    @property
+    def total_size(self) -> int:
+        """Number of samples of the global batch."""
+        return int(self.sample_info.total)
+
 
 class _Items(Dataset[Any]):
     """Items of a dataset by epoch and index, with a rank's rows; random states in an item depend only on its key and the seed."""
