@@ -71,6 +71,7 @@ _FEATURES = {
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
     "node_types.small_graph": ["typed_small_graph"],
+    "samples.checks": ["SampleChecks"],
     "samples.data": ["SampleData"],
 }
 """Names that the core uses from extensions, by their modules, which are imported on first use."""

@@ -412,7 +412,9 @@ class GNNStrategy(RankStrategy):
         steps = self.steps
         step_counter = None if steps.rows is None else steps.rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, step_counter)
-        return [metrics, steps.progress, self.checks, *([] if self.recovery is None else self.recovery.callbacks())]
+        data = self._trainer.datamodule
+        own = [] if data.sample_data is None else [feature("SampleChecks")(self.world, data.sample_data.sizes)]
+        return [metrics, steps.progress, self.checks, *own, *([] if self.recovery is None else self.recovery.callbacks())]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

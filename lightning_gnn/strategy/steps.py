@@ -120,11 +120,8 @@ class Steps:
         """Enable row semantics: steps on this rank's part stand for steps on the whole graph."""
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
-        if self._mesh is None:
-            rows = GraphRows(shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
-        else:
-            rows = feature("MeshRows")(shard, self._mesh, self.random)
-        self.rows = rows
+        make = partial(GraphRows, shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
+        self.rows = rows = make() if self._mesh is None else feature("MeshRows")(shard, self._mesh, self.random)
         self.in_use.callback(rows.release, module)
         rows.place_state(module, self._world)
 

@@ -157,6 +157,11 @@ class SampleData:
             **self._loading,
         )
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of samples of each dataset, by the name of its argument."""
+        return {name: len(samples) for name, samples in self._datasets.items()}
+
     def _batch_size(self, batch_size: int | None, data_ranks: int) -> int:
         """Returns the number of samples per data rank and batch."""
         total = self._global_batch_size

@@ -5,6 +5,7 @@ N nodes of the whole graph, B samples in a batch.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,6 +161,15 @@ class SampleFormat:
         if not samples:
             return {name: torch.empty((0, *each.shape), dtype=each.dtype) for name, each in self.tensors.items()}
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.tensors}
+
+
+def digest_of(item: Any) -> int:
+    """Returns a checksum of the names and values of an item."""
+    found = 0
+    for name, value in values_of(item, "item").items():
+        array = value.contiguous().numpy() if isinstance(value, Tensor) else np.ascontiguousarray(value)
+        found = zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{name} {array.shape}".encode(), found))
+    return found
 
 
 def _default_dim(where: str, name: str, shape: tuple[int, ...], num_nodes: int, num_edges: int) -> int | None:

@@ -6,7 +6,7 @@ B samples in a batch, N local nodes of the rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS, GraphData, kinds_of, left_out_of
 from lightning_gnn.datamodules.graph import GraphLoader
-from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.formats import SampleFormat, digest_of
 from lightning_gnn.extensions.samples.order import GlobalOrder, RankBatch
 
 
@@ -31,12 +31,16 @@ class SampleInfo:
         positions: positions of these samples in the global batch, int64 ``[B]``, on the CPU.
         total: number of samples of the global batch, over all data ranks.
         node_dims: dimension of the nodes in each tensor of the batch, from the left; None for one value per sample.
+        is_compared: whether ranks compare the samples of this batch.
+        digests: checksums of the whole samples if ranks compare them; 0 for the samples of a folder.
     """
 
     indices: list[int]
     positions: Tensor
     total: int
     node_dims: Mapping[str, int | None]
+    is_compared: bool = False
+    digests: Sequence[int] = ()
 
 
 class SampleBatch(GraphData):
@@ -65,8 +69,11 @@ class _Items(Dataset[Any]):
     def __init__(self, samples: Any, form: SampleFormat, rows: np.ndarray | None, seed: int) -> None:
         self._samples, self._form, self._rows, self._seed = samples, form, rows, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> dict[str, Tensor]:
-        return self._form.local_rows(key[1], read_item(self._samples, self._seed, *key), self._rows)
+    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[dict[str, Tensor], int]:
+        epoch, index, is_compared = key
+        item = read_item(self._samples, self._seed, epoch, index)
+        digest = digest_of(item) if is_compared and self._rows is not None else 0
+        return self._form.local_rows(index, item, self._rows), digest
 
 
 def read_item(samples: Any, seed: int, epoch: int, index: int) -> Any:
@@ -98,9 +105,14 @@ class _Keys:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def is_compared(self, number: int) -> bool:
+        """Returns whether ranks compare the samples of a batch."""
+        return self.epoch == 0 or number % 100 == 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, bool]]]:
         epoch, batches = self.epoch, self._order.batches(self.epoch, self._data_rank, self.first)
-        return ([(epoch, index) for index in batch.indices] for batch in batches)
+        for number, batch in enumerate(batches, self.first):
+            yield [(epoch, index, self.is_compared(number)) for index in batch.indices]
 
 
 def graph_values(shard: Shard) -> dict[str, Any]:
@@ -160,7 +172,7 @@ class SampleLoader(GraphLoader):
         self._loader: DataLoader[Any] = DataLoader(
             _Items(samples, form, rows, seed),
             batch_sampler=self._keys,  # type: ignore[arg-type]
-            collate_fn=self._form.stack,
+            collate_fn=self._collate,
             num_workers=num_workers,
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
@@ -188,11 +200,14 @@ class SampleLoader(GraphLoader):
         first = read if of == epoch and read < len(self) else 0
         self._position, self._keys.epoch, self._keys.first = (epoch, first), epoch, first
         batches = self.order.batches(epoch, self.data_rank, first)
-        for number, (tensors, rank_batch) in enumerate(zip(self._loader, batches), first + 1):
-            self._position = epoch, number
-            yield self._batch(tensors, rank_batch)
+        for number, ((tensors, digests), rank_batch) in enumerate(zip(self._loader, batches), first):
+            self._position = epoch, number + 1
+            yield self._batch(tensors, rank_batch, self._keys.is_compared(number), digests)
 
-    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch) -> SampleBatch:
+    def _collate(self, items: Sequence[tuple[dict[str, Tensor], int]]) -> tuple[dict[str, Tensor], list[int]]:
+        return self._form.stack([tensors for tensors, _ in items]), [digest for _, digest in items]
+
+    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch, *compared: Any) -> SampleBatch:
         graph, node_dims = self._shard.batch, self._form.node_dims
         kinds = kinds_of(graph)
         batch, values = SampleBatch(kinds, left_out_of(graph)), graph_values(self._shard)
@@ -205,5 +220,5 @@ class SampleLoader(GraphLoader):
             tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
         for name, value in (*values.items(), *tensors.items()):
             batch[name] = value
-        batch.sample_info = SampleInfo(*rank_batch, node_dims)
+        batch.sample_info = SampleInfo(*rank_batch, node_dims, *compared)
         return batch

@@ -189,3 +189,46 @@ def read_sizes(rank: int, world_size: int) -> Any:
     strategy = DGCLStrategy(graph_ranks=2, timeout=60)
     quiet_trainer(strategy, world_size, max_epochs=1).fit(module, datamodule=data)
     return module.shapes
+
+
+# Datasets that differ #########################################################
+
+
+class Odd(Samples):
+    """Samples of which one has other values on rank 1, or which are fewer there."""
+
+    def __init__(self, rank: int, kind: str) -> None:
+        super().__init__(size=3 if kind == "size" and rank == 1 else 4)
+        if kind == "values" and rank == 1:
+            self.x[2, -1, 0] += 1
+
+
+class Augmented(Samples):
+    """Samples with noise, which is equal on graph ranks."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"noise": torch.rand(NODES)}
+
+
+def train_odd(rank: int, world_size: int, kind: str) -> None:
+    samples = Augmented(size=4) if kind == "noise" else Odd(rank, kind)
+    data = GraphDataModule(graph_of_samples(), samples=samples, global_batch_size=4)
+    strategy = DGCLStrategy(graph_ranks=2, timeout=60)
+    quiet_trainer(strategy, world_size, max_epochs=2).fit(SampleModule(MODELS["gcn"]()).double(), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("size", "Datasets must be equal on all ranks, got {'samples': 3} samples on rank 1 and {'samples': 4} on rank 0"),
+        ("values", "Sample 2 must be equal on all graph ranks, but differs between ranks 0 and 1 in epoch 0"),
+    ],
+)
+def test_different_datasets(ranks, kind, message):
+    with pytest.raises(RankFailed) as failed:
+        ranks.run(2, train_odd, kind)
+    assert all(message in line for line in failed.value.errors.values()), failed.value.errors
+
+
+def test_random_samples(ranks):
+    ranks.run(4, train_odd, "noise")

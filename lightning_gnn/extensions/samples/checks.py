@@ -1,0 +1,50 @@
+"""Comparison of datasets between ranks: graph ranks must read equal samples, and all ranks as many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_gnn.comm.group import World
+
+
+class SampleChecks(pl.Callback):
+    """Comparison of samples between ranks, in each batch of the first epoch and in each hundredth batch of later epochs.
+
+    Args:
+        world: all ranks; collective.
+        sizes: number of samples of each dataset, by the name of its argument.
+
+    Raises:
+        ValueError: on all ranks: numbers of samples differ between ranks.
+    """
+
+    def __init__(self, world: World, sizes: Mapping[str, int]) -> None:
+        self._world = world
+        by_rank = world.all_gather_object(dict(sizes))
+        for rank, found in enumerate(by_rank):
+            if found != by_rank[0]:
+                raise ValueError(
+                    f"Datasets must be equal on all ranks, got {found} samples on rank {rank} and {by_rank[0]} on rank 0. Read "
+                    "the same files on all ranks."
+                )
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        info = batch.sample_info
+        if not info.is_compared:
+            return
+        own = dict(zip(info.positions.tolist(), zip(info.indices, info.digests)))
+        found = dict[int, tuple[int, tuple[int, int]]]()
+        for rank, samples in enumerate(self._world.all_gather_object(own)):
+            for position, sample in samples.items():
+                first, expected = found.setdefault(position, (rank, sample))
+                if sample != expected:
+                    raise ValueError(
+                        f"Sample {sample[0]} must be equal on all graph ranks, but differs between ranks {first} and {rank} in "
+                        f"epoch {trainer.current_epoch}. Read the same files, and draw random numbers of torch, numpy or random in "
+                        "__getitem__, where they are equal on graph ranks."
+                    )
