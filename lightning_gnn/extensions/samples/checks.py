@@ -45,6 +45,6 @@ class SampleChecks(pl.Callback):
                 if sample != expected:
                     raise ValueError(
                         f"Sample {sample[0]} must be equal on all graph ranks, but differs between ranks {first} and {rank} in "
-                        f"epoch {trainer.current_epoch}. Read the same files, and draw random numbers of torch, numpy or random in "
-                        "__getitem__, where they are equal on graph ranks."
+                        f"epoch {trainer.current_epoch}. Read the same files, and draw random numbers of torch, numpy or random "
+                        "in __getitem__, where they are equal on graph ranks."
                     )

@@ -87,3 +87,37 @@ def test_checkpoints(ranks, tmp_path):
             assert found["step"] == 6
         batches = [sorted(chain(*each)) for each in zip(*(found["batches"] for found in of_ranks[:: graph_ranks or 1]))]
         assert batches == [sorted(each) for each in whole["batches"][4:]]
+
+
+class OnGraph(SampleModule):
+    """Mean over samples, whose gradient is the mean of the ranks' gradients; with the graph in the module for DDP."""
+
+    def __init__(self, graph: Data | None) -> None:
+        super().__init__(MODELS["gcn"]())
+        self.graph = graph
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.graph is not None:
+            batch = Data(**self.graph.to_dict(), **batch)
+        return (self.model(batch) - batch.y).square().mean()
+
+
+def train_as_ddp(rank: int, world_size: int, strategy: str) -> dict[str, torch.Tensor]:
+    L.seed_everything(0, verbose=False)
+    samples, graph = Samples(size=8), graph_of_samples()
+    module = OnGraph(graph if strategy == "ddp" else None).double()
+    if strategy == "ddp":
+        sampler = torch.utils.data.DistributedSampler(samples, world_size, rank, shuffle=False)
+        loader = torch.utils.data.DataLoader(samples, batch_size=2, sampler=sampler)
+        quiet_trainer("ddp", world_size, use_distributed_sampler=False).fit(module, loader)
+    else:
+        data = GraphDataModule(graph, samples=samples, batch_size=2, shuffle=False)
+        quiet_trainer(DGCLStrategy(graph_ranks=1, timeout=60), world_size).fit(module, datamodule=data)
+    return module.state_dict()
+
+
+def test_ddp(ranks):
+    """With one graph rank, a mean over samples, and batches of equal sizes, weights equal DDP's."""
+    [expected, _], found = ranks.run(2, train_as_ddp, "ddp"), ranks.run(2, train_as_ddp, "dgcl")
+    for weights in found:
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
