@@ -12,7 +12,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -34,6 +34,8 @@ MEMORY = 10**10
 recording = False
 syncs: Counter[tuple[str, str]] = Counter()
 """How often the host would have waited for the device while recording: by what, and where in our code or the user's."""
+
+capturing: CUDAGraph | None = None
 
 made = {"largest": 0}
 """Bytes of the largest tensor that an operation made."""
@@ -80,6 +82,102 @@ def _where() -> str:
             if package in frame.filename and "/site-packages/torch/" not in frame.filename:
                 return f"{frame.filename.rpartition(package)[2]}:{frame.lineno}"
     return "elsewhere"
+
+
+class CUDAGraph:
+    """What :func:`graph` has captured: operations that run again, in the same memory, with :meth:`replay`.
+
+    As on CUDA, nothing runs while it is captured: what was changed is changed back, and new tensors contain NaN until the first
+    replay.
+    """
+
+    replays = 0
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[str, Callable[[], Any]]] = []
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made: list[torch.Tensor] = []
+
+    def note(self, name: str, run: Callable[[], Any], changed: Iterable[torch.Tensor]) -> None:
+        """Notes an operation before it runs, and raws that it changes."""
+        self.operations.append((name, run))
+        self._before += [(raw, raw.clone()) for raw in changed]
+
+    def keep(self, raws: Iterable[torch.Tensor]) -> None:
+        self._made += raws
+
+    def undo(self) -> None:
+        for raw, before in reversed(self._before):
+            raw.copy_(before)
+        for raw in self._made:
+            raw.fill_(float("nan") if raw.is_floating_point() else 0)
+        self._before, self._made = [], []
+
+    def replay(self) -> None:
+        CUDAGraph.replays += 1
+        for _, run in self.operations:
+            run()
+
+
+@contextmanager
+def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    """Captures what the device is told while open; raises for what cannot be captured, as CUDA does."""
+    global capturing
+    assert capturing is None, "a stream is capturing already"
+    state, capturing = _get_state(), into
+    try:
+        yield
+    finally:
+        capturing = None
+        with torch.no_grad():
+            into.undo()
+        _state[0] = state
+
+
+def _check_capture(function: Any, name: str, args: Any, kwargs: Any, others: list[Any], to_device: bool) -> None:
+    """Raises for tensors of the CPU, except numbers that an operation reads, and for sizes that depend on data."""
+    moves = name in ("_to_copy", "copy_", "_copy_from", "index", "index_put_", "_index_put_impl_", "_unsafe_index")
+    if to_device and any(each.numel() and (each.dim() or moves) for each in others):
+        _refuse(f"{function} reads a tensor of the CPU")
+    if torch.Tag.dynamic_output_shape in function.tags and name not in ("index", "_unsafe_index", "repeat_interleave"):
+        _refuse(f"the size of {function} depends on data")
+
+
+def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the raws of the arguments that an operation changes."""
+    named = {each.name: value for each, value in zip(function._schema.arguments, args)} | kwargs
+    found = [
+        named.get(each.name) for each in function._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return [each for each in tree_flatten(found)[0] if isinstance(each, torch.Tensor)]
+
+
+def _captured(function: Any, name: str, args: Any, kwargs: dict[str, Any], draws: Any, compute: Callable[[], Any]) -> Any:
+    """Runs an operation on raws, and notes it."""
+    assert capturing is not None
+    changed = _written(function, args, kwargs)
+    given = {each.untyped_storage().data_ptr() for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)}
+    target: list[Any] = []
+
+    def again() -> None:
+        with draws(), torch.no_grad():
+            for into, value in zip(target, [each for each in tree_flatten(compute())[0] if isinstance(each, torch.Tensor)]):
+                if into is not None:
+                    into.copy_(value)
+
+    capturing.note(name, again, changed)
+    with draws():
+        out = compute()
+    for each in tree_flatten(out)[0]:
+        if isinstance(each, torch.Tensor):
+            is_new = each.untyped_storage().data_ptr() not in given and not function._schema.is_mutable
+            target.append(each if is_new and each.numel() else None)
+    if name.startswith(("empty", "new_empty")):
+        capturing.operations.pop()
+    elif not changed and not any(each is not None for each in target) and target:
+        capturing.operations.pop()  # a view
+    capturing.keep(each for each in target if each is not None)
+    return out
 
 
 class DeviceTensor(torch.Tensor):
@@ -134,7 +232,13 @@ class DeviceTensor(torch.Tensor):
         return _run(function, args, kwargs or {})
 
 
+def _refuse(what: str) -> None:
+    if capturing is not None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
 def _record(what: str) -> None:
+    _refuse(f"{what} waits for the device")
     if recording:
         syncs[what, _where()] += 1
 
@@ -228,10 +332,22 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if ours and _waits(name, args, kwargs, to_device):
         _record(name)
     raw_args, raw_kwargs = tree_map(raw_of, args), tree_map(raw_of, _on_cpu(kwargs))
-    if ours:
-        raw_args = _in_any_order(name, raw_args)
-    with _numbers(function, raw_kwargs) if to_device else nullcontext():
-        out = function(*raw_args, **raw_kwargs)
+
+    def compute() -> Any:
+        return function(*(_in_any_order(name, raw_args) if ours else raw_args), **raw_kwargs)
+
+    def draws() -> Any:
+        return _numbers(function, raw_kwargs) if to_device else nullcontext()
+
+    if capturing is not None and (to_device or ours):
+        _check_capture(function, name, args, kwargs, [each for each in tensors if not isinstance(each, DeviceTensor)], to_device)
+        # Numbers of the CPU are read once.
+        numbers = {id(each): each.clone() for each in others if each.dim() == 0}
+        raw_args = tree_map(lambda each: numbers.get(id(each), each), raw_args)
+        out = _captured(function, name, raw_args, raw_kwargs, draws, compute)
+    else:
+        with draws():
+            out = compute()
     if not to_device or name == "_local_scalar_dense":
         return out
 
@@ -261,7 +377,17 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return moved
 
 
-def _get_state(device: Any = None) -> torch.Tensor:
+def _random_state(device: Any = None) -> torch.Tensor:
+    _refuse("random state")
+    return _get_state()
+
+
+def _set_random_state(state: torch.Tensor, device: Any = None) -> None:
+    _refuse("random state")
+    _state[0] = state.clone()
+
+
+def _get_state() -> torch.Tensor:
     if _state[0] is None:
         _seed(0)
     return _state[0].clone()
@@ -288,6 +414,7 @@ class Event:
         return 1e3 * (later._at - self._at)
 
     def query(self) -> bool:
+        _refuse("an event is queried")
         return not Event.stuck
 
 
@@ -322,6 +449,11 @@ _OWN_STREAM = Stream()
 
 def _copy(into: Any, source: Any) -> None:
     stream = getattr(Stream.here, "stream", None)
+    if capturing is not None and isinstance(into, DeviceTensor):
+        if not isinstance(source, DeviceTensor) and source.numel():
+            _refuse("a copy reads a tensor of the CPU")
+        to, values = into.raw, raw_of(source)
+        capturing.note("copy_", lambda: to.copy_(values), [to])
     if stream is None or isinstance(source, DeviceTensor) or not isinstance(into, DeviceTensor):
         raw_of(into).copy_(raw_of(source))
         return
@@ -343,8 +475,12 @@ def _module() -> Any:
         "synchronize": lambda device=None: _record("synchronize"),
         "manual_seed": _seed,
         "manual_seed_all": _seed,
-        "get_rng_state": _get_state,
-        "set_rng_state": lambda state, device=None: _state.__setitem__(0, state.clone()),
+        "get_rng_state": _random_state,
+        "set_rng_state": _set_random_state,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": object,
+        "is_current_stream_capturing": lambda: capturing is not None,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "mem_get_info": lambda device=None: (MEMORY, MEMORY),
         "memory_reserved": lambda device=None: 0,
@@ -418,11 +554,21 @@ def _loops(name: str, arguments: tuple[Any, ...]) -> None:
     raws = [raw_of(each) for each in (first.indptr if over_edges else first, *others)]
     short = [isinstance(each, torch.Tensor) and each.dtype in (torch.bfloat16, torch.float16) for each in raws]
     wide = [each.float() if of_16_bits else each for each, of_16_bits in zip(raws, short)]
-    arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in wide]
-    getattr(loops, name)(*arrays, 0, first.num_rows if over_edges else len(first))
-    for raw, found, of_16_bits in zip(raws, wide, short):
-        if of_16_bits:
-            raw.copy_(found)
+
+    def run() -> None:
+        for raw, found, of_16_bits in zip(raws, wide, short):
+            if of_16_bits:
+                found.copy_(raw)
+        arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in wide]
+        getattr(loops, name)(*arrays, 0, num_rows)
+        for raw, found, of_16_bits in zip(raws, wide, short):
+            if of_16_bits:
+                raw.copy_(found)
+
+    num_rows = first.num_rows if over_edges else len(first)
+    if capturing is not None:
+        capturing.note(name, run, [each for each in raws if isinstance(each, torch.Tensor)])
+    run()
 
 
 _library: list[Any] = []
@@ -438,8 +584,18 @@ def install() -> None:
 
         def make(*args: Any, operator: Any = operator, **kwargs: Any) -> DeviceTensor:
             moved = _on_cpu({**kwargs, "device": "cpu"})
-            with _numbers(operator, moved):
-                tensor = operator(*args, **moved)
+
+            def draws() -> Any:
+                return _numbers(operator, moved)
+
+            def compute() -> Any:
+                return operator(*args, **moved)
+
+            if capturing is not None:
+                tensor = _captured(operator, operator._schema.name.split("::")[1], args, moved, draws, compute)
+            else:
+                with draws():
+                    tensor = compute()
             made["largest"] = max(made["largest"], tensor.nbytes)
             return DeviceTensor(tensor)
 

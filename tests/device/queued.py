@@ -165,7 +165,7 @@ class QueuedGroup(dist.ProcessGroup):
             raise ValueError("Tensors must be contiguous")
         return tensor.raw
 
-    def _start(self, what: str, job: Callable[[], None], result: Any) -> Any:
+    def _start(self, what: str, job: Callable[[], None], result: Any, changed: Any = ()) -> Any:
         self._calls += 1
         counts[what] += 1
         if not self.connected:
@@ -182,6 +182,8 @@ class QueuedGroup(dist.ProcessGroup):
             else:
                 future.set_exception(RuntimeError(f"NCCL (emulated) {what}: {error}"))
 
+        if emulated.capturing is not None:
+            emulated.capturing.note(what, job, changed)
         self._queue.jobs.put((run, done))
         return _create_work_from_future(future)
 
@@ -190,11 +192,11 @@ class QueuedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         raw = self._raw(tensors[0])
         options = opts or dist.AllreduceOptions()
-        return self._start("allreduce", lambda: self.gloo.allreduce([raw], options).wait(), tensors)
+        return self._start("allreduce", lambda: self.gloo.allreduce([raw], options).wait(), tensors, [raw])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         raw = self._raw(tensors[0])
-        return self._start("broadcast", lambda: self.gloo.broadcast([raw], opts).wait(), tensors)
+        return self._start("broadcast", lambda: self.gloo.broadcast([raw], opts).wait(), tensors, [raw])
 
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         into, mine = [self._raw(each) for each in outs[0]], self._raw(ins[0])
@@ -205,7 +207,7 @@ class QueuedGroup(dist.ProcessGroup):
             for out, part in zip(into, parts):
                 out.copy_(part)
 
-        return self._start("allgather", job, outs)
+        return self._start("allgather", job, outs, into)
 
     def _allgather_base(self, out: Any, mine: Any, opts: Any = None) -> Any:
         into, raw = self._raw(out), self._raw(mine)
@@ -215,7 +217,7 @@ class QueuedGroup(dist.ProcessGroup):
             self.gloo.allgather([parts], [raw]).wait()
             into.view(self._size, -1).copy_(torch.stack([part.view(-1) for part in parts]))
 
-        return self._start("allgather", job, out)
+        return self._start("allgather", job, out, [into])
 
     def barrier(self, opts: Any = None) -> Any:
         return self._start("barrier", lambda: self.gloo.barrier(dist.BarrierOptions()).wait(), [])
@@ -235,6 +237,8 @@ class QueuedGroup(dist.ProcessGroup):
             self._sent[send, each.peer] += 1
             raw = raw.view(-1).view(torch.uint8)
             if not send:
+                if emulated.capturing is not None:
+                    emulated.capturing.note("receive", lambda: None, [raw])
                 raw.fill_(255)
             messages.append((send, raw, each.peer, number))
         work = _Messages()
@@ -267,6 +271,8 @@ class QueuedGroup(dist.ProcessGroup):
             for each in started:
                 each.wait()
 
+        if emulated.capturing is not None:
+            emulated.capturing.note("batch", run, [])
         self._queue.jobs.put((run, work.done))
         return [work]
 
