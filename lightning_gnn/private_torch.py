@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ storage_id = attrgetter("_cdata")
 
 copy_all = torch._foreach_copy_
 """Function that copies the second list of tensors into the first."""
+
+_LISTS = "add add_ addcmul_ div_ lerp_ maximum_ mul mul_ neg sqrt"
+FOREACH = SimpleNamespace(**{name: getattr(torch, f"_foreach_{name}") for name in _LISTS.split()})
+"""Functions of lists of tensors, by the name of the function of a tensor."""
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
 """Function that makes a tensor of a subclass, without memory."""

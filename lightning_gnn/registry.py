@@ -64,6 +64,7 @@ _FEATURES = {
     "elastic.recovery": ["Recovery"],
     "embeddings.embedding": ["DistributedEmbedding"],
     "graph_files.pyg_stores": ["graph_in_stores"],
+    "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
     "mesh.rows": ["Mesh", "MeshRows", "MeshStreams"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],

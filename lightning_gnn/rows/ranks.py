@@ -73,6 +73,7 @@ class Ranks:
         self.name, self.attribute = name, attribute
         self.world, self.size, self._where = world, world.size, where
         self.messages: Counter[str] = Counter()
+        self._numbers: dict[int, Tensor] = {}
         self.bytes_sent = 0
         self.device = world.device
         self.sends: Operation | None = None
@@ -118,7 +119,7 @@ class Ranks:
         line = "" if operation.in_backward else operation.line.rpartition("/")[2]
         code = zlib.crc32(f"{operation.name}\0{line}\0{tuple(x.shape)}\0{x.dtype}".encode())
         flat = x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)  # a single entry may have any stride
-        header = torch.tensor([code], dtype=torch.int64, device=flat.device).view(torch.uint8)
+        header = self._number(code, flat.device).view(torch.uint8)
         payload = torch.cat([header, flat, flat.new_zeros(-len(flat) % 8)])
         with self._sending(operation):
             found = self._exchange_payload(payload, operation)
@@ -128,11 +129,17 @@ class Ranks:
         parts = found[:, 8 : 8 + len(flat)].contiguous().view(-1).view(x.dtype)
         return parts.view(self.size, *x.shape)
 
+    def _number(self, value: int, device: torch.device) -> Tensor:
+        """Returns a number ``[1]`` on a device; copied once, because the host waits for a copy."""
+        if value not in self._numbers:
+            self._numbers[value] = torch.tensor([value], device=device)
+        return self._numbers[value]
+
     def _exchange_payload(self, payload: Tensor, operation: Operation) -> Tensor:
         # Ranks in different operations may send different sizes, so a large message is preceded by its size.
         name = str(operation)
         if len(payload) > _FIRST:
-            size = torch.tensor([len(payload)], device=payload.device)
+            size = self._number(len(payload), payload.device)
             self.bytes_sent += size.nbytes * (self.size - 1)
             sizes = self.world.all_gather(size, name)
             if payload.device.type == "cpu" and bool((sizes != sizes[0]).any()):

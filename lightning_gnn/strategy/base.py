@@ -501,10 +501,9 @@ class GNNStrategy(RankStrategy):
             with steps.random.inside(False):
                 self.pre_backward(closure_loss)
                 loss = precision.pre_backward(closure_loss, module)
-            with steps.differentiating():
-                precision.backward(loss * steps.values.scale, module, optimizer, *args, **kwargs)
+            differentiate = steps.differentiate if steps.graphs is None else steps.graphs.backward
+            differentiate(lambda x: precision.backward(x, module, optimizer, *args, **kwargs), loss, closure_loss)
             with steps.random.inside(False):
-                steps.sum_gradients(closure_loss)
                 loss = precision.post_backward(loss, module)
                 self.post_backward(loss)
         return loss

@@ -79,8 +79,10 @@ class Steps:
         loss: loss over all ranks, set after the backward pass of a step.
         must_change: function that returns, on rank 0, whether other ranks join.
         in_use: stack of context managers that are open until the end.
+        graphs: captured training steps (:mod:`lightning_gnn.extensions.graphs`); None without them.
     """
 
+    graphs: Any = None
     shared: SharedModel
     values: StepValues
     weights: RowWeights | None = None
@@ -169,9 +171,10 @@ class Steps:
         draws = self.random.inside()
         if self._redraws_every > 1:
             draws = self.random.seed_draws(self._trainer.current_epoch // self._redraws_every)
+        run = step if self.graphs is None else partial(self.graphs.forward, step)
         of_step = self.values.step(batch, "train_mask", whole=not self._on_batches)
         with self._computing("training"), draws, self._approximating(), of_step:
-            output = step(batch, *args, **kwargs)
+            output = run(batch, *args, **kwargs)
         self.values.leave(output, trains=True)
         if output is None and self._trainer.world_size > 1 and self._module.automatic_optimization:
             # Ranks whose step returned a loss wait for this rank in the gradient sum: all ranks raise the error.
@@ -240,6 +243,13 @@ class Steps:
                 stack.enter_context(self.rows.mode.differentiating())
                 stack.enter_context(self.rows.activate(in_backward=True))
             yield
+
+    def differentiate(self, backward: Callable[[Tensor], Any], loss: Tensor, closure_loss: Tensor) -> None:
+        """Run the backward pass of a loss, and sum gradients; `closure_loss` is the loss before it was scaled."""
+        with self.differentiating():
+            backward(loss * self.values.scale)
+        with self.random.inside(False):
+            self.sum_gradients(closure_loss)
 
     def sum_gradients(self, loss: Tensor) -> None:
         """All-reduce the gradients of the backward pass of a loss."""

@@ -115,8 +115,9 @@ class CUDAGraph:
 
     def replay(self) -> None:
         CUDAGraph.replays += 1
-        for _, run in self.operations:
-            run()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for _, run in self.operations:
+                run()
 
 
 @contextmanager
@@ -129,7 +130,7 @@ def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_m
         yield
     finally:
         capturing = None
-        with torch.no_grad():
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             into.undo()
         _state[0] = state
 

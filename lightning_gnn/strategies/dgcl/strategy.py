@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.arguments import check_whole
+from lightning_gnn.arguments import check_whole, is_one_of, quote
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
@@ -24,6 +25,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.plans.scheme import PartitionName, PlannedScheme, log_plan
 from lightning_gnn.extensions.plans.topology import Hosts, Topology
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.registry import feature
 from lightning_gnn.strategy.base import GNNStrategy, refuse_options
 from lightning_gnn.strategy.memory import MemoryAdvice, memory_advice
 from lightning_gnn.strategy.scheme import twin_of
@@ -188,6 +190,8 @@ class DGCLStrategy(GNNStrategy):
               4.1).
             - ``"auto"``: hierarchical for several machines with equal numbers of ranks.
         num_hops: number of hops that ``"replicate"`` and ``"dgcl_r"`` replicate: the number of propagations of the model.
+        cuda_graph: whether training steps on a GPU are captured and replayed as graphs (docs/gpus.md, "CUDA graphs"). ``"auto"``
+            logs why a step cannot be captured; True raises an error.
         **options: see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 
     Raises:
@@ -211,11 +215,21 @@ class DGCLStrategy(GNNStrategy):
         topology: str | Path | Topology | None = "auto",
         partition: PartitionName = "auto",
         num_hops: int | None = None,
+        cuda_graph: bool | Literal["auto"] = False,
         **options: Any,
     ) -> None:
+        if not (isinstance(cuda_graph, bool) or is_one_of(cuda_graph, ["auto"])):
+            raise ValueError(f"cuda_graph must be False, 'auto' or True (got {quote(cuda_graph)}).")
+        self.cuda_graph = cuda_graph
         if plan == "swap":
             refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
         super().__init__(DGCLScheme(plan, topology, partition, num_hops), **options)
+
+    @override
+    def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
+        super().begin_stage(trainer, shard)
+        if self.cuda_graph and trainer.state.fn == TrainerFn.FITTING:
+            self.steps.graphs = feature("StepGraphs")(self, trainer, self.cuda_graph is True)
 
     @override
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:

@@ -1,0 +1,1 @@
+"""Training steps as captured graphs of a device: what a step reads and runs, capture, replay."""
