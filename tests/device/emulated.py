@@ -248,6 +248,7 @@ _state: list[Any] = [None]
 
 
 def _seed(seed: int) -> None:
+    _refuse("random numbers are seeded")
     generator = torch.Generator()
     generator.manual_seed((int(seed) + 12345) % (1 << 63))
     _state[0] = generator.get_state()

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import changing_steps
 import emulated
 import lightning as L
 import numpy as np
@@ -282,3 +283,38 @@ def checkpoints_equal(rank: int, size: int) -> None:
 
 def test_checkpoints_equal_those_without_graphs(ranks):
     ranks.run(1, checkpoints_equal)
+
+
+# Steps that change #############################################################
+
+
+def changing(rank: int, size: int, names: list[str]) -> dict[str, str]:
+    """Compares fits of these steps; returns what is wrong, by step."""
+    wrong: dict[str, str] = {}
+    for name in names:
+        make, least, most = changing_steps.CASES[name]
+        results, replays, obstacle = [], 0, ""
+        for cuda_graph in (False, "auto"):
+            torch.manual_seed(1)
+            module, callbacks = make()
+            changing_steps.Base.kind = 1.0
+            result, seen, _ = fitted(lambda: module, size, cuda_graph, callbacks=callbacks, max_epochs=changing_steps.EPOCHS)
+            results.append(result)
+            if seen.graphs is not None:
+                replays, obstacle = seen.graphs.replays, seen.graphs.obstacle
+        try:
+            assert_bits(*results[::-1])
+        except AssertionError as error:
+            wrong[name] = f"differs: {error}"
+        if not least <= replays <= most or (most == 0) != bool(obstacle):
+            wrong[name] = f"{wrong.get(name, '')} {replays} replays; {obstacle}"
+        print(f"{name}: {replays} replays; {obstacle}")
+    return wrong
+
+
+DAILY = ["late_epochs", "counter_that_matters_late", "closure_that_counts", "switched_layer", "features_changed_in_place", "average_in_place"]
+
+
+@pytest.mark.parametrize("names", [*campaign([[name] for name in changing_steps.CASES if name not in DAILY]), DAILY])
+def test_changing_steps_equal_others(ranks, names):
+    assert ranks.run(1, changing, names, timeout=250) == [{}]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from types import BuiltinMethodType, CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -52,11 +52,13 @@ _ANYWHERE = ("torchmetrics.metric", "torchmetrics.collections", "torch.utils.che
 
 _STEPS = """log log_dict __getattr__ forward __setattr__ current_epoch global_step device dtype trainer hparams global_rank local_rank
 example_input_array automatic_optimization logger loggers on_gpu fabric strict_loading __call__ max_epochs max_steps training
-num_training_batches accumulate_grad_batches optimizers train_dataloader world_size node_rank num_devices log_every_n_steps
+num_training_batches accumulate_grad_batches world_size node_rank num_devices log_every_n_steps
 is_last_batch sanity_checking state strategy callbacks datamodule callback_metrics logged_metrics __jit_unused_properties__""".split()
 """Names of functions of Lightning that a step may call: logging, and properties, which are read again before a replay."""
 
-_NOT_PROPERTIES = ("optimizers",)
+_LIGHTNING = ("lightning", "pytorch_lightning")
+
+_WRAPPERS = ("torch._compile", "torch.utils._contextlib", "torch._dynamo.eval_frame", "contextlib", "functools")
 
 _C_MODULES = """builtins math cmath _operator operator itertools _functools _collections _abc _weakref _struct _bisect _heapq torch _warnings
 _typing""".split()
@@ -83,6 +85,14 @@ def is_of_user(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """Returns the frame that called a function, without wrappers of torch."""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__", "") in _WRAPPERS:
+        caller = caller.f_back
+    return caller
 
 
 def module_of(value: Any) -> str:
@@ -155,26 +165,18 @@ class Source:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if is_of_user(frame):
-            if code not in self.codes:
-                self.codes[code] = frame.f_globals
+            self.codes.setdefault(code, frame.f_globals)
             if hasattr(type(first), FORWARD_CLASS):
-                self._refuse(
-                    frame,
-                    f"runs {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, whose backward runs Python code",
-                )
+                self._refuse(frame, f"calls {code.co_name}, whose backward pass runs Python code")
             return
         if isinstance(first, torch.nn.Module):
             self.touched.add(id(first))
-        caller = frame.f_back
         refused, reason = _refusal(module)
-        name = code.co_name
-        of_user = is_of_user(caller)
-        if name == "register_hook" and module == "torch._tensor" and of_user:
-            self._refuse(frame, "registers a hook, which runs Python code in the backward pass")
-        elif refused and (of_user or refused in _ANYWHERE):
-            if refused not in ("lightning", "pytorch_lightning") or name not in _STEPS or name in _NOT_PROPERTIES:
-                if name not in ("<module>", "<lambda>", "__init__") or refused in _ANYWHERE:
-                    self._refuse(frame, f"calls {name} of {module}: {reason}")
+        if module == "torch._tensor" and code.co_name == "register_hook":
+            refused, reason = module, "it runs Python code in the backward pass"
+        is_fine = refused in _LIGHTNING and (code.co_name in _STEPS or code.co_name.startswith("<"))
+        if refused and not is_fine and (refused in _ANYWHERE or is_of_user(_caller(frame))):
+            self._refuse(frame, f"calls {code.co_name} of {module}: {reason}")
 
     def _refuse(self, frame: FrameType, reason: str) -> None:
         if not self.obstacle:
@@ -240,7 +242,3 @@ def _is_installed(file: str, module: str) -> bool:
         or bool(library_of(module))
         or module in sys.stdlib_module_names
     )
-
-
-Refused = Callable[[str], None]
-_ = BuiltinMethodType
