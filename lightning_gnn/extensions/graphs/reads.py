@@ -264,8 +264,8 @@ class Reads:
                 getter = getattr(found, "fget", None)
                 if owner is not kind and (getter is None or not is_users(getter)):
                     self._read_property(owner, name, f"{label}.{name}")
-            elif is_users(base):
-                self._read(_item, vars(base), name, f"{label}.{name}")
+            elif is_users(base) and not isinstance(found, classmethod):
+                self._read(_attribute, kind, name, f"{label}.{name}")
 
     def _read_property(self, owner: Any, name: str, label: str) -> None:
         try:

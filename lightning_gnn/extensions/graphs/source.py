@@ -171,6 +171,8 @@ class Source:
             return
         if isinstance(first, torch.nn.Module):
             self.touched.add(id(first))
+        if module in _WRAPPERS:
+            return
         refused, reason = _refusal(module)
         if module == "torch._tensor" and code.co_name == "register_hook":
             refused, reason = module, "it runs Python code in the backward pass"
