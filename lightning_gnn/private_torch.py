@@ -117,10 +117,16 @@ def backend_without_code() -> Any:
 MODULES = "_modules"
 """Attribute of a module: its submodules, by name."""
 
+TABLES = ("_parameters", "_buffers", MODULES)
+"""Attributes of a module: its parameters, buffers and submodules, by name."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module: its hooks on calls."""
+
 LOAD_HOOKS = "_load_state_dict_pre_hooks"
 """Attribute of a module: hooks called before it is loaded."""
 
-hooks_of_calls = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+hooks_of_calls = attrgetter(*HOOKS)
 """Hooks on calls of a module, forward and backward."""
 
 hooks_on_gradient = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -1,1 +1,1 @@
-"""Training steps as captured graphs of a device: what a step reads and runs, capture, replay."""
+"""Training steps as captured graphs of a device: code and values of a step, capture, replay."""

@@ -27,47 +27,39 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         obstacle: description of the first operation that cannot be captured, with the user's line; empty if there is none.
-        draws: whether an operation drew random numbers on the device.
+        is_common: whether random numbers are now equal on all ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self.obstacle, self.draws = device, "", False
+        self._device, self.obstacle, self.is_common = device, "", False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.obstacle and (reason := self._reason(func, args, kwargs or {})):
-            line = line_of_frame(sys._getframe(1)) or "in the backward pass:"
-            self.obstacle = f"{line} {func.name().partition('::')[2]} {reason}"
+            self.obstacle = f"{line_of_frame(sys._getframe(1)) or 'backward pass:'} {func.overloadpacket} {reason}"
         return func(*args, **(kwargs or {}))
 
     def _reason(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         """Returns why an operation cannot be captured; empty if it can."""
-        namespace, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
+        name = func.overloadpacket.__name__
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         here = [each for each in tensors if each.device.type == self._device.type]
         others = [each for each in tensors if each.device.type == "cpu" and each.numel()]
         target = kwargs.get("device")
         to_device = bool(here) if target is None else torch.device(target).type == self._device.type
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and kwargs.get("generator") is not None:
-            return "draws from a torch.Generator, which is not registered with the graph"
-        if draws and not to_device and not here:
-            return "draws random numbers on the CPU, which a replay would repeat"
-        self.draws |= draws
-        if namespace not in _KNOWN:
-            return "is a custom operator, which may wait for the device"
-        if not here and not (to_device and others):
-            return ""
-        if not to_device or (others and (name in _MOVES or any(each.dim() for each in others))):
-            return "reads or makes a tensor of the CPU, which waits for the device"
-        is_masked = name in _INDEXED and any(
-            isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1] or ()
-        )
-        if is_masked or (name == "repeat_interleave" and len(here) == 1 and kwargs.get("output_size") is None):
-            return "makes a tensor whose size depends on data"
-        if name not in _BY_OPTIONS and torch.Tag.dynamic_output_shape in func.tags:
-            return "makes a tensor whose size depends on data"
-        if torch.Tag.data_dependent_output in func.tags:
-            return "reads a number from the device"
-        return ""
+        draws, uses_device = torch.Tag.nondeterministic_seeded in func.tags, bool(here or (to_device and others))
+        moves = not to_device or any(each.dim() or name in _MOVES for each in others)
+        indices = args[1] or () if name in _INDEXED else ()
+        is_masked = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+        repeats = name == "repeat_interleave" and len(here) == 1 and kwargs.get("output_size") is None
+        by_tag = name not in _BY_OPTIONS and torch.Tag.dynamic_output_shape in func.tags
+        reasons = {
+            "draws from a torch.Generator, which is not registered": draws and kwargs.get("generator") is not None,
+            "draws random numbers on the CPU, which a replay would repeat": draws and not (to_device or here),
+            "draws random numbers that are equal on all ranks, which is not supported": draws and self.is_common,
+            "is a custom operator, which may wait for the device": func.namespace not in _KNOWN,
+            "reads or makes a tensor of the CPU, which waits for the device": uses_device and moves,
+            "makes a tensor whose size depends on data": uses_device and (is_masked or repeats or by_tag),
+            "reads a number from the device": uses_device and torch.Tag.data_dependent_output in func.tags,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")

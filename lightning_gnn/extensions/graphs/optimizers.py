@@ -7,7 +7,7 @@ numbers on the host in float64. The options and the state of the optimizer stay 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,111 +21,93 @@ _UNSUPPORTED = ("capturable", "fused", "differentiable")
 
 def obstacle_of(optimizer: Optimizer) -> str:
     """Returns the reason why steps of an optimizer cannot be captured; empty if they can."""
+    kind = type(optimizer).__name__
     if type(optimizer) not in (Adam, AdamW, SGD):
-        return f"{type(optimizer).__name__} is not captured. Use Adam, AdamW or SGD"
-    for group in optimizer.param_groups:
-        for name in _UNSUPPORTED:
-            if group.get(name):
-                return f"{type(optimizer).__name__}({name}=True) is not captured. Remove {name}"
-        if any(isinstance(value, Tensor) for name, value in group.items() if name != "params"):
-            return f"{type(optimizer).__name__} has an option that is a tensor. Pass a number"
-    return ""
+        return f"{kind} is not captured. Use Adam, AdamW or SGD"
+    options = [(name, value) for group in optimizer.param_groups for name, value in group.items()]
+    unsupported = (name for name, value in options if isinstance(value, Tensor) or (name in _UNSUPPORTED and value))
+    return next((f"{kind} with the option {name} is not captured. Remove it, or pass a number" for name in unsupported), "")
 
 
-@dataclass
 class _Group:
-    """Captured part of a step: parameters of one group, dtype and number of steps.
+    """Parameters of one group of options, dtype and number of steps.
 
     Attributes:
-        options: options of the group.
-        states: state of each parameter.
         numbers: numbers that change between steps, on the device, by name.
         is_decoupled: whether weights decay without changing gradients.
     """
 
-    options: dict[str, Any]
-    parameters: list[Tensor]
-    states: list[dict[str, Any]]
-    numbers: dict[str, Tensor]
-    is_decoupled: bool
-
-    @property
-    def is_sgd(self) -> bool:
-        return "dampening" in self.options
+    def __init__(self, optimizer: Optimizer, options: dict[str, Any], parameters: list[Tensor]) -> None:
+        self.options, self.parameters, self.is_sgd = options, parameters, "dampening" in options
+        self.states = [optimizer.state[each] for each in parameters]
+        self.is_decoupled = options.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        names = ("step",) if self.is_sgd else ("step", "root", "decay")
+        self.numbers = {name: torch.zeros((), dtype=wide, device=parameters[0].device) for name in names}
 
     def values(self) -> dict[str, float]:
         """Returns the numbers of the next step, after the counts of steps were increased."""
-        options = self.options
-        lr = float(options["lr"])
+        lr = float(self.options["lr"])
         if self.is_sgd:
             return {"step": -lr}
-        (beta1, beta2), step = options["betas"], self.states[0]["step"].item()
-        found = {"step": -(lr / (1 - beta1**step)), "root": (1 - beta2**step) ** 0.5}
-        return found | {"decay": 1 - lr * options["weight_decay"]}
-
-    def fixed(self) -> tuple[Any, ...]:
-        """Returns what is part of the graph: a step that differs in it is captured again."""
-        options = {name: value for name, value in self.options.items() if name not in ("params", "lr", "initial_lr")}
-        tensors = [id(value) for state in self.states for value in state.values() if isinstance(value, Tensor)]
-        counts = {float(state["step"]) for state in self.states} if not self.is_sgd else ()
-        return repr(options), tensors, len(counts)
+        (beta1, beta2), step = self.options["betas"], self.states[0]["step"].item()
+        decay = 1 - lr * self.options["weight_decay"]
+        return {"step": -(lr / (1 - beta1**step)), "root": (1 - beta2**step) ** 0.5, "decay": decay}
 
 
 class CapturedOptimizer:
-    """Step of an optimizer on given gradients, for capture and replay.
+    """Step of an optimizer on its present gradients, for capture and replay.
 
     Args:
         optimizer: optimizer that has made at least one step, so that its state exists.
+
+    Attributes:
+        tensors: parameters and state that a step changes.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, list[_Group]()
+
+        def kind(x: Tensor) -> tuple[str, float]:
+            return str(x.dtype), float(optimizer.state[x].get("step", 0))
+
         for options in optimizer.param_groups:
-            by_kind: dict[Any, list[Tensor]] = {}
-            for parameter in options["params"]:
-                if parameter.grad is not None:
-                    count = optimizer.state[parameter].get("step")
-                    by_kind.setdefault((parameter.dtype, None if count is None else float(count)), []).append(parameter)
-            for (dtype, _), parameters in by_kind.items():
-                self._groups.append(self._make(options, parameters, dtype))
-        self._fixed, self._kept = (
-            self._known(),
-            [*self.tensors, *(each.grad for group in self._groups for each in group.parameters)],
-        )
+            for _, parameters in groupby(sorted(_with_gradients(options), key=kind), key=kind):
+                self._groups.append(_Group(optimizer, options, [*parameters]))
+        self._captured_inputs = self._inputs()
+        _, self.tensors, self._counts, _ = self._captured_inputs
+
+    def _inputs(self) -> tuple[Any, ...]:
+        """Returns what the graph depends on: gradients, parameters with their state, counts of steps, options."""
+        grads = [each.grad for options in self._optimizer.param_groups for each in options["params"]]
+        states = [value for group in self._groups for state in group.states for value in state.values() if value is not None]
+        parameters = [each for group in self._groups for each in group.parameters]
+        counts = [len({float(state.get("step", 0)) for state in group.states}) for group in self._groups]
+        options = [{**group, "params": None, "lr": None, "initial_lr": None} for group in self._optimizer.param_groups]
+        return grads, [*parameters, *(x for x in states if x.dim())], [x for x in states if not x.dim()], repr((options, counts))
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
         """Returns whether an optimizer can be captured now: its state exists."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        states = [optimizer.state.get(each) for each in parameters]
-        needs = any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
-        is_there = all(state and all(value is not None for value in state.values()) for state in states) or not needs
-        return bool(parameters) and is_there and not obstacle_of(optimizer)
-
-    def _make(self, options: dict[str, Any], parameters: list[Tensor], dtype: torch.dtype) -> _Group:
-        wide = torch.promote_types(dtype, torch.float32)
-        states = [self._optimizer.state[each] for each in parameters]
-        decoupled = options.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
-        group = _Group(options, parameters, states, {}, decoupled)
-        for name in ("step",) if group.is_sgd else ("step", "root", "decay"):
-            group.numbers[name] = torch.zeros((), dtype=wide, device=parameters[0].device)
-        return group
-
-    def _known(self) -> list[Any]:
-        grads = [id(each.grad) for options in self._optimizer.param_groups for each in options["params"]]
-        return [grads, *(group.fixed() for group in self._groups)]
+        for options in optimizer.param_groups:
+            states = [optimizer.state.get(each) for each in _with_gradients(options)]
+            if ("betas" in options or options["momentum"]) and any(not state or None in state.values() for state in states):
+                return False
+        return not obstacle_of(optimizer)
 
     @property
     def has_changed(self) -> bool:
         """Whether gradients, options or the state are not the captured ones."""
-        return self._known() != self._fixed
+        *tensors, options = self._inputs()
+        *captured, captured_options = self._captured_inputs
+        alike = all([*map(id, these)] == [*map(id, those)] for these, those in zip(tensors, captured))
+        return not alike or options != captured_options
 
     def prepare(self) -> None:
         """Count the step, and set its numbers."""
+        if self._counts:
+            FOREACH.add_(self._counts, 1)
         for group in self._groups:
-            counts = [state["step"] for state in group.states if not group.is_sgd]
-            if counts:
-                FOREACH.add_(counts, 1)
             for name, value in group.values().items():
                 group.numbers[name].fill_(value)
 
@@ -138,11 +120,10 @@ class CapturedOptimizer:
                 grads = FOREACH.neg(grads)
             (_descend if group.is_sgd else _adapt)(group, grads)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Parameters and state that a step changes."""
-        state = [value for group in self._groups for each in group.states for value in each.values() if isinstance(value, Tensor)]
-        return [*(each for group in self._groups for each in group.parameters), *(each for each in state if each.dim())]
+
+def _with_gradients(options: dict[str, Any]) -> list[Tensor]:
+    """Returns the parameters of a group that have gradients."""
+    return [each for each in options["params"] if each.grad is not None]
 
 
 def _adapt(group: _Group, grads: Sequence[Tensor]) -> None:
