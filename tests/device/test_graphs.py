@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import changing_steps
+import corpus
 import emulated
 import lightning as L
 import numpy as np
@@ -315,7 +316,7 @@ def changing(rank: int, size: int, names: list[str]) -> dict[str, str]:
     return wrong
 
 
-DAILY = "late_epochs counter_that_matters_late closure_that_counts switched_layer features_changed_in_place".split()  # noqa: SIM905
+DAILY = ["late_epochs", "counter_that_matters_late", "closure_that_counts", "switched_layer", "features_changed_in_place"]
 LATER = [[name] for name in changing_steps.CASES if name not in DAILY]
 
 
@@ -406,7 +407,7 @@ def controls(rank: int, size: int) -> None:
         "index waits": lambda: x[mask],
         "nonzero waits": mask.nonzero,
         "reads a tensor of the CPU": lambda: x.copy_(host),
-        "_to_copy": lambda: host.to(device),
+        "a copy reads a tensor": lambda: host.to(device),
         "copy to the host": lambda: host.copy_(x),
         "random state": lambda: torch.emulated.get_rng_state(),  # type: ignore[attr-defined]
     }
@@ -428,3 +429,20 @@ def controls(rank: int, size: int) -> None:
 
 def test_the_emulated_device_refuses_what_a_graph_cannot_contain(ranks):
     ranks.run(1, controls)
+
+
+# The corpus of programs ########################################################
+
+
+@pytest.mark.parametrize("every", [*campaign(6), 90])
+def test_most_steps_of_the_corpus_are_captured(ranks, every):
+    """Of steps that the device can capture by hand; the others are printed with their obstacles."""
+    [names] = ranks.run(1, corpus.names)
+    [found] = ranks.run(1, corpus.examine, names[every // 2 :: every], timeout=1500)
+    possible = {name: each for name, each in found.items() if each[0]}
+    assert not [name for name, (*_, difference) in possible.items() if difference]
+    others = {name: obstacle for name, (_, replays, obstacle, _) in possible.items() if not replays}
+    print(f"{len(possible) - len(others)} of {len(possible)} steps are captured; of {len(found)} programs")
+    for name, obstacle in others.items():
+        print(f"{name}: {obstacle}")
+    assert len(possible) > len(found) / 3 and len(others) <= 0.2 * len(possible)

@@ -63,7 +63,7 @@ def is_same(value: Any, expected: Any) -> bool:
         return False
     if type(value) is tuple:
         return len(value) == len(expected) and all(map(is_same, value, expected))
-    return isinstance(value, _PLAIN) and repr(value) == repr(expected)
+    return bool(value == expected) if isinstance(value, set) else isinstance(value, _PLAIN) and repr(value) == repr(expected)
 
 
 class Reads:
@@ -160,15 +160,14 @@ class Reads:
             self._read(_call, value, "__len__", label)
             for place in range(len(value)):
                 self._read(_element, value, place, f"{label}[{place}]")
+        elif isinstance(value, (set, frozenset)):
+            self._values.append((_call, value, "copy", value.copy(), label))
         elif isinstance(value, Mapping):
             self._read(_call, value, "__len__", label)
             for key in list(value):
                 self._read(_item, value, key, f"{label}[{key!r}]")
         elif isinstance(value, ModuleType):
-            if not library_of(module):
-                self._read_names(vars(value), label)
-            elif module == "numpy" and "random" in self._names:
-                self._refuse("random", "may read or change anything")
+            self._read_names({} if library_of(module) and module != "numpy" else vars(value), label)
         elif isinstance(value, functools.partial):
             self._visit((value.func, value.args, value.keywords), label)
         elif isinstance(value, MethodType):
