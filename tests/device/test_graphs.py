@@ -302,7 +302,8 @@ def changing(rank: int, size: int, names: list[str]) -> dict[str, str]:
         for cuda_graph in (False, "auto"):
             torch.manual_seed(1)
             module, callbacks = make()
-            result, seen, _ = fitted(functools.partial(_same, module), size, cuda_graph, callbacks=callbacks, max_epochs=changing_steps.EPOCHS)
+            again = {"callbacks": callbacks, "max_epochs": changing_steps.EPOCHS}
+            result, seen, _ = fitted(functools.partial(_same, module), size, cuda_graph, **again)
             results.append(result)
             if seen.graphs is not None:
                 replays, obstacle = seen.graphs.replays, seen.graphs.obstacle

@@ -29,7 +29,7 @@ from lightning_gnn.private_torch import HOOKS, MODULES, TABLES, hooks_of_calls, 
 _MOST = 20_000
 """Number of values above which a step is not captured."""
 
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, range, slice, BuiltinFunctionType)
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, np.ufunc, range, slice, BuiltinFunctionType)
 _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum, re.Pattern, PurePath)
 _OF_LAYERS = (*_PLAIN, Tensor, list, tuple, dict, torch.nn.Module, FunctionType, functools.partial)
 _STATEFUL = {"random", "time", "datetime", "secrets", "uuid", "logging", "os", "threading", "socket", "numpy.random"}
