@@ -221,15 +221,15 @@ class DGCLStrategy(GNNStrategy):
         if not (isinstance(cuda_graph, bool) or is_one_of(cuda_graph, ["auto"])):
             raise ValueError(f"cuda_graph must be False, 'auto' or True (got {quote(cuda_graph)}).")
         self.cuda_graph = cuda_graph
+        if plan == "swap":
+            refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
+        super().__init__(DGCLScheme(plan, topology, partition, num_hops), **options)
 
     @property
     @override
     def samples_unsupported_reason(self) -> str | None:
         changes = "cuda_graph replays steps of one batch. Set cuda_graph=False." if self.cuda_graph else None
         return changes or super().samples_unsupported_reason
-        if plan == "swap":
-            refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
-        super().__init__(DGCLScheme(plan, topology, partition, num_hops), **options)
 
     @override
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
