@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from common import CAMPAIGN, assert_same, awkward_graph, campaign, single, train
+import torch
+from common import CAMPAIGN, assert_same, awkward_graph, campaign, quiet_trainer, single, train
 from conftest import SHARED
 from processes import REPOSITORY, TORCHRUN, Finished, run
+
+from lightning_gnn import DGCLStrategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -77,6 +82,68 @@ def test_own_scheme_is_exact(ranks, model, world_size, shared_memory):
     expected = single(awkward_graph(), model)
     for found in ranks.run(world_size, in_a_ring, model, shared_memory):
         assert_same(found, expected, rtol=1e-8, atol=1e-10)
+
+
+# Many samples on one graph ####################################################
+
+SAMPLES: dict[str, dict[str, int]] = {
+    "traffic": {"num_sensors": 50, "num_days": 1, "global_batch_size": 8},
+    "weather": {"num_refinements": 1, "num_samples": 9, "global_batch_size": 4},
+    "mesh_simulation": {"points_per_side": 6, "num_steps": 9, "global_batch_size": 4},
+}
+"""Sizes of the examples with samples; the last batch leaves a data rank with fewer samples."""
+
+
+def curves(rank: int, world_size: int, graph_ranks: int) -> dict[str, list[float]]:
+    """Returns the losses of each step of these examples, in float64; on one device without graph ranks."""
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    found = {}
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name, sizes in SAMPLES.items():
+            module, data, *_ = import_module(name).make(**sizes)
+            strategy: Any = DGCLStrategy(graph_ranks=graph_ranks, timeout=60) if graph_ranks else "auto"
+            quiet_trainer(strategy, world_size, max_epochs=2).fit(module, datamodule=data)
+            found[name] = module.losses
+    finally:
+        torch.set_default_dtype(torch.float32)
+        sys.path.pop(0)
+    return found
+
+
+@cache
+def curves_of_one_device() -> dict[str, list[float]]:
+    return curves(0, 1, 0)
+
+
+@pytest.mark.parametrize("meshes", [*campaign([(4, 2)]), [(2, 1), (2, 2)]])
+def test_curves_of_samples(ranks, meshes):
+    """Losses of all steps on data ranks, graph ranks and both."""
+    expected = curves_of_one_device()
+    assert {name: len(losses) for name, losses in expected.items()} == {"traffic": 6, "weather": 6, "mesh_simulation": 6}
+    for world_size, graph_ranks in meshes:
+        for found in ranks.run(world_size, curves, graph_ranks):
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def with_samples(folder: Path, name: str, size: str) -> Finished:
+    """A script with a small graph, which writes its picture."""
+    return run(REPOSITORY / "examples" / f"{name}.py", *size.split(), "--picture", "picture.png", cwd=folder)
+
+
+@pytest.mark.program(runs=with_samples)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mesh_simulation", "--points 12"),
+        *campaign(("traffic", "--sensors 100"), ("weather", "--refinements 2 --graph-ranks 1")),
+    ],
+)
+def test_samples(ran, name, size):
+    folder, finished = ran
+    errors = re.findall(r"^Epoch \d+: .* error (\d+\.\d+)", finished.succeeded().output, re.MULTILINE)
+    assert len(errors) >= 3 and float(errors[-1]) < 0.9 * float(errors[0])
+    assert (folder / "picture.png").stat().st_size > 5_000 and not foreign(finished.output)
 
 
 def by_hand(folder: Path) -> Finished:
