@@ -146,6 +146,25 @@ def test_samples(ran, name, size):
     assert (folder / "picture.png").stat().st_size > 5_000 and not foreign(finished.output)
 
 
+def losses_of_the_page(folder: Path) -> list[float]:
+    """The losses that the program of docs/samples.md prints, on its four ranks and on one device."""
+    [script] = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "samples.md").read_text(), re.DOTALL)
+    one_device = script.replace("strategy=strategy, devices=4", 'strategy="auto", devices=1')
+    assert one_device != script
+    found = []
+    for text in (script, one_device):
+        (folder / "train.py").write_text(text)
+        output = run(folder / "train.py", cwd=folder).succeeded().output
+        found += [float(each) for each in re.findall(r"^Loss (\d+\.\d+)", output, re.MULTILINE)]
+    return found
+
+
+@pytest.mark.campaign
+def test_page_of_samples(tmp_path):
+    four_ranks, one_device = losses_of_the_page(tmp_path)
+    assert four_ranks == pytest.approx(one_device, abs=2e-4) and one_device < 0.5
+
+
 def by_hand(folder: Path) -> Finished:
     return run(*TORCHRUN, REPOSITORY / "examples" / "by_hand.py", cwd=folder)
 

@@ -19,7 +19,7 @@ import networkx as nx
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.patches import ConnectionPatch, FancyBboxPatch, Patch
+from matplotlib.patches import ConnectionPatch, FancyArrowPatch, FancyBboxPatch, Patch
 
 from lightning_gnn.extensions.plans.plan import p2p
 from lightning_gnn.extensions.plans.plan_cost import plan_cost
@@ -98,6 +98,39 @@ def two_ranks() -> Any:
     marks.append(Line2D([], [], markerfacecolor="white", markeredgecolor="black", markeredgewidth=1.4, **mark))
     names = ("local nodes of rank 0", "local nodes of rank 1", "halo nodes, in the color of the owner")
     figure.legend(marks, names, ncols=3, loc="lower center", frameon=False)
+    return figure
+
+
+def mesh() -> Any:
+    """Four ranks with samples on a graph: rows have equal samples, columns equal nodes."""
+    graph = nx.Graph(nx.karate_club_graph().edges)
+    place = nx.kamada_kawai_layout(graph)
+    both = np.array([*graph.edges, *((b, a) for a, b in graph.edges)]).T
+    owner = assign_nodes(both, len(graph), 2).part
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5))
+    figure.suptitle("Graph ranks have parts of the same samples, data ranks have different samples")
+    for rank, axis in enumerate(axes.flat):
+        data, part = divmod(rank, 2)
+        local = {node for node in graph if owner[node] == part}
+        halo = sorted({end for edge in graph.edges if len(local & {*edge}) == 1 for end in edge} - local)
+        edges = [edge for edge in graph.edges if local & {*edge}]
+        nx.draw_networkx_edges(graph, place, edges, edge_color=GREY, width=0.6, ax=axis)
+        nx.draw_networkx_nodes(graph, place, [*local], node_size=40, node_color=COLORS[part], ax=axis)
+        hollow = {"node_color": "white", "edgecolors": COLORS[1 - part], "linewidths": 1.3}
+        nx.draw_networkx_nodes(graph, place, halo, node_size=40, ax=axis, **hollow)
+        axis.set_title(f"rank {rank}: samples {data}, {data + 2}, ..., nodes of part {part}")
+        axis.axis("off")
+    figure.tight_layout(rect=(0, 0.02, 1, 1), w_pad=7, h_pad=3)
+    arrow = {"arrowstyle": "<|-|>", "mutation_scale": 14, "color": "black", "linewidth": 1.4}
+    for row in (0, 1):
+        box = axes[row, 0].get_position()
+        y = (box.y0 + box.y1) / 2
+        figure.add_artist(FancyArrowPatch((0.445, y), (0.555, y), transform=figure.transFigure, **arrow))
+        figure.text(0.5, y + 0.02, "halo rows,\neach layer", ha="center", va="bottom", fontsize=9)
+    bottom, top = axes[1, 0].get_position().y1 + 0.065, axes[0, 0].get_position().y0 - 0.005
+    for x in (0.25, 0.75):
+        figure.add_artist(FancyArrowPatch((x, bottom), (x, top), transform=figure.transFigure, **arrow))
+    figure.text(0.5, (bottom + top) / 2, "gradients, each step", ha="center", va="center", fontsize=9)
     return figure
 
 
@@ -464,6 +497,7 @@ def trace_of_an_epoch() -> Any:
 
 PICTURES: dict[str, Callable[[], Any]] = {
     "two-ranks": two_ranks,
+    "mesh": mesh,
     "time-and-memory": time_and_memory,
     "by-ranks": by_ranks,
     "which-strategy": which_strategy,
