@@ -65,7 +65,7 @@ class GlobalOrder:
         order, size = self.permutation(epoch), self.batch_size * self.data_ranks
         for number in range(first, len(self)):
             batch = order[number * size : (number + 1) * size]
-            positions = torch.arange(len(batch))[data_rank :: self.data_ranks]
+            positions = torch.arange(len(batch))[data_rank :: self.data_ranks].contiguous()
             yield RankBatch(batch[positions].tolist(), positions, len(batch))
 
 
