@@ -139,13 +139,16 @@ class GraphDataModule(LightningDataModule):
         samples: training samples on the graph, a map-style dataset. Its items are dicts of tensors, arrays and numbers, or a
             ``Data``. Or a folder of ``.npy`` files ``[S, N, F]`` or ``[S, T, N, F]``, or ``(folder, slice)``. The graph needs
             only ``edge_index`` and ``num_nodes``.
-        val_samples, test_samples, predict_samples: samples of validation, test and prediction. A stage without samples has no
-            batches.
+        val_samples: samples of validation. A stage without samples has no batches.
+        test_samples: samples of the test stage.
+        predict_samples: samples of prediction.
         global_batch_size: samples per batch of all data ranks together, in place of `batch_size`.
         shuffle: whether training samples are in random order, which depends on `seed` and the epoch.
         node_dims: dimension of the nodes in a sample's tensor by name, or None for one value per sample. Default: dimension 0 of
             1-D tensors and -2 of others, if its size is N; else one value per sample.
-        num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``, for `samples`.
+        num_workers: processes that read samples, as in ``torch.utils.data.DataLoader``.
+        persistent_workers: whether these processes continue after an epoch.
+        prefetch_factor: batches that each of these processes reads ahead.
         concatenate: whether samples are concatenated as in PyG's batches, ``x [B * N, F]``, with one copy of the graph per
             sample. Default: stacked, ``x [B, N, F]``. Requires one device.
 
