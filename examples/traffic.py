@@ -113,13 +113,13 @@ class Forecast(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 
-def make(num_sensors=2_000, num_days=4, global_batch_size=8):
+def make(num_sensors=2_000, num_days=3, global_batch_size=8):
     """Returns the module, the data and the test samples."""
     L.seed_everything(0)
     graph, places = road_network(num_sensors)
-    train, val, test = split_by_time(Windows(measure_speeds(graph, places, num_days)), (0.5, 0.25, 0.25), gap=2 * STEPS - 1)
-    every_sixth = torch.utils.data.Subset(train, range(0, len(train), 6))
-    samples = {"samples": every_sixth, "val_samples": val, "test_samples": test, "predict_samples": test}
+    parts = split_by_time(Windows(measure_speeds(graph, places, num_days)), (0.5, 0.25, 0.25), gap=2 * STEPS - 1)
+    train, val, test = (torch.utils.data.Subset(part, range(0, len(part), 6)) for part in parts)  # every sixth window
+    samples = {"samples": train, "val_samples": val, "test_samples": test, "predict_samples": test}
     data = GraphDataModule(graph, **samples, global_batch_size=global_batch_size)
     return Forecast(), data, test
 
@@ -131,7 +131,7 @@ def draw(file, predictions, test, sensor=0):
     observed = torch.stack([test[index]["y"][sensor, -1] for index in range(len(test))])
     axis.plot(observed.where(observed > 0, torch.nan), label="observed")
     axis.plot(predictions[:, sensor, -1], label="predicted an hour before")
-    axis.set(xlabel="step of five minutes", ylabel="mph", title=f"Speed at sensor {sensor}")
+    axis.set(xlabel="step of 30 minutes", ylabel="mph", title=f"Speed at sensor {sensor}")
     axis.legend()
     figure.savefig(file)
 
