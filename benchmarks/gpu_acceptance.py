@@ -12,6 +12,7 @@ all have. ``--table`` prints the results in the folder as Markdown.
 | ranks | two and four ranks on the one GPU do, under each scheme; they exchange through host memory |
 | nccl | so do two, four and eight ranks by NCCL, under each strategy; a lost rank ends the other, and its memory is free |
 | kernels | ours give what gather and scatter give, and the same bits twice; seconds beside cuSPARSE's and PyG's |
+| bandwidth | sums in float32 are 1.3 times as fast as by cuSPARSE; shares of the bandwidth of a copy, for each kernel |
 | memory | the peak of training steps is what was predicted, within a fifth |
 | waits | a step waits for the device once |
 | speed | losses are those of plain PyG loops; seconds of an epoch and memory beside theirs; of at most 6 million edges |
@@ -66,7 +67,7 @@ LIMIT_S = 600
 
 EXPECTED_S = {
     "models": 40, "ranks": 150, "nccl": 240, "kernels": 60, "memory": 40, "waits": 30, "speed": 60, "sampling": 90, "host": 120,
-    "graphs": 60,
+    "graphs": 60, "bandwidth": 60,
 }  # fmt: skip
 """Seconds of each part on a GPU, rounded up; parts without an entry are expected to take 120 s."""
 
@@ -510,6 +511,12 @@ def host(options: argparse.Namespace) -> list[Row]:
     return gpu_host.host(options)
 
 
+def bandwidth(options: argparse.Namespace) -> list[Row]:
+    import gpu_bandwidth
+
+    return gpu_bandwidth.bandwidth(options, row, time.perf_counter)
+
+
 class Replays(L.Callback):
     """Counts the replays of captured steps."""
 
@@ -605,7 +612,7 @@ def sanitizer(options: argparse.Namespace) -> list[Row]:
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     part.__name__: part for part in (models, ranks, nccl, kernels, memory, waits, speed, sampling, sanitizer)
 }
-PARTS |= {"host": host, "graphs": graphs}
+PARTS |= {"host": host, "graphs": graphs, "bandwidth": bandwidth}
 
 
 # Running them #################################################################

@@ -11,7 +11,7 @@ import pytest
 from common import CAMPAIGN, campaign
 from processes import REPOSITORY, Finished, environment, run
 
-PARTS = ("models", "ranks", "kernels", "waits", "speed", "sampling") if CAMPAIGN else ("kernels",)
+PARTS = ("models", "ranks", "kernels", "bandwidth", "waits", "speed", "sampling") if CAMPAIGN else ("kernels", "bandwidth")
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_acceptance.py"
 
 
