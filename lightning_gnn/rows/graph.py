@@ -27,7 +27,7 @@ from lightning_gnn.rows.mode import (
     tensors_in,
     unknown_origin,
 )
-from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, OF_SAMPLES, REPLICATED, Placement, RowPlacement, RowSet, axis
+from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowPlacement, RowSet, axis
 from lightning_gnn.rows.ranks import Ranks, digest_of
 
 
@@ -159,7 +159,7 @@ class GraphRows:
         by_rank = world.all_gather_object({name: digest_of(x) for name, x in state.items()})
         for name, x in state.items():
             if all(each.get(name) == by_rank[0].get(name) for each in by_rank):
-                place_replicated(x)
+                place_replicated(x, self)
 
     def note_constant(self, x: Tensor) -> None:
         """Record a tensor that is a constant if it is equal on all ranks."""
@@ -208,9 +208,9 @@ def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{prefix}.{name}.{number}", x
 
 
-def place_replicated(x: Tensor) -> None:
-    """Mark a tensor that is equal on all ranks, unless it has a placement."""
-    for attribute in (ATTRIBUTE, OF_SAMPLES):
+def place_replicated(x: Tensor, rows: GraphRows | None) -> None:
+    """Mark a tensor that is equal on all ranks, on each axis of `rows`, unless it has a placement."""
+    for attribute in [ATTRIBUTE] if rows is None else [mode.attribute for mode in rows.modes]:
         x.__dict__.setdefault(attribute, REPLICATED)
 
 

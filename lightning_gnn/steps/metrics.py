@@ -264,7 +264,7 @@ class StandInMetrics:
         def counting(*args: Any, **options: Any) -> None:
             if active_mode() is not None:
                 own["_whole"] = True
-                _place_states(metric)
+                _place_states(metric, self._rows)
                 update(*args, **options)
             elif self.acts and not self._counts_all:
                 if not metric._update_count:
@@ -381,7 +381,7 @@ class StandInMetrics:
 
     def _compute(self, rows: GraphRows, compute: Callable[..., Any], metric: Metric, *args: Any, **options: Any) -> Any:
         """Returns the value of a metric, whose states may have one row per local node."""
-        _place_states(metric)
+        _place_states(metric, rows)
         is_open = active_mode() is not None or not vars(metric).get("_whole")
         with nullcontext() if is_open else rows.activate():
             return compute(*args, **options)
@@ -397,15 +397,15 @@ class StandInMetrics:
                 joined: Any = [states[name] for states in ranks]
                 joined = list(chain(*joined)) if isinstance(metric._defaults[name], list) else torch.stack(joined)
                 setattr(metric, name, reduce(joined) if callable(reduce) and len(joined) else joined)
-        _place_states(metric)
+        _place_states(metric, self._rows)
 
 
-def _place_states(metric: Metric) -> None:
+def _place_states(metric: Metric, rows: GraphRows | None) -> None:
     """Mark states that a metric reset outside of steps as replicated."""
     for name in metric._defaults:
         state = getattr(metric, name)
         if isinstance(state, Tensor):
-            place_replicated(state)
+            place_replicated(state, rows)
 
 
 def _own_update(metric: Metric) -> Callable[..., Any]:

@@ -190,7 +190,8 @@ class GNNStrategy(RankStrategy):
 
     def layout(self) -> LayoutSpec:
         """Returns the layout that the datamodule must provide."""
-        return self.scheme.layout(self.graph_ranks, -(-self.graph_ranks // max(1, self.num_processes)))
+        hosts = self.num_nodes if self._graph_ranks is None else -(-self._graph_ranks // max(1, self.num_processes))
+        return self.scheme.layout(self.graph_ranks, hosts)
 
     @property
     def samples_unsupported_reason(self) -> str | None:
@@ -256,12 +257,12 @@ class GNNStrategy(RankStrategy):
             module,
             trainer,
             self.checked_stages(trainer),
-            self.trains_on_batches,
+            self.trains_on_batches or has_samples,
             self.self_check and not has_samples,  # its small graph has no samples
             self.cache_input_aggregation,
             self.checkpoint_convs,
             self.root_device,
-            self.graph_ranks,
+            self.world_size,
             self.num_nodes,
             range(first, first + self.num_processes),
         )

@@ -62,9 +62,9 @@ class MeshStreams(RandomStreams):
 
     @override
     def load(self, common: list[Tensor], rank_states: list[Tensor]) -> None:
-        middle = len(rank_states) // 2
-        super().load(common, rank_states[:middle])
-        self._sample_states = rank_states[middle:]
+        own = len(self._sample_states)
+        super().load(common, rank_states[:own])
+        self._sample_states = rank_states[own:] or self._sample_states  # none from a run without a mesh
 
 
 class SampleMode(RowsMode):

@@ -80,7 +80,9 @@ def test_checkpoints(ranks, tmp_path):
     whole = run(0, 1, 0)
     ranks.run(4, run, 2, folder=tmp_path, max_steps=4)
     [file] = tmp_path.glob("step=4*.ckpt")
-    for size, graph_ranks in ((1, 0), (2, 1), (4, 2)):
+    ranks.run(2, run, 2, folder=tmp_path / "one_group", max_steps=4)
+    [other] = (tmp_path / "one_group").glob("step=4*.ckpt")
+    for size, graph_ranks, file in ((1, 0, file), (2, 1, file), (4, 2, file), (2, 1, other)):  # noqa: B020
         of_ranks = ranks.run(size, run, graph_ranks, resume=file) if graph_ranks else [run(0, 1, 0, resume=file)]
         for found in of_ranks:
             torch.testing.assert_close(found["losses"], whole["losses"][4:], rtol=1e-10, atol=1e-10)
