@@ -321,6 +321,12 @@ def _own_edges(mode: RowsMode, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {name: edges if x is whole else x for name, x in kwargs.items()}
 
 
+def _node_dim(layer: Any) -> int:
+    """Returns the dimension of nodes in a layer's tensors; a DirGNNConv has convs."""
+    dim: int = getattr(getattr(layer, "conv_in", layer), "node_dim", 0)
+    return dim
+
+
 def _edges_of(row_args: list[tuple[Tensor, RowPlacement]]) -> RowSet | None:
     return next((of.rows for _, of in row_args if of.local_ids), None)
 
@@ -335,7 +341,7 @@ def _whole_inputs(mode: RowsMode, layer: Any, args: Any, kwargs: Any, row_args: 
     targets = None if edges is None else edges.targets
 
     def dim_of(x: Tensor) -> int:  # of nodes or edges
-        return getattr(layer, "node_dim", 0) % x.dim() if x.dim() > 1 else 0
+        return _node_dim(layer) % x.dim() if x.dim() > 1 else 0
 
     def change(x: Any) -> Any:
         of = placement_of(x) if isinstance(x, Tensor) else None
@@ -377,7 +383,7 @@ def _place_output(mode: RowsMode, layer: Any, out: Any, row_args: Any, returns: 
     rows = edges if edges is None or returns == "edges" else edges.targets
     first, *others = out if isinstance(out, tuple) else (out,)
     if isinstance(first, Tensor) and rows is not None:
-        dim = getattr(layer, "node_dim", 0) % max(1, first.dim())
+        dim = _node_dim(layer) % max(1, first.dim())
         if first.dim() and first.size(dim) == rows.count:
             place(first, rows.at(dim))
     for each in tensors_in(others):
