@@ -401,9 +401,8 @@ class GraphDataModule(LightningDataModule):
                 self._shard = None  # release the memory before the next shard is read
                 cut = self._read_cut(folder, layout)
                 with_edges = layout.reads_edges(cut.types)
-                shard = cut.shard(
-                    getattr(self.trainer.strategy, "graph_rank", self.trainer.global_rank), layout.replicas, with_edges
-                )
+                shape = getattr(self.trainer.strategy, "mesh_shape", self.trainer.strategy)
+                shard = cut.shard(getattr(shape, "graph_rank", self.trainer.global_rank), layout.replicas, with_edges)
         self._shard_of = folder, layout
         return shard
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,26 +25,22 @@ from lightning_gnn.datamodules.graph import GraphDataModule, GraphLoader, check_
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.lightning_packages import check_callbacks, is_instance
-from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.private_lightning import MESH, reduce_over
-from lightning_gnn.private_torch import MODULES, ORIGINAL, compiled_call, ordered_effect
 from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
-from lightning_gnn.rows.mode import RowsMode, active_mode, local_rows, place, placement_of
+from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
 from lightning_gnn.rows.placement import FROM_ROWS
 from lightning_gnn.steps.gradients import SharedModel
 from lightning_gnn.steps.predictions import Predictions
 from lightning_gnn.steps.weights import gather_rows
 from lightning_gnn.strategy.checks import Checks, Run, RunChecks
 from lightning_gnn.strategy.graph_kinds import check_for_layout, check_model
-from lightning_gnn.strategy.ranks import RankStrategy
+from lightning_gnn.strategy.ranks import MeshShape, RankStrategy
 from lightning_gnn.strategy.run_config import log_run, part_sizes
 from lightning_gnn.strategy.scheme import EdgeCutScheme, Scheme, bind_module
 from lightning_gnn.strategy.steps import NoSteps, Steps
-
-_EAGER = "Compiled models run without a compiler: {}."
 
 
 def refuse_options(options: Mapping[str, Any], names: Sequence[str], because: str) -> None:
@@ -119,6 +115,8 @@ class GNNStrategy(RankStrategy):
         """
         return [{}]
 
+    samples_unsupported_reason: str | None = None
+    """Reason why the datamodule may not have samples; None if it may."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """Reduction of the losses of mini-batch steps; a loss of a full-graph step is used unchanged."""
     dropout_seed_every_n_epochs = 1
@@ -171,7 +169,11 @@ class GNNStrategy(RankStrategy):
         self.self_check, self.reuse_buffers = self_check, reuse_buffers and memory_limit is None
         if graph_ranks is not None:
             feature("check_graph_ranks")(graph_ranks)
-        self._graph_ranks = graph_ranks
+        self.graph_ranks, self.mesh_shape = graph_ranks, MeshShape(self, graph_ranks)
+        if elastic:
+            self.samples_unsupported_reason = "elastic=True continues full-graph runs only. Set elastic=False."
+        elif memory_limit is not None:
+            self.samples_unsupported_reason = "memory_limit pages one graph's features. Remove it, or set a smaller batch_size."
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
@@ -190,37 +192,7 @@ class GNNStrategy(RankStrategy):
 
     def layout(self) -> LayoutSpec:
         """Returns the layout that the datamodule must provide."""
-        hosts = self.num_nodes if self._graph_ranks is None else -(-self._graph_ranks // max(1, self.num_processes))
-        return self.scheme.layout(self.graph_ranks, hosts)
-
-    @property
-    def samples_unsupported_reason(self) -> str | None:
-        """Reason why the datamodule may not have samples; None if it may."""
-        if self.recovery is not None:
-            return "elastic=True continues full-graph runs only. Set elastic=False."
-        if self.memory_limit is not None:
-            return "memory_limit pages one graph's features. Remove it, or set a smaller batch_size."
-        return None
-
-    @property
-    def graph_ranks(self) -> int:
-        """Number of ranks among which the graph is divided."""
-        return self._graph_ranks or self.world_size
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of groups of graph ranks, among which samples are divided."""
-        return self.world_size // self.graph_ranks
-
-    @property
-    def graph_rank(self) -> int:
-        """Rank of this process among its graph ranks, which is the number of its part of the graph."""
-        return self.global_rank % self.graph_ranks
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's group of graph ranks."""
-        return self.global_rank // self.graph_ranks
+        return self.scheme.layout(self.mesh_shape.graph_ranks, self.mesh_shape.hosts)
 
     def checked_stages(self, trainer: pl.Trainer) -> Sequence[str]:
         """Returns the stages of the Trainer's current call whose steps must give the results of one device."""
@@ -243,7 +215,7 @@ class GNNStrategy(RankStrategy):
                 f"{type(self).__name__} needs a graph that it can split (got {given}). "
                 "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
             )
-        if self._graph_ranks is not None:
+        if self.graph_ranks is not None:
             feature("check_mesh")(self, data.has_samples)
         return data
 
@@ -362,7 +334,8 @@ class GNNStrategy(RankStrategy):
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
-        mesh = feature("Mesh")(world, self.graph_ranks) if self.data_ranks > 1 else None
+        shape = self.mesh_shape
+        mesh = feature("Mesh")(world, shape.graph_ranks) if shape.data_ranks > 1 else None
         steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, mesh)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
@@ -384,24 +357,11 @@ class GNNStrategy(RankStrategy):
             steps.bind(binding)
             steps.see_whole_graph(module, shard)
             if steps.rows is not None:
-                self._keep_compiled(module, binding, steps.rows.mode)
+                steps.keep_compiled(module, self._compiler, self.checkpoint_convs)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
         steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:
             self.log_exchange(trainer, shard)
-
-    def _keep_compiled(self, module: pl.LightningModule, binding: Binding, mode: RowsMode) -> None:
-        """Run compiled models as graphs in steps with row semantics, or warn that they run eagerly."""
-        in_place = [type(part).__name__ for part in module.modules() if compiled_call(part) is not None]
-        is_compiled = self._compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
-        if in_place:
-            rank_zero_warn(_EAGER.format(f"{in_place[0]}.compile() has no effect in full-graph steps. Use torch.compile(model)"))
-        if is_compiled and self.checkpoint_convs:
-            rank_zero_warn(_EAGER.format("checkpoint_convs=True recomputes convs without a compiler. Remove it"))
-        elif is_compiled and ordered_effect() is None:
-            rank_zero_warn(_EAGER.format(f"torch {torch.__version__} has no ordered operators. Use torch 2.13 or newer"))
-        elif is_compiled:
-            self.steps.in_use.callback(feature("CompiledModels")(module, mode, binding, self._compiler).release)
 
     def log_exchange(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Log the communication plan of the run if arguments do not determine it."""

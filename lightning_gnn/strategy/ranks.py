@@ -53,6 +53,33 @@ class SideBySide:
         return nullcontext()
 
 
+class MeshShape:
+    """Division of the ranks of a strategy into groups that each have the whole graph.
+
+    Args:
+        owner: strategy of the ranks.
+        graph_ranks: number of ranks of a group; None for all ranks.
+
+    Attributes:
+        graph_ranks, data_ranks: number of ranks of a group, and number of groups.
+        graph_rank, data_rank: rank of this process in its group, which is the number of its part of the graph; and its group.
+        hosts: number of machines of a group.
+    """
+
+    def __init__(self, owner: Any, graph_ranks: int | None) -> None:
+        self._owner, self._size = owner, graph_ranks
+
+    graph_ranks = property(lambda self: self._size or self._owner.world_size)
+    data_ranks = property(lambda self: self._owner.world_size // self.graph_ranks)
+    graph_rank = property(lambda self: self._owner.global_rank % self.graph_ranks)
+    data_rank = property(lambda self: self._owner.global_rank // self.graph_ranks)
+
+    @property
+    def hosts(self) -> int:
+        count: int = self._owner.num_nodes if self._size is None else -(-self._size // max(1, self._owner.num_processes))
+        return count
+
+
 class RankStrategy(ParallelStrategy):
     """Ranks that are connected while the Trainer runs; see :class:`~lightning_gnn.strategy.base.GNNStrategy`.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
+from lightning_gnn.private_torch import MODULES, ORIGINAL, compiled_call, ordered_effect
 from lightning_gnn.registry import explain_error, feature
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.hooks import in_hooks
@@ -28,6 +30,8 @@ from lightning_gnn.steps.predictions import PredictedRows, Predictions
 from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.steps.values import StepValues
 from lightning_gnn.steps.weights import RowWeights
+
+_EAGER = "Compiled models run without a compiler: {}."
 
 
 class Unbound:
@@ -126,6 +130,24 @@ class Steps:
         self.rows = rows = make() if self._mesh is None else feature("MeshRows")(shard, self._mesh, self.random)
         self.in_use.callback(rows.release, module)
         rows.place_state(module, self._world)
+
+    def keep_compiled(self, module: pl.LightningModule, compiler: Any, checkpoint_convs: bool) -> None:
+        """Run compiled models as graphs in steps with row semantics, or warn that they run eagerly.
+
+        Args:
+            compiler: compiler of the module itself; None if it is not compiled.
+            checkpoint_convs: whether convs are recomputed in the backward pass.
+        """
+        in_place = [type(part).__name__ for part in module.modules() if compiled_call(part) is not None]
+        is_compiled = compiler is not None or any(ORIGINAL in getattr(part, MODULES) for part in module.modules())
+        if in_place:
+            rank_zero_warn(_EAGER.format(f"{in_place[0]}.compile() has no effect in full-graph steps. Use torch.compile(model)"))
+        if is_compiled and checkpoint_convs:
+            rank_zero_warn(_EAGER.format("checkpoint_convs=True recomputes convs without a compiler. Remove it"))
+        elif is_compiled and ordered_effect() is None:
+            rank_zero_warn(_EAGER.format(f"torch {torch.__version__} has no ordered operators. Use torch 2.13 or newer"))
+        elif is_compiled and self.rows is not None:
+            self.in_use.callback(feature("CompiledModels")(module, self.rows.mode, self.binding, compiler).release)
 
     def begin(self, module: pl.LightningModule, shard: Shard, loss_reduction: str, on_batches: bool) -> None:
         """Combine the outputs of steps over all ranks.

@@ -31,7 +31,7 @@ from test_self_check import (
     Swapped,
 )
 from torch_geometric.datasets import Planetoid
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCNConv, GINConv
 from torch_geometric.utils import dropout_edge
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, check_parity
@@ -127,10 +127,10 @@ class NormalisedByHand(CentredInAModule):
 class NotHandled(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = torch.nn.InstanceNorm1d(8)
+        self.norm = GINConv(torch.nn.InstanceNorm1d(8))
 
     def between(self, x, edge_index):
-        return self.norm(x.t()[None])[0].t()
+        return self.norm(x, edge_index)
 
 
 class SoftmaxOverNodes(Model):
@@ -247,7 +247,7 @@ def test_what_looks_across_nodes_is_exact(name):
 WRONG: dict[str, tuple[type[Model], str]] = {
     "norm not handled": (
         NotHandled,
-        r"training_step raises UnsupportedModelError\. 'model.norm' \(InstanceNorm1d\) computes statistics over all nodes",
+        r"training_step raises UnsupportedModelError\. 'model.norm.nn' \(InstanceNorm1d\) computes statistics over all nodes",
     ),
     "counts calls": (
         CountsCalls,

@@ -18,15 +18,15 @@ def check_mesh(strategy: Any, has_samples: bool) -> None:
         strategy: strategy of this package.
         has_samples: whether its datamodule has samples.
     """
-    size, graph_ranks = strategy.world_size, strategy.graph_ranks
+    size, graph_ranks, shape = strategy.world_size, strategy.graph_ranks, strategy.mesh_shape
     if size % graph_ranks:
         raise ValueError(
             f"The number of ranks must be a multiple of graph_ranks, got {size} ranks and graph_ranks={graph_ranks}. Set devices "
             f"to {max(1, size // graph_ranks) * graph_ranks}, or graph_ranks to a divisor of {size}."
         )
-    if strategy.data_ranks == 1:
+    if shape.data_ranks == 1:
         return
-    groups = f"graph_ranks={graph_ranks} with {size} ranks makes {strategy.data_ranks} groups"
+    groups = f"graph_ranks={graph_ranks} with {size} ranks makes {shape.data_ranks} groups"
     if not has_samples:
         raise ValueError(
             f"{groups}, which need different samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or "

@@ -50,11 +50,6 @@ class SampleData:
         for name, samples in self._datasets.items():
             if len(samples) == 0:
                 raise ValueError(f"{name} must have at least one sample, got an empty {type(samples).__name__}. Remove it.")
-        if (batch_size is None) == (global_batch_size is None):
-            raise ValueError(
-                "GraphDataModule(samples=...) must have a batch_size per data rank or a global_batch_size, and not both, got "
-                f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
-            )
         check_whole(1, **({} if global_batch_size is None else {"global_batch_size": global_batch_size}))
         check_whole(0, num_workers=num_workers)
         check_whole(1, **({} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}))
@@ -64,6 +59,11 @@ class SampleData:
         dims = {} if node_dims is None else node_dims
         if not isinstance(dims, Mapping) or not all(dim is None or type(dim) is int for dim in dims.values()):
             raise ValueError(f"node_dims must map names to dimensions or None, such as {{'x': 1}} (got {quote(node_dims)}).")
+        if (batch_size is None) == (global_batch_size is None):
+            raise ValueError(
+                f"{', '.join(self._datasets)} must have a batch_size per data rank or a global_batch_size, and not both, got "
+                f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
+            )
         self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dict(dims)
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
@@ -78,7 +78,7 @@ class SampleData:
         reason = getattr(strategy, "samples_unsupported_reason", None)
         if reason is not None:
             raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
-        self._batch_size(None, getattr(strategy, "data_ranks", 1))
+        self._batch_size(None, getattr(getattr(strategy, "mesh_shape", None), "data_ranks", 1))
 
     def convert(self, seed: int, cut: Cut, partition: Path, lock: Callable[[str], Any]) -> None:
         """Write folders of samples in the order of a partition, unless they are stored.
@@ -140,8 +140,8 @@ class SampleData:
         if name not in self._datasets:
             return []
         trainer: Any = data.trainer
-        strategy = getattr(trainer, "strategy", None)
-        ranks = getattr(strategy, "data_ranks", 1)
+        shape = getattr(getattr(trainer, "strategy", None), "mesh_shape", None)
+        ranks = getattr(shape, "data_ranks", 1)
         samples, form, rows = self._local[name]
         shuffle = self._shuffle and name == "samples"
         return SampleLoader(
@@ -149,7 +149,7 @@ class SampleData:
             form,
             data.shard,
             GlobalOrder(len(samples), self._batch_size(data.batch_size, ranks), ranks, shuffle, data.seed),
-            getattr(strategy, "data_rank", 0),
+            getattr(shape, "data_rank", 0),
             lambda: 0 if trainer is None else trainer.current_epoch,
             data.seed,
             rows,
