@@ -15,6 +15,7 @@ from common import CLASSES, FEATURES, Recorder, UserModule, awkward_graph, build
 from conftest import RankFailed
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch_geometric.data import HeteroData
+from torch_geometric.nn import GINConv
 from torch_geometric.nn.models import GAT
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, NodeClassifier, VertexCutStrategy
@@ -397,7 +398,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
     if kind == "sync_batchnorm":
         trainer["sync_batchnorm"] = True
     if kind == "batchnorm":
-        module.norm = torch.nn.BatchNorm2d(4)
+        module.norm = GINConv(torch.nn.BatchNorm2d(4))
     if kind == "types":
         fit["datamodule"] = GraphDataModule(of_one_type())
     if kind == "overridden_loader":
@@ -412,7 +413,7 @@ def refused(rank: int, world_size: int, kind: str) -> None:
         ("overridden_loader", "cannot use a DataLoader"),
         ("types", "UserModule.training_step reads batch.x, but a HeteroData stores it by type"),
         ("sync_batchnorm", "sync_batchnorm=False"),
-        ("batchnorm", "'norm' (BatchNorm2d) computes statistics over all nodes"),
+        ("batchnorm", "'norm.nn' (BatchNorm2d) computes statistics over all nodes"),
     ],
 )
 def test_refused_with_a_way_out(ranks, kind, words):
