@@ -122,7 +122,7 @@ def is_equal(some: Any, others: Any, rtol: float = 0.0) -> bool:
 
 
 def examine(rank: int, size: int, chosen: list[str]) -> dict[str, tuple[bool, int, str, str]]:
-    """Returns for each program whether a step can be captured by hand, replays, the obstacle, and what is different."""
+    """Returns for each program whether a step can be captured by hand, replays, the obstacle, and differences."""
     found: dict[str, tuple[bool, int, str, str]] = {}
     every = expressions()
     for name in chosen:

@@ -122,7 +122,7 @@ class CUDAGraph:
 
 @contextmanager
 def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
-    """Captures what the device is told while open; raises for what cannot be captured, as CUDA does."""
+    """Captures the operations of the device in its context; raises for operations that a graph cannot contain, as CUDA does."""
     global capturing
     assert capturing is None, "a stream is capturing already"
     state, capturing = _get_state(), into

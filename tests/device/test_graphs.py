@@ -294,7 +294,7 @@ def _same(module: L.LightningModule) -> L.LightningModule:
 
 
 def changing(rank: int, size: int, names: list[str]) -> dict[str, str]:
-    """Compares fits of these steps; returns what is wrong, by step."""
+    """Compares fits of these steps; returns a description of each difference, by step."""
     wrong: dict[str, str] = {}
     for name in names:
         make, least, most = changing_steps.CASES[name]

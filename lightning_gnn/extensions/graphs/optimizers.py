@@ -78,7 +78,7 @@ class CapturedOptimizer:
         _, self.tensors, self._counts, _ = self._captured_inputs
 
     def _inputs(self) -> tuple[Any, ...]:
-        """Returns what the graph depends on: gradients, parameters with their state, counts of steps, options."""
+        """Returns the dependencies of the graph: gradients, parameters with their state, counts of steps, options."""
         grads = [each.grad for options in self._optimizer.param_groups for each in options["params"]]
         states = [value for group in self._groups for state in group.states for value in state.values() if value is not None]
         parameters = [each for group in self._groups for each in group.parameters]

@@ -20,6 +20,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import random_states, set_random_states
+from lightning_gnn.extensions.samples.order import positions_of
 from lightning_gnn.nn.helpers import gather_halo, reduce_halo
 from lightning_gnn.private_torch import without_torch_functions
 from lightning_gnn.rows.graph import GraphRows
@@ -129,8 +130,7 @@ class MeshRows(GraphRows):
     """
 
     def __init__(self, shard: Shard, mesh: Mesh, random: MeshStreams) -> None:
-        name = mesh.data.broadcast_object(uuid4().hex)
-        self._data_ranks = Ranks(mesh.data, name=name, attribute=OF_SAMPLES)
+        self._data_ranks = Ranks(mesh.data, name=mesh.data.broadcast_object(uuid4().hex), attribute=OF_SAMPLES)
         self._sample_mode: RowsMode | None = None
         super().__init__(shard, mesh.graph, random.equal_on_graph_ranks, gather_halo, reduce_halo)
         self._sample_mode = SampleMode(self._data_ranks, partial(random.inside, False), self.mode)
@@ -164,11 +164,10 @@ class MeshRows(GraphRows):
         return batch
 
     def _samples(self, info: Any) -> RowSet:
-        """Returns the samples of a batch: sample j of all is on data rank j mod D."""
+        """Returns the samples of a batch."""
         size, total, positions = self._data_ranks.size, info.total, info.positions.to(self._data_ranks.device)
-        keys = [range(rank, total, size) for rank in range(size)]
-        counts = [len(of_rank) for of_rank in keys]
-        every = torch.tensor([key for of_rank in keys for key in of_rank], device=self._data_ranks.device)
+        keys = [positions_of(rank, size, total) for rank in range(size)]
+        counts, every = [len(each) for each in keys], torch.cat(keys).to(self._data_ranks.device)
         return RowSet(
             self._data_ranks, len(positions), lambda: positions, total=total, all_keys=lambda: (every, counts), name="samples"
         )

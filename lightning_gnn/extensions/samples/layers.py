@@ -88,9 +88,8 @@ def _conv(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         one = x.new_zeros([1 if at == dim else size for at, size in enumerate(x.shape)])
         return func(one, *args, **kwargs).narrow(dim, 0, 0) + 0 * x.sum()  # so that the backward pass reaches x
 
-    args, kwargs = (
-        ((kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}) if "input" in kwargs else (args, kwargs)
-    )
+    if "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {name: each for name, each in kwargs.items() if name != "input"}
     return _convolve(mode, run, args, kwargs)
 
 
@@ -127,7 +126,8 @@ def _cell(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any) -> A
     of: RowPlacement = row_args[0][1]
     if kwargs or x.dim() != 2 or not all(rows_beside(each, of.rows, 0) for each in (x, *states)):
         return mode.on_all_rows(func, args, kwargs)
-    return mode.place(func(*args), of.rows.at(0))
+    weights = [mode.enter(each, placement_of(each), "cell") if isinstance(each, Tensor) else each for each in args[2:]]
+    return mode.place(func(x, hx, *weights), of.rows.at(0))
 
 
 for _name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):

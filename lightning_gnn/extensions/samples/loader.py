@@ -54,8 +54,7 @@ class SampleBatch(GraphData):
     @property
     def row_dims(self) -> Mapping[str, int | None]:
         """Dimension of the nodes in each tensor of the samples; None for one value per sample."""
-        dims: Mapping[str, int | None] = self.sample_info.node_dims
-        return dims
+        return dict(self.sample_info.node_dims)
 
     @property
     def total_size(self) -> int:

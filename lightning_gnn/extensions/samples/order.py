@@ -30,6 +30,11 @@ class RankBatch(NamedTuple):
     total: int
 
 
+def positions_of(data_rank: int, data_ranks: int, total: int) -> Tensor:
+    """Returns the positions of a data rank's samples in a global batch, int64: entry j belongs to data rank j mod D."""
+    return torch.arange(data_rank, max(total, data_rank), data_ranks)
+
+
 @dataclass(frozen=True)
 class GlobalOrder:
     """Order of samples in an epoch: a permutation in global batches of B samples for each of D data ranks.
@@ -65,7 +70,7 @@ class GlobalOrder:
         order, size = self.permutation(epoch), self.batch_size * self.data_ranks
         for number in range(first, len(self)):
             batch = order[number * size : (number + 1) * size]
-            positions = torch.arange(len(batch))[data_rank :: self.data_ranks].contiguous()
+            positions = positions_of(data_rank, self.data_ranks, len(batch))
             yield RankBatch(batch[positions].tolist(), positions, len(batch))
 
 

@@ -72,7 +72,7 @@ def test_accumulation(ranks):
 
 
 class Drawing(SampleModule):
-    """Stores what a step draws: per sample, per node of a sample, for all, and by Python."""
+    """Stores the draws of a step: per sample, per node of a sample, common ones, and Python's."""
 
     def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
         import random

@@ -70,7 +70,7 @@ def module_of(samples: Any, tmp_path: Path, graph: Any = None, **options: Any) -
 
 
 def set_ranks(data: GraphDataModule, data_rank: int = 0, data_ranks: int = 1, epoch: int = 0) -> None:
-    strategy = SimpleNamespace(data_rank=data_rank, data_ranks=data_ranks)
+    strategy = SimpleNamespace(mesh_shape=SimpleNamespace(data_rank=data_rank, data_ranks=data_ranks, graph_rank=0))
     data.trainer = SimpleNamespace(strategy=strategy, current_epoch=epoch, optimizers=[], lightning_module=None, callbacks=[])
 
 
