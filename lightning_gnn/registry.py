@@ -66,7 +66,6 @@ _FEATURES = {
     "graph_files.pyg_stores": ["graph_in_stores"],
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
-    "mesh.rows": ["Mesh", "MeshRows", "MeshStreams"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
@@ -74,6 +73,7 @@ _FEATURES = {
     "node_types.small_graph": ["typed_small_graph"],
     "samples.checks": ["SampleChecks"],
     "samples.data": ["SampleData"],
+    "samples.run": ["SampleRun"],
 }
 """Names that the core uses from extensions, by their modules, which are imported on first use."""
 

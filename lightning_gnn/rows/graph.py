@@ -53,9 +53,15 @@ class GraphRows:
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         # Tensors that the user stores from an earlier run on the same batch have the row sets of that run.
-        self.ranks = ranks = _ranks_of(shard.batch, world)
+        self.ranks = _ranks_of(shard.batch, world)
         self._expand, self._reduce = expand, reduce
-        self._shard, rank = shard, world.rank
+        self.mode = RowsMode(self.ranks, common_draws, expand, reduce)
+        self.batch_size: int | None = None
+        self.hold(shard)
+
+    def hold(self, shard: Shard) -> None:
+        """Set the row sets of steps to the rows of a shard."""
+        self._shard, ranks = shard, self.ranks
 
         def make(part: BatchRows) -> RowSet:
             name, ids, all_ids, counts, rows, replicas, _ = part
@@ -63,21 +69,19 @@ class GraphRows:
             if known is not None and known.rows.ranks is ranks:
                 return known.rows
             every = lambda: (all_ids, list(counts))  # noqa: E731
-            return RowSet(ranks, rows, lambda: ids.long(), counts[rank], sum(counts), every, name, replicas)
+            return RowSet(ranks, rows, lambda: ids.long(), counts[ranks.world.rank], sum(counts), every, name, replicas)
 
         self.nodes: dict[Any, RowSet] = {name: make(part) for name, part in shard.nodes_held().items()}
         self.edges: dict[Any, RowSet] = {}
         for kind, part in shard.edges_held().items():
             self.edges[kind] = make(part)
             self.edges[kind].targets = self.nodes[part.targets]
-        self.mode = RowsMode(ranks, common_draws, expand, reduce)
-        self.batch_size: int | None = None
         self._kinds: Mapping[str, str] = {}
         if None in self.nodes:
             self._kinds = kinds_of(shard.batch)
             self.mode.nodes = nodes = self.nodes[None]
-            if expand is not None:
-                num_halo = len(shard.halos[rank])
+            if self._expand is not None:
+                num_halo = len(shard.halos[shard.rank])
                 self.mode.halo_rows = RowSet(
                     ranks, nodes.count + num_halo, self._keys_with_halo, nodes.owned, nodes.total, nodes.all_keys, "nodes"
                 )

@@ -136,6 +136,8 @@ RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.run_unchang
 
 _MANY = 1_000_003
 """Number of rows for a selection of unknown size: a prime, which no product of other sizes equals."""
+_SOME = 1_009
+"""Size in place of 0, also a prime: strides and products of sizes of an empty tensor do not show its rows."""
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
 _EXPANDS = {"expand", "broadcast_to"}
 
@@ -183,20 +185,23 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
-    rows, dim, key = of.rows, of.dim, (_frozen(args[1:]), _frozen(tuple(kwargs.items())))
+    rows, dim, sizes, empty = of.rows, of.dim, map_leaves(args[1:], _int), 0 in (*x.shape[: of.dim], *x.shape[of.dim + 1 :])
+    if empty and name in ("view", "reshape") and -1 not in _flat(sizes):
+        sizes = map_leaves(sizes, lambda size: size or -1)
+    key = _frozen(sizes), _frozen(tuple(kwargs.items()))
     # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
-        shape = tuple(map(int, (*x.shape[:dim], total, *x.shape[dim + 1 :])))  # not of the other axis of ranks
+        shape = tuple(int(each) or _SOME for each in (*x.shape[:dim], total, *x.shape[dim + 1 :]))  # not of the other axis
         views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
-        return _part_or_entries(mode, func, args, kwargs, shape, views)
+        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes)
     if name in _RESHAPES | _EXPANDS:
         size, at, _ = views[0]
-        local = [*size[:at], x.size(dim), *size[at + 1 :]]
+        local = [*_restore_zeros(size[:at], empty), x.size(dim), *_restore_zeros(size[at + 1 :], empty)]
         results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
     elif name in _PARTS | {"narrow"} and views[0][0] == shape:
         results = (x.view_as(x),)
@@ -211,10 +216,14 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any) -> Any:
+def _restore_zeros(sizes: Sequence[int], empty: bool = True) -> list[int]:
+    return [0 if empty and size % _SOME == 0 else size for size in sizes]
+
+
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any) -> Any:
     """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
 
-    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it.
+    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
@@ -228,14 +237,15 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
         parts = tuple(_index(mode, x, (*every, slice(first, first + size[dim]))) for size, _, first in views)
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape):
-        new = func(torch.empty(shape, device="meta"), *map_leaves(args[1:], _int), **map_leaves(kwargs, _int)).shape
+        new = func(torch.empty(shape, device="meta"), *sizes, **map_leaves(kwargs, _int)).shape
         found = _repeats_of(of, shape, new)
         if found is None and prod(shape[:dim]) == 1:
             at = next((place for place, size in enumerate(new) if size != 1), 0)
             entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]))
             found = None if entries is None else entries.at(at)
         if found is not None:
-            return mode.place(x.reshape(*new[: found.dim], found.rows.count, *new[found.dim + 1 :]), found)
+            local = [*new[: found.dim], found.rows.count, *new[found.dim + 1 :]]
+            return mode.place(x.reshape(local if x.numel() else _restore_zeros(local)), found)
     return mode.on_all_rows(func, args, kwargs)
 
 

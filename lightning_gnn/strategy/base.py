@@ -27,7 +27,7 @@ from lightning_gnn.launching import StartMethod
 from lightning_gnn.lightning_packages import check_callbacks, is_instance
 from lightning_gnn.nn.convs import kernel_groups
 from lightning_gnn.partition.layout import LayoutSpec
-from lightning_gnn.private_lightning import MESH, reduce_over
+from lightning_gnn.private_lightning import reduce_over
 from lightning_gnn.registry import codecs, feature, out_of_core, transport_wrappers
 from lightning_gnn.rows.graph import whole_value
 from lightning_gnn.rows.mode import active_mode, local_rows, place, placement_of
@@ -334,9 +334,8 @@ class GNNStrategy(RankStrategy):
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
-        shape = self.mesh_shape
-        mesh = feature("Mesh")(world, shape.graph_ranks) if shape.data_ranks > 1 else None
-        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, mesh)
+        samples = feature("SampleRun")(self, module, world, shard) if self._trainer.datamodule.has_samples else None
+        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, samples)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
             world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
@@ -346,12 +345,9 @@ class GNNStrategy(RankStrategy):
             steps.must_change = self.recovery.must_change
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
-        if mesh is not None:
-            setattr(module, MESH, mesh.device_mesh)
-            steps.in_use.callback(setattr, module, MESH, None)
         if in_parts:
-            of_graph = world if mesh is None else mesh.graph
-            binding = bind_module(self.scheme, module, shard, of_graph, self.meter, self.cache_input_aggregation)
+            of_graph = (shard, world) if samples is None else samples.begin(steps.in_use)
+            binding = bind_module(self.scheme, module, *of_graph, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)

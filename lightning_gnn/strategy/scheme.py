@@ -133,11 +133,11 @@ def bind_module(
     Args:
         cache_input_aggregation: whether layers cache results that depend only on the graph's input features.
     """
-    make = partial(_context, scheme, world=world, meter=meter, cache_input_aggregation=cache_input_aggregation)
+    make = partial(make_context, scheme, world=world, meter=meter, cache_input_aggregation=cache_input_aggregation)
     return bind(module, shard, world, make)
 
 
-def _context(scheme: Scheme, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool) -> GraphContext:
+def make_context(scheme: Scheme, shard: Shard, world: World, meter: Meter, cache_input_aggregation: bool) -> GraphContext:
     """Returns the graph context of this rank for bound layers; called on every rank."""
     exchange, batch = scheme.exchange(shard, world, meter), shard.batch
     node_ids = target_ids = None

@@ -69,7 +69,7 @@ class Steps:
         turn: context manager around the computation of this rank.
         keeps_memory: whether the process keeps the memory that a step frees for the next step.
         redraws_every: number of epochs whose training steps draw the same random numbers.
-        mesh: axes of the ranks, see :class:`~lightning_gnn.comm.mesh.Mesh`; None if all ranks have parts of one graph.
+        samples: run on samples, see :class:`~lightning_gnn.extensions.samples.run.SampleRun`; None without samples.
 
     Attributes:
         random: streams of random numbers.
@@ -100,12 +100,12 @@ class Steps:
         turn: Callable[[], AbstractContextManager[None]],
         keeps_memory: bool,
         redraws_every: int,
-        mesh: Any = None,
+        samples: Any = None,
     ) -> None:
-        self._mesh = mesh
+        self._samples = samples
         self._trainer, self._world, self._turn = trainer, world, turn
         self._keeps_memory, self._redraws_every = keeps_memory, redraws_every
-        self.random = RandomStreams(world) if mesh is None else feature("MeshStreams")(world, mesh)
+        self.random = RandomStreams(world) if samples is None else samples.random
         self.progress = Progress()
         self.rounding: Any = None
         self.binding: Any = Unbound()
@@ -127,7 +127,7 @@ class Steps:
         if self._world.size > 1:
             self.in_use.enter_context(without_example(module))
         make = partial(GraphRows, shard, self._world, partial(self.random.inside, False), gather_halo, reduce_halo)
-        self.rows = rows = make() if self._mesh is None else feature("MeshRows")(shard, self._mesh, self.random)
+        self.rows = rows = make() if self._samples is None else self._samples.make_rows(self.binding.context)
         self.in_use.callback(rows.release, module)
         rows.place_state(module, self._world)
 

@@ -12,6 +12,7 @@ from lightning_gnn.arguments import check_flags, check_whole, quote
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.samples import layers  # noqa: F401  its rules register themselves
+from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
 from lightning_gnn.extensions.samples.formats import SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleLoader, graph_values, read_item
@@ -65,12 +66,15 @@ class SampleData:
                 f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
             )
         self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dict(dims)
+        self._given_size = batch_size
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
         }
         self._concatenate = concatenate
+        self.copies: Copies | None = None
+        self._data_ranks, self._data_rank = 1, 0
         self._local: dict[str, tuple[Any, SampleFormat, np.ndarray | None]] = {}
 
     def check_strategy(self, strategy: Any) -> None:
@@ -78,7 +82,9 @@ class SampleData:
         reason = getattr(strategy, "samples_unsupported_reason", None)
         if reason is not None:
             raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
-        self._batch_size(None, getattr(getattr(strategy, "mesh_shape", None), "data_ranks", 1))
+        shape = getattr(strategy, "mesh_shape", None)
+        self._data_ranks, self._data_rank = getattr(shape, "data_ranks", 1), getattr(shape, "data_rank", 0)
+        self._batch_size(None, self._data_ranks)
 
     def convert(self, seed: int, cut: Cut, partition: Path, lock: Callable[[str], Any]) -> None:
         """Write folders of samples in the order of a partition, unless they are stored.
@@ -110,11 +116,7 @@ class SampleData:
             raise ValueError("samples does not support a HeteroData. Use a Data, such as data.to_homogeneous().")
         if shard.rows != shard.counts:
             raise ValueError('samples does not support replicas of nodes. Use another plan, such as DGCLStrategy(plan="p2p").')
-        if self._concatenate and partition is not None:
-            raise ValueError(
-                "concatenate=True is not supported yet on a partitioned graph. Remove it, or use one device without a strategy "
-                "of lightning_gnn."
-            )
+        self.copies = Copies(shard, self._data_ranks, self._data_rank) if self._concatenate else None
         rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])
         of_stage = [name for name in _STAGES.get(stage, ("predict_samples",)) if name in self._datasets]
         for name in of_stage:
@@ -140,8 +142,7 @@ class SampleData:
         if name not in self._datasets:
             return []
         trainer: Any = data.trainer
-        shape = getattr(getattr(trainer, "strategy", None), "mesh_shape", None)
-        ranks = getattr(shape, "data_ranks", 1)
+        ranks = self._data_ranks
         samples, form, rows = self._local[name]
         shuffle = self._shuffle and name == "samples"
         return SampleLoader(
@@ -149,13 +150,19 @@ class SampleData:
             form,
             data.shard,
             GlobalOrder(len(samples), self._batch_size(data.batch_size, ranks), ranks, shuffle, data.seed),
-            getattr(shape, "data_rank", 0),
+            self._data_rank,
             lambda: 0 if trainer is None else trainer.current_epoch,
             data.seed,
             rows,
-            self._concatenate,
+            self.copies,
             **self._loading,
         )
+
+    @property
+    def first_total(self) -> int:
+        """Number of samples of a full global batch of the first dataset that is set up."""
+        samples, *_ = next(iter(self._local.values()))
+        return min(len(samples), self._batch_size(self._given_size, self._data_ranks) * self._data_ranks)
 
     @property
     def sizes(self) -> dict[str, int]:

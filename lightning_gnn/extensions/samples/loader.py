@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import MASKS, GraphData, kinds_of, left_out_of
 from lightning_gnn.datamodules.graph import GraphLoader
+from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.formats import SampleFormat, digest_of
 from lightning_gnn.extensions.samples.order import GlobalOrder, RankBatch
 
@@ -120,13 +121,6 @@ def graph_values(shard: Shard) -> dict[str, Any]:
     return {name: value for name, value in shard.batch.to_dict().items() if name not in absent}
 
 
-def _repeat(name: str, value: Any, kinds: Mapping[str, str], copies: int, num_nodes: int) -> Any:
-    """Returns an attribute of a graph for several copies of the graph."""
-    if name == "edge_index":
-        return torch.cat([value + copy * num_nodes for copy in range(copies)], 1)
-    return value.repeat(copies, *[1] * (value.dim() - 1)) if kinds.get(name) in ("node", "edge") else value
-
-
 def _concatenate(values: Tensor, dim: int | None) -> Tensor:
     """Returns samples ``[B, ...]`` concatenated along the dimension of their nodes; unchanged without nodes."""
     return values if dim is None else values.movedim(0, dim).flatten(dim, dim + 1)
@@ -144,7 +138,7 @@ class SampleLoader(GraphLoader):
         epoch: function that returns the current epoch.
         seed: seed of random states in items.
         rows: original ids of the rank's nodes, int64 ``[N]``; None if items contain only these, in this order.
-        concatenate: whether samples are concatenated as in PyG's batches, with one copy of the graph per sample.
+        copies: copies of the graph if samples are concatenated as in PyG's batches; None otherwise.
         num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``.
     """
 
@@ -158,13 +152,13 @@ class SampleLoader(GraphLoader):
         epoch: Callable[[], int] = lambda: 0,
         seed: int = 0,
         rows: np.ndarray | None = None,
-        concatenate: bool = False,
+        copies: Copies | None = None,
         num_workers: int = 0,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
         self.order, self.data_rank, self.data_ranks = order, data_rank, order.data_ranks
-        self._shard, self._epoch, self._concatenate = shard, epoch, concatenate
+        self._shard, self._epoch, self._copies = shard, epoch, copies
         self._form = form.resize(shard.batch.num_owned)
         self._keys = _Keys(order, data_rank)
         self._position, self._resumed = (0, 0), (-1, 0)
@@ -207,17 +201,13 @@ class SampleLoader(GraphLoader):
         return self._form.stack([tensors for tensors, _ in items]), [digest for _, digest in items]
 
     def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch, *compared: Any) -> SampleBatch:
-        graph, node_dims = self._shard.batch, self._form.node_dims
-        kinds = kinds_of(graph)
-        batch, values = SampleBatch(kinds, left_out_of(graph)), graph_values(self._shard)
-        if self._concatenate:
-            copies = len(rank_batch.indices)
-            values = {name: _repeat(name, value, kinds, copies, graph.num_owned) for name, value in values.items()}
-            values["batch"] = torch.arange(copies).repeat_interleave(graph.num_owned)
-            values["num_owned"] = copies * graph.num_owned
+        shard, node_dims = self._shard, self._form.node_dims
+        if self._copies is not None:
+            shard = self._copies[rank_batch.total]
             node_dims = {name: each.node_dim for name, each in self._form.tensors.items()}
             tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
-        for name, value in (*values.items(), *tensors.items()):
+        batch = SampleBatch(kinds_of(shard.batch), left_out_of(shard.batch))
+        for name, value in (*graph_values(shard).items(), *tensors.items()):
             batch[name] = value
         batch.sample_info = SampleInfo(*rank_batch, node_dims, *compared)
         return batch

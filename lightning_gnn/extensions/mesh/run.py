@@ -1,0 +1,158 @@
+"""Ranks, random streams and rows of a run on samples."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.comm.group import World
+from lightning_gnn.comm.mesh import Mesh
+from lightning_gnn.data.shards import Shard
+from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams
+from lightning_gnn.extensions.samples.order import positions_of
+from lightning_gnn.nn.bind import context_of
+from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.helpers import gather_halo, reduce_halo
+from lightning_gnn.private_lightning import MESH
+from lightning_gnn.rows.graph import GraphRows
+from lightning_gnn.rows.mode import place
+from lightning_gnn.rows.placement import REPLICATED
+from lightning_gnn.rows.ranks import Ranks
+from lightning_gnn.steps.random_streams import RandomStreams
+from lightning_gnn.strategy.scheme import make_context
+
+
+class SampleRun:
+    """Ranks, random streams and rows of the steps of a stage on samples.
+
+    Args:
+        strategy: strategy of the run.
+        module: module of the run.
+        world: all ranks.
+        shard: rank's part of the graph.
+        in_use: stack of context managers that are open until the stage ends.
+
+    Attributes:
+        world: all ranks.
+        random: random streams of this rank.
+        graph_ranks: ranks that have parts of the same samples.
+    """
+
+    def __init__(self, strategy: Any, module: Any, world: World, shard: Shard) -> None:
+        self._strategy, self._module, self.world, self._shard = strategy, module, world, shard
+        self._data = module.trainer.datamodule.sample_data
+        shape = strategy.mesh_shape
+        self._mesh = Mesh(world, shape.graph_ranks) if shape.data_ranks > 1 else None
+        self.random = RandomStreams(world) if self._mesh is None else MeshStreams(world, self._mesh)
+        self.graph_ranks = world if self._mesh is None else self._mesh.graph
+
+    @property
+    def shard(self) -> Shard:
+        """Shard that layers are bound to: the rank's part of the graph, or its copies for a batch."""
+        return self._shard if self._data.copies is None else self.copies(self.first_total)
+
+    @property
+    def first_total(self) -> int:
+        """Number of samples of the first global batch."""
+        found: int = self._data.first_total
+        return found
+
+    def begin(self, in_use: ExitStack) -> tuple[Shard, World]:
+        """Returns the shard that layers are bound to, and its ranks; sets ``device_mesh`` of the module until the stage ends."""
+        if self._mesh is not None:
+            setattr(self._module, MESH, self._mesh.device_mesh)
+            in_use.callback(setattr, self._module, MESH, None)
+        return self.shard, self.graph_ranks
+
+    def make_rows(self, context: GraphContext) -> GraphRows:
+        """Returns the rows of steps; collective.
+
+        Args:
+            context: graph context that layers are bound to.
+        """
+        if self._data.copies is not None:
+            return CopiedRows(self, context)
+        if self._mesh is not None:
+            return MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
+        return GraphRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
+
+    def copies(self, total: int) -> Shard:
+        """Returns the copies of the graph for a global batch of `total` samples."""
+        found: Shard = self._data.copies[total]
+        return found
+
+    def make_context(self, shard: Shard) -> GraphContext:
+        """Returns a graph context for copies of the graph; collective on graph ranks."""
+        strategy = self._strategy
+        of = {"meter": strategy.meter, "cache_input_aggregation": strategy.cache_input_aggregation}
+        make = partial(make_context, strategy.scheme, world=self.graph_ranks, **of)
+        return context_of(self._module, shard, self.graph_ranks, make)
+
+    def gather_samples(self, values: Tensor, total: int) -> Tensor:
+        """Returns values of all samples of a global batch, ``[S, ...]``, from those of this data rank."""
+        if self._mesh is None:
+            return values
+        size = self._mesh.data.size
+        positions = [positions_of(rank, size, total) for rank in range(size)]
+        found, _ = Ranks(self._mesh.data).gather_rows(values, [*map(len, positions)], "Values of samples")
+        return found[torch.cat(positions).argsort().to(found.device)]
+
+
+_OF_STEPS = "propagations", "on_loaded_edges", "reverse"
+"""Attributes of a graph context that do not depend on the graph."""
+
+
+class CopiedRows(GraphRows):
+    """Row sets of copies of the graph, one for each sample of a batch; :meth:`place` turns layers to the copies of a batch.
+
+    All ranks have rows of one graph, whose copies are not connected.
+
+    Args:
+        run: ranks of the run.
+        context: graph context that layers are bound to.
+    """
+
+    def __init__(self, run: SampleRun, context: GraphContext) -> None:
+        self._run, self._context, self._total = run, context, run.first_total
+        self._turns: dict[int, tuple[dict[str, Any], ...]] = {}
+        super().__init__(run.shard, run.world, partial(run.random.inside, False), gather_halo, reduce_halo)
+        self._turns[self._total] = self._state(context)
+
+    @override
+    def place(self, batch: Any) -> Any:
+        info = batch.get("sample_info")
+        if info is not None:
+            self._turn_to(info.total)
+            for name, dim in batch.row_dims.items():
+                if dim is None and not self._is_placed(batch[name]):
+                    batch[name] = place(self._run.gather_samples(batch[name], info.total), REPLICATED)
+        return super().place(batch)
+
+    def _turn_to(self, total: int) -> None:
+        """Set the row sets, and the graph of layers, to the copies for a global batch of `total` samples; collective."""
+        if total == self._total:
+            return
+        if total not in self._turns:
+            shard = self._run.copies(total)
+            made = self._run.make_context(shard)
+            self.hold(shard)
+            self._turns[total] = self._state(made)
+        of_rows, of_mode, *of_contexts = self._turns[total]
+        self._total = total
+        vars(self).update(of_rows)
+        vars(self.mode).update(of_mode)
+        for context, state in zip((self._context, self._context.reverse), of_contexts):  # layers are bound to these objects
+            vars(context).update(state)
+        self._context.begin_step(self._run.graph_ranks.step)
+
+    def _state(self, context: GraphContext) -> tuple[dict[str, Any], ...]:
+        """Returns the attributes of the rows, the mode and graph contexts that depend on the copies."""
+        of_rows = {name: vars(self)[name] for name in ("nodes", "edges", "_kinds", "_shard")}
+        contexts = [context] if context.reverse is None else [context, context.reverse]
+        of_contexts = [{name: value for name, value in vars(each).items() if name not in _OF_STEPS} for each in contexts]
+        return of_rows, {"nodes": self.mode.nodes, "halo_rows": self.mode.halo_rows}, *of_contexts
