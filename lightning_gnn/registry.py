@@ -66,14 +66,13 @@ _FEATURES = {
     "graph_files.pyg_stores": ["graph_in_stores"],
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
+    "mesh.run": ["SampleRun"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
     "node_types.small_graph": ["typed_small_graph"],
-    "samples.checks": ["SampleChecks"],
     "samples.data": ["SampleData"],
-    "samples.run": ["SampleRun"],
 }
 """Names that the core uses from extensions, by their modules, which are imported on first use."""
 

@@ -10,8 +10,24 @@ import torch
 import torch.nn.functional as F
 from common import quiet_trainer
 from torch import Tensor
+from torch.nn import BatchNorm2d, Conv2d
 from torch_geometric.data import Data
-from torch_geometric.nn import GCNConv, GINConv, GraphConv, MessagePassing, SAGEConv
+from torch_geometric.nn import (
+    MLP,
+    BatchNorm,
+    DirGNNConv,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    GraphConv,
+    GraphNorm,
+    LayerNorm,
+    MessagePassing,
+    SAGEConv,
+    global_mean_pool,
+)
+from torch_geometric.utils import to_dense_adj
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
 
@@ -162,6 +178,33 @@ class GIN(torch.nn.Module):
         return out * (1 + batch.hour.view(-1, 1, 1) / 24)
 
 
+class WaveNet(torch.nn.Module):
+    """Gated convolutions over time, and two hops of diffusion over dense supports ``[N, N]``.
+
+    The supports are walks along edges in both directions (DCRNN), and an adjacency that is learned (Graph WaveNet).
+    """
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__()
+        of_nodes = torch.randn(NODES, 4), torch.randn(4, NODES)
+        self.sources, self.targets = map(torch.nn.Parameter, of_nodes)
+        adjacency = to_dense_adj(graph_of_samples().edge_index)[0].double()
+        walks = [each / each.sum(1, keepdim=True).clamp(min=1) for each in (adjacency, adjacency.t())]
+        self.register_buffer("walks", torch.stack(walks))
+        self.start, self.values, self.gate = Conv2d(FEATURES, size, 1), Conv2d(size, size, (1, 2)), Conv2d(size, size, (1, 2))
+        self.map, self.norm, self.out = Conv2d(7 * size, size, 1), BatchNorm2d(size), Conv2d(size, TARGETS, (1, STEPS - 1))
+
+    def forward(self, batch: Data) -> Tensor:
+        x = self.start(batch.x.permute(0, 3, 2, 1))  # [B, C, N, T]
+        found = [h := self.values(x).tanh() * self.gate(x).sigmoid()]
+        for support in (*self.walks, torch.softmax((self.sources @ self.targets).relu(), 1)):
+            hop = h
+            for _ in range(2):
+                hop = torch.einsum("bcnt,nm->bcmt", hop, support)
+                found.append(hop)
+        return self.out(self.norm(self.map(torch.cat(found, 1)))).squeeze(-1).transpose(1, 2)
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "gcn": lambda: TwoConvs(GCNConv, True),
     "sage": lambda: TwoConvs(SAGEConv, False),
@@ -172,9 +215,61 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "conv_gru": ConvGRU,
     "convs_of_time": ConvsOfTime,
     "rnn_of_time": RNNOfTime,
+    "wave_net": WaveNet,
+    "both_ways": lambda: TwoConvs(lambda *size: DirGNNConv(SAGEConv(*size)), False),
 }
-OVER_TIME = {"conv_gru", "convs_of_time", "rnn_of_time"}
+OVER_TIME = {"conv_gru", "convs_of_time", "rnn_of_time", "wave_net"}
 """Models of samples with time steps."""
+
+
+class GAT(torch.nn.Module):
+    """Attention with and without edge features, and a mean over the nodes of each sample; over ``x [B * N, F]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GATConv(FEATURES, 4, heads=2), GATv2Conv(8, TARGETS, edge_dim=2)
+
+    def forward(self, batch: Data) -> Tensor:
+        h = F.elu(self.first(batch.x, batch.edge_index))
+        of_samples = global_mean_pool(h, batch.batch)[:, :TARGETS] * (1 + batch.hour.view(-1, 1) / 24)
+        return self.second(h, batch.edge_index, batch.edge_attr) + of_samples[batch.batch]
+
+
+class Norms(torch.nn.Module):
+    """Norms in a conv and between convs, of all samples and of each sample; over ``x [B * N, F]``."""
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__()
+        self.first, self.last = GINConv(MLP([FEATURES, size, size], norm="batch_norm")), GraphConv(size, TARGETS)
+        self.of_all, self.of_sample, self.layer = BatchNorm(size), GraphNorm(size), LayerNorm(size, mode="graph")
+
+    def forward(self, batch: Data) -> Tensor:
+        h = self.of_all(self.first(batch.x, batch.edge_index)).relu()
+        h = h + self.layer(self.of_sample(h, batch.batch), batch.batch)
+        return self.last(h, batch.edge_index)
+
+
+class EdgeReader(torch.nn.Module):
+    """Reads rows of sources and targets without a conv; over ``x [B * N, F]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(2 * FEATURES + 2, TARGETS)
+
+    def forward(self, batch: Data) -> Tensor:
+        source, target = batch.edge_index
+        values = self.map(torch.cat([batch.x[source], batch.x[target], batch.edge_attr], -1)).tanh()
+        return torch.zeros(len(batch.x), TARGETS, dtype=values.dtype).index_add(0, target, values)
+
+
+CONCATENATED: dict[str, Callable[[], torch.nn.Module]] = {
+    "gat": GAT,
+    "edge_reader": EdgeReader,
+    "norms": Norms,
+    "concatenated_gcn": lambda: TwoConvs(GCNConv, True),
+    "concatenated_sage": lambda: TwoConvs(lambda *size: SAGEConv(*size, aggr="max"), False),
+}
+"""Models of concatenated samples, as in batches of PyG."""
 
 
 class SampleModule(L.LightningModule):
@@ -186,13 +281,20 @@ class SampleModule(L.LightningModule):
 
     def loss(self, batch: Data) -> Tensor:
         error = (self.model(batch) - batch.y).square().mean(-1)
-        return ((error * batch.seen).sum() / batch.seen.sum()).sqrt() + 0.1 * error.mean((0, 1))
+        return ((error * batch.seen).sum() / batch.seen.sum()).sqrt() + 0.1 * error.mean()
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=batch.x.size(0), sync_dist=True)
         self.losses.append(loss.item())
         return loss
+
+    def on_after_batch_transfer(self, batch: Data, dataloader_idx: int) -> Data:
+        batch.x = batch.x - batch.x.mean()
+        return batch
+
+    def on_train_batch_end(self, outputs: Any, batch: Data, batch_idx: int) -> None:
+        self.log("end_loss", batch.y.mean(), on_step=False, on_epoch=True, batch_size=len(batch.hour))
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         self.log("val_loss", F.l1_loss(self.model(batch), batch.y), batch_size=len(batch.x))
@@ -218,7 +320,7 @@ def train_samples(
     found = {}
     for name in names:
         L.seed_everything(0, verbose=False)
-        module = SampleModule(MODELS[name]()).double()
+        module = SampleModule((MODELS | CONCATENATED)[name]()).double()
         samples = Samples(STEPS if name in OVER_TIME else None)
         data = GraphDataModule(
             graph_of_samples(),
@@ -227,6 +329,7 @@ def train_samples(
             val_samples=samples,
             predict_samples=samples,
             global_batch_size=global_batch_size,
+            concatenate=name in CONCATENATED,
         )
         of_ranks = "auto" if strategy == "auto" else strategy(graph_ranks=graph_ranks, timeout=60, **(options or {}))
         trainer = quiet_trainer(of_ranks, world_size, max_epochs=2, **trainer_options)

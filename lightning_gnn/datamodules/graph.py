@@ -150,7 +150,7 @@ class GraphDataModule(LightningDataModule):
         persistent_workers: whether these processes continue after an epoch.
         prefetch_factor: batches that each of these processes reads ahead.
         concatenate: whether samples are concatenated as in PyG's batches, ``x [B * N, F]``, with one copy of the graph per
-            sample. Default: stacked, ``x [B, N, F]``. Requires one device.
+            sample. Default: stacked, ``x [B, N, F]``.
 
     Raises:
         ValueError: invalid argument or graph; a different graph when the source is loaded again; `num_neighbors` or `batch_size`

@@ -99,7 +99,7 @@ class Binding:
                     self._patch(child.attn, dense_attention(child, context, f"{name}.attn"))
                 elif methods := global_methods(child, reads_out=id(child) not in in_convs):
                     bound = {key: types.MethodType(method, child) for key, method in methods.items()}
-                    self._patch(child, bound, Statistics(context.exchange, name))
+                    self._patch(child, bound, Statistics(context, name))
             tables = [child for child in module.modules() if isinstance(child, LearnedRows)]
             for child in (*self._patches.modules, *tables):
                 if _returns_edges(child):

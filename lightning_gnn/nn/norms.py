@@ -51,30 +51,36 @@ STATE = "_lightning_gnn"
 
 
 class Statistics:
-    """Differentiable sums over the rows of all ranks; shared, not copied, when the model is copied."""
+    """Differentiable sums over the rows of all ranks; shared, not copied, when the model is copied.
+
+    Args:
+        graph: object with the current exchange of layers.
+        layer: name of the layer.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
         return self
 
-    def __init__(self, exchange: Exchange, layer: str) -> None:
-        self._exchange, self.layer = exchange, layer
+    def __init__(self, graph: Any, layer: str) -> None:
+        self._graph, self.layer = graph, layer
 
     @property
     def num_rows(self) -> int:
         """Number of rows of this rank, including rows that count on another rank."""
-        return self._exchange.num_owned
+        count: int = self._graph.exchange.num_owned
+        return count
 
     def drop_replicas(self, x: Tensor, dim: int = 0) -> Tensor:
         """Returns `x` without rows that count on another rank; `dim` is the dimension of nodes or edges."""
-        return x.narrow(dim, 0, self._exchange.own_lengths.get(x.size(dim), x.size(dim)))
+        return x.narrow(dim, 0, self._graph.exchange.own_lengths.get(x.size(dim), x.size(dim)))
 
     def total(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over ranks."""
-        return SumOverRanks.apply(x, self._exchange, self.layer)
+        return SumOverRanks.apply(x, self._graph.exchange, self.layer)
 
     def largest(self, x: Tensor) -> Tensor:
         """Returns the elementwise maximum of `x` over ranks, not differentiable."""
-        return self._exchange.max_over_ranks(x, f"Largest values of layer '{self.layer}'")
+        return self._graph.exchange.max_over_ranks(x, f"Largest values of layer '{self.layer}'")
 
     def mean(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the mean of `x` over `dims` and all ranks, with kept dims, and the count of each mean, in one all-reduce."""

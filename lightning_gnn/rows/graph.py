@@ -115,17 +115,10 @@ class GraphRows:
 
     def place(self, batch: Any) -> Any:
         """Set the placements of a batch's tensors, unless they have one; returns the batch."""
-        self._place_samples(batch)
         sets = self.edges | self.nodes
         for kind, store in self._shard.stores(batch).items():
             self._place(store.to_dict(), sets[kind])
         return batch
-
-    def _place_samples(self, batch: Any) -> None:
-        """Set the placements of a batch's sample tensors, whose nodes are along any dimension."""
-        self.batch_size = getattr(batch, "total_size", None)
-        for name, dim in getattr(batch, "row_dims", {}).items():
-            place(batch[name], REPLICATED if dim is None else self.nodes[None].at(dim))
 
     def _place(self, values: Mapping[str, Any], rows: RowSet) -> None:
         for name, value in values.items():
@@ -281,7 +274,7 @@ def wrap_method(method: Callable[..., Any], name: str, returns: Returns) -> Call
         if mode.node_mode is not None and uses_edges:
             return mode.run_per_sample(partial(call, self), args, kwargs)
         row_args = mode.row_tensors(args, kwargs)
-        is_along = not uses_edges and (mode.node_mode is not None or any(of.dim for _, of in row_args))
+        is_along = not uses_edges and (mode.norms_by_rules or any(of.dim for _, of in row_args))
         if not row_args or is_along or isinstance(self, Aggregation):
             return getattr(type(self), name)(self, *args, **kwargs)
         if uses_edges and _edges_of(row_args) is None:

@@ -291,6 +291,8 @@ class RowsMode(TorchFunctionMode):
 
     node_mode: RowsMode | None = None
     """For a mode of samples, the mode of nodes, which torch calls after this mode."""
+    norms_by_rules = False
+    """Whether layers that read all nodes, such as norms, run PyG's code by rules, as for several samples."""
 
     def __init__(
         self,

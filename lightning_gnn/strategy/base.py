@@ -346,8 +346,8 @@ class GNNStrategy(RankStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            of_graph = (shard, world) if samples is None else samples.begin(steps.in_use)
-            binding = bind_module(self.scheme, module, *of_graph, self.meter, self.cache_input_aggregation)
+            of_layers, of_graph = (shard, world) if samples is None else samples.begin(steps)
+            binding = bind_module(self.scheme, module, of_layers, of_graph, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)
@@ -369,9 +369,7 @@ class GNNStrategy(RankStrategy):
         steps = self.steps
         step_counter = None if steps.rows is None else steps.rows.ranks
         metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, step_counter)
-        data = self._trainer.datamodule
-        own = [] if data.sample_data is None else [feature("SampleChecks")(self.world, data.sample_data.sizes)]
-        return [metrics, steps.progress, self.checks, *own, *([] if self.recovery is None else self.recovery.callbacks())]
+        return [metrics, steps.progress, self.checks, *([] if self.recovery is None else self.recovery.callbacks())]
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -69,7 +69,7 @@ class Steps:
         turn: context manager around the computation of this rank.
         keeps_memory: whether the process keeps the memory that a step frees for the next step.
         redraws_every: number of epochs whose training steps draw the same random numbers.
-        samples: run on samples, see :class:`~lightning_gnn.extensions.samples.run.SampleRun`; None without samples.
+        samples: run on samples, see :class:`~lightning_gnn.extensions.mesh.run.SampleRun`; None without samples.
 
     Attributes:
         random: streams of random numbers.

@@ -80,6 +80,7 @@ class SampleMode(RowsMode):
     def __init__(self, ranks: Ranks, common_draws: Callable[[], AbstractContextManager[Any]], node_mode: RowsMode) -> None:
         super().__init__(ranks, common_draws)
         self.node_mode = self._nodes = node_mode
+        self.norms_by_rules = True
 
     @override
     def send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:
@@ -120,7 +121,18 @@ class SampleMode(RowsMode):
         return out
 
 
-class MeshRows(GraphRows):
+class SampleRows(GraphRows):
+    """Row sets of a rank's part of the graph, with samples whose nodes are along any dimension."""
+
+    @override
+    def place(self, batch: Any) -> Any:
+        self.batch_size = getattr(batch, "total_size", None)
+        for name, dim in getattr(batch, "row_dims", {}).items():
+            place(batch[name], REPLICATED if dim is None else self.nodes[None].at(dim))
+        return super().place(batch)
+
+
+class MeshRows(SampleRows):
     """Row sets of a rank's part of the graph and of its samples.
 
     Args:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams
+from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams, SampleRows
+from lightning_gnn.extensions.samples.checks import SampleChecks
 from lightning_gnn.extensions.samples.order import positions_of
 from lightning_gnn.nn.bind import context_of
-from lightning_gnn.nn.context import GraphContext
+from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.helpers import gather_halo, reduce_halo
 from lightning_gnn.private_lightning import MESH
 from lightning_gnn.rows.graph import GraphRows
@@ -62,8 +65,14 @@ class SampleRun:
         found: int = self._data.first_total
         return found
 
-    def begin(self, in_use: ExitStack) -> tuple[Shard, World]:
-        """Returns the shard that layers are bound to, and its ranks; sets ``device_mesh`` of the module until the stage ends."""
+    def begin(self, steps: Any) -> tuple[Shard, World]:
+        """Returns the shard that layers are bound to, and its ranks.
+
+        Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
+        """
+        in_use: ExitStack = steps.in_use
+        steps.add_callbacks(SampleChecks(self.world, self._data.sizes))
+        in_use.callback(setattr, self._data, "place", self._data.place)
         if self._mesh is not None:
             setattr(self._module, MESH, self._mesh.device_mesh)
             in_use.callback(setattr, self._module, MESH, None)
@@ -75,11 +84,15 @@ class SampleRun:
         Args:
             context: graph context that layers are bound to.
         """
+        rows: GraphRows
         if self._data.copies is not None:
-            return CopiedRows(self, context)
-        if self._mesh is not None:
-            return MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
-        return GraphRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
+            rows = CopiedRows(self, context)
+        elif self._mesh is not None:
+            rows = MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
+        else:
+            rows = SampleRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
+        self._data.place = lambda batch: rows.place(batch.to(self.world.device))  # hooks before steps get rows, too
+        return rows
 
     def copies(self, total: int) -> Shard:
         """Returns the copies of the graph for a global batch of `total` samples."""
@@ -91,7 +104,17 @@ class SampleRun:
         strategy = self._strategy
         of = {"meter": strategy.meter, "cache_input_aggregation": strategy.cache_input_aggregation}
         make = partial(make_context, strategy.scheme, world=self.graph_ranks, **of)
-        return context_of(self._module, shard, self.graph_ranks, make)
+        return self.include_all_ranks(context_of(self._module, shard, self.graph_ranks, make))
+
+    def include_all_ranks(self, context: GraphContext) -> GraphContext:
+        """Change a graph context for copies of the graph, whose statistics are over the rows of all data ranks."""
+        if self._mesh is None:
+            return context
+        context.rows = _NoRows()  # type: ignore[assignment]
+        for name in ("sum_over_ranks", "max_over_ranks"):
+            method = getattr(Exchange, name)
+            setattr(context.exchange, name, partial(method, SimpleNamespace(world=self.world)))
+        return context
 
     def gather_samples(self, values: Tensor, total: int) -> Tensor:
         """Returns values of all samples of a global batch, ``[S, ...]``, from those of this data rank."""
@@ -103,11 +126,23 @@ class SampleRun:
         return found[torch.cat(positions).argsort().to(found.device)]
 
 
+class _NoRows:
+    """Rows of any nodes, which are on other data ranks, too."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedModelError(
+            "gather_nodes, global_num_nodes and dense attention do not support concatenate=True with several groups of graph "
+            "ranks. Use x[ids] and len(x), or remove graph_ranks."
+        )
+
+    fetch, num_nodes = _refuse, property(_refuse)
+
+
 _OF_STEPS = "propagations", "on_loaded_edges", "reverse"
 """Attributes of a graph context that do not depend on the graph."""
 
 
-class CopiedRows(GraphRows):
+class CopiedRows(SampleRows):
     """Row sets of copies of the graph, one for each sample of a batch; :meth:`place` turns layers to the copies of a batch.
 
     All ranks have rows of one graph, whose copies are not connected.
@@ -121,7 +156,8 @@ class CopiedRows(GraphRows):
         self._run, self._context, self._total = run, context, run.first_total
         self._turns: dict[int, tuple[dict[str, Any], ...]] = {}
         super().__init__(run.shard, run.world, partial(run.random.inside, False), gather_halo, reduce_halo)
-        self._turns[self._total] = self._state(context)
+        self.mode.norms_by_rules = True
+        self._turns[self._total] = self._state(run.include_all_ranks(context))
 
     @override
     def place(self, batch: Any) -> Any:

@@ -310,7 +310,7 @@ def _hgt(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
 
 def _han(conv: Any, graph: TypedGraph, layer: str) -> dict[str, Any]:
     """Returns methods whose attention between edge types uses global means over the nodes of all ranks."""
-    take = Statistics(graph.exchange, layer)
+    take = Statistics(graph, layer)
 
     def group(xs: list[Tensor], q: Tensor, k_lin: torch.nn.Module) -> tuple[Tensor | None, Tensor | None]:
         if not xs:

@@ -23,6 +23,10 @@ _RESERVED = {"batch", "num_nodes", "ptr", "sample_info"}
 """Names that batches set themselves, in addition to attributes of the graph."""
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class SampleData:
     """Datasets of samples of a datamodule.
 
@@ -30,6 +34,10 @@ class SampleData:
         datasets: dataset of each stage by the name of its argument, or None.
         batch_size, global_batch_size, shuffle, node_dims, num_workers, persistent_workers, prefetch_factor, concatenate:
             arguments of :class:`~lightning_gnn.GraphDataModule`.
+
+    Attributes:
+        copies: copies of the graph for concatenated samples; None for stacked samples.
+        place: function that sets the placements of a batch, and moves it to the device of its rank; set while ranks run.
 
     Raises:
         ValueError: invalid argument.
@@ -74,11 +82,12 @@ class SampleData:
         }
         self._concatenate = concatenate
         self.copies: Copies | None = None
+        self.place: Callable[[Any], Any] = _as_it_is
         self._data_ranks, self._data_rank = 1, 0
         self._local: dict[str, tuple[Any, SampleFormat, np.ndarray | None]] = {}
 
     def check_strategy(self, strategy: Any) -> None:
-        """Raises ValueError if a strategy does not support samples."""
+        """Set the data ranks of a strategy; raises ValueError if it does not support samples."""
         reason = getattr(strategy, "samples_unsupported_reason", None)
         if reason is not None:
             raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
@@ -155,6 +164,7 @@ class SampleData:
             data.seed,
             rows,
             self.copies,
+            lambda batch: self.place(batch),
             **self._loading,
         )
 

@@ -139,6 +139,7 @@ class SampleLoader(GraphLoader):
         seed: seed of random states in items.
         rows: original ids of the rank's nodes, int64 ``[N]``; None if items contain only these, in this order.
         copies: copies of the graph if samples are concatenated as in PyG's batches; None otherwise.
+        place: function that is called with each batch, and returns it.
         num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``.
     """
 
@@ -153,12 +154,13 @@ class SampleLoader(GraphLoader):
         seed: int = 0,
         rows: np.ndarray | None = None,
         copies: Copies | None = None,
+        place: Callable[[Any], Any] = lambda batch: batch,
         num_workers: int = 0,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
         self.order, self.data_rank, self.data_ranks = order, data_rank, order.data_ranks
-        self._shard, self._epoch, self._copies = shard, epoch, copies
+        self._shard, self._epoch, self._copies, self._place = shard, epoch, copies, place
         self._form = form.resize(shard.batch.num_owned)
         self._keys = _Keys(order, data_rank)
         self._position, self._resumed = (0, 0), (-1, 0)
@@ -195,7 +197,7 @@ class SampleLoader(GraphLoader):
         batches = self.order.batches(epoch, self.data_rank, first)
         for number, ((tensors, digests), rank_batch) in enumerate(zip(self._loader, batches), first):
             self._position = epoch, number + 1
-            yield self._batch(tensors, rank_batch, self._keys.is_compared(number), digests)
+            yield self._place(self._batch(tensors, rank_batch, self._keys.is_compared(number), digests))
 
     def _collate(self, items: Sequence[tuple[dict[str, Tensor], int]]) -> tuple[dict[str, Tensor], list[int]]:
         return self._form.stack([tensors for tensors, _ in items]), [digest for _, digest in items]

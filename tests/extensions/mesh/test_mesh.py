@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import campaign, quiet_trainer
 from conftest import RankFailed
-from sample_runs import MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
+from sample_runs import CONCATENATED, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
 from torch_geometric.data import Data
 
 from lightning_gnn import (
@@ -46,6 +46,21 @@ def test_models(ranks, world_size, graph_ranks, size):
     """Losses, logged values, weights and predictions; the last batch of 9 samples leaves data ranks without a sample."""
     for found in ranks.run(world_size, train_samples, [*MODELS], graph_ranks, global_batch_size=size, timeout=280):
         assert_equal(found, size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "graph_ranks", "size"), [(3, 1, 6), (2, 2, 4), *campaign((2, 1, 4), (3, 3, 4), (4, 2, 4))]
+)
+def test_concatenated_samples(ranks, world_size, graph_ranks, size):
+    """Copies of the graph, for layers that need ``[N, F]``; layers switch to the copies of a smaller batch and back."""
+    for found in ranks.run(world_size, train_samples, [*CONCATENATED], graph_ranks, global_batch_size=size, timeout=280):
+        assert_equal(found, size)
+
+
+@pytest.mark.parametrize("strategy", [CoverStrategy, *campaign(SpMM1DStrategy, VertexCutStrategy)])
+def test_strategies_with_concatenated_samples(ranks, strategy):
+    for found in ranks.run(2, train_samples, ["gat", "concatenated_gcn", "concatenated_sage"], 2, strategy, timeout=280):
+        assert_equal(found)
 
 
 @pytest.mark.parametrize("strategy", [*campaign(SpMM1DStrategy, VertexCutStrategy), CoverStrategy])

@@ -98,6 +98,12 @@ class OnGraph(SampleModule):
         super().__init__(MODELS["gcn"]())
         self.graph = graph
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch  # a mean over all ranks' samples would differ from DDP's
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """No-op."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.graph is not None:
             batch = Data(**self.graph.to_dict(), **batch)

@@ -23,11 +23,14 @@ from torch_geometric.nn import GCNConv
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, split_by_time
 from lightning_gnn.data import store
+from lightning_gnn.data.shards import split_graph
+from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.extensions.samples import folders
+from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import FolderSamples
 from lightning_gnn.extensions.samples.formats import SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleBatch
-from lightning_gnn.extensions.samples.order import GlobalOrder
+from lightning_gnn.extensions.samples.order import GlobalOrder, positions_of
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 
 N, S, T, F = 30, 7, 4, 3
@@ -84,6 +87,7 @@ def loader_of(data: GraphDataModule, part: int = 0, parts: int = 0, kind: Any = 
         data.prepare_for(layout)
         data._shard = data.stored_cut().shard(part)
         data._shard_of = data._folder, layout
+        data.sample_data.check_strategy(data.trainer.strategy)
         data.sample_data.setup(data.seed, data._shard, "fit", data.partition_dir / data._folder, data._lock)
     return data.train_dataloader()
 
@@ -185,9 +189,6 @@ def test_graphs_that_samples_do_not_support(tmp_path):
     set_ranks(data)
     with pytest.raises(ValueError, match="does not support a HeteroData"):
         data.setup("fit")
-    data = module_of(Items(), tmp_path, concatenate=True)
-    with pytest.raises(ValueError, match="not supported yet on a partitioned graph"):
-        loader_of(data, 0, 2)
 
 
 # Formats ######################################################################
@@ -407,6 +408,30 @@ def test_concatenated_samples_are_batches_of_pyg(tmp_path):
     stacked = next(iter(loader_of(module_of(Items(), tmp_path, graph, batch_size=3))))
     one, other = conv(batch.x[0], batch.edge_index), conv(stacked.x[:, 0], stacked.edge_index)
     torch.testing.assert_close(one, other.flatten(0, 1))
+
+
+@pytest.mark.parametrize(("data_ranks", "total"), [(1, 3), (2, 5), (3, 2)])
+def test_copies_of_parts_are_the_parts_of_copies(data_ranks, total):
+    """Each edge of each copy is at its place; ranks send halo rows in the order in which their peers expect them."""
+    num_parts, graph = 3, prepare_graph(make_graph(), masks_needed=False, features_needed=False)
+    part = np.random.default_rng(0).integers(0, num_parts, N)
+    shards = split_graph(graph, part, LayoutSpec("edge_cut", num_parts))
+    for data_rank in range(data_ranks):
+        found = [Copies(shard, data_ranks, data_rank)[total] for shard in shards]
+        positions = positions_of(data_rank, data_ranks, total)
+        ids = np.concatenate([shard.node_rows.ids.numpy() for shard in found])  # by relabeled id
+        assert sorted(ids) == sorted((positions[:, None] * N + torch.arange(N)).view(-1).tolist())
+        expected = {(int(at) * EDGES.size(1) + e): EDGES[:, e] + at * N for at in positions for e in range(EDGES.size(1))}
+        seen = {}
+        for rank, shard in enumerate(found):
+            ends = ids[shard.node_ids(rank)][shard.batch.edge_index.numpy()]
+            seen.update(zip(shard.edge_rows.ids.tolist(), ends.T.tolist()))
+            assert (shard.batch.batch == torch.from_numpy(ids[shard.node_ids(rank)][: shard.batch.num_owned] // N)).all()
+            for peer, other in enumerate(found):
+                first = sum(other.plan.recv_counts[:rank])
+                halo = other.halos[peer][first : first + other.plan.recv_counts[rank]]
+                assert (shard.plan.send_rows[peer] + shard.offsets[rank] == halo).all()
+        assert seen == {key: ends.tolist() for key, ends in expected.items()}
 
 
 # Trainer ######################################################################
