@@ -23,10 +23,10 @@ from lightning_gnn.partition.shard import Ids
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedShard(Shard):
-    """Shard of a graph of copies. Its sizes and halos are those of the graph ranks, which have copies for the same samples.
+    """Shard of a graph of copies. Its sizes and halos describe the graph ranks of this data rank.
 
     Attributes:
-        node_rows, edge_rows: nodes and edges in the batch, among those of all ranks. Ids order samples by their positions in the
+        node_rows, edge_rows: nodes and edges of the batch, among the rows of all ranks. Ids order samples by their positions in the
             global batch.
     """
 
@@ -51,14 +51,14 @@ class Copies:
 
     def __init__(self, shard: Shard, data_ranks: int = 1, data_rank: int = 0) -> None:
         self._shard, self._data_ranks, self._data_rank = shard, data_ranks, data_rank
-        self._made: dict[int, CopiedShard] = {}
+        self._shards: dict[int, CopiedShard] = {}
 
     def __getitem__(self, total: int) -> CopiedShard:
         """Returns the copies for a global batch of `total` samples, always the same tensors."""
-        if total not in self._made:
+        if total not in self._shards:
             with torch.inference_mode(False):  # evaluation may come first
-                self._made[total] = self._copy(total)
-        return self._made[total]
+                self._shards[total] = self._copy(total)
+        return self._shards[total]
 
     def _copy(self, total: int) -> CopiedShard:
         shard, graph = self._shard, self._shard.batch
@@ -68,7 +68,7 @@ class Copies:
         kinds = {**kinds_of(graph), "n_id": "node", "e_id": "edge", "batch": "node"}
         batch = GraphData(kinds, left_out_of(graph))  # type: ignore[arg-type]
         for name, value in graph.to_dict().items():
-            batch[name] = _repeat(value, copies) if kinds.get(name) in ("node", "edge") else value
+            batch[name] = _repeat_rows(value, copies) if kinds.get(name) in ("node", "edge") else value
         places = torch.from_numpy(_local_ids(shard.halos[shard.rank], offsets, shard.rank, copies)).to(graph.n_id.device)
         edges = stored_ids(graph.edge_index).long()
         batch.edge_index = kept_as(places[:, edges].movedim(0, 1).flatten(1), graph.edge_index)
@@ -92,28 +92,30 @@ class Copies:
         return CopiedShard(**given)
 
 
-def _repeat(values: Tensor, copies: int) -> Tensor:
+def _repeat_rows(values: Tensor, copies: int) -> Tensor:
     return values.repeat(copies, *[1] * (values.dim() - 1))
 
 
-def _rows(name: str, ids: Tensor, all_ids: Tensor, counts: Sequence[int], own: Tensor, positions: Sequence[Tensor]) -> BatchRows:
-    """Returns the rows of this rank among those of all ranks.
+def _rows(
+    name: str, ids: Tensor, all_ids: Tensor, counts: Sequence[int], samples: Tensor, positions: Sequence[Tensor]
+) -> BatchRows:
+    """Returns the rows of this rank among the rows of all ranks.
 
     Args:
         name: name of the rows in errors.
         ids: original ids of this rank's rows of one copy.
         all_ids: original ids of the rows of one copy, in the order of graph ranks.
         counts: number of rows of each graph rank.
-        own, positions: positions of the samples of this data rank, and of each data rank.
+        samples, positions: positions of the samples of this data rank, and of each data rank.
     """
 
-    def of(samples: Tensor, rows: Tensor) -> Tensor:
+    def make_keys(samples: Tensor, rows: Tensor) -> Tensor:
         return (samples.unsqueeze(1) * len(all_ids) + rows.long()).flatten()
 
     parts = all_ids.split(list(counts))
-    keys = torch.cat([of(samples, part) for samples in positions for part in parts])
-    every = [len(samples) * count for samples in positions for count in counts]
-    return BatchRows(name, of(own, ids), keys, every, len(own) * len(ids))
+    keys = torch.cat([make_keys(each, part) for each in positions for part in parts])
+    every = [len(each) * count for each in positions for count in counts]
+    return BatchRows(name, make_keys(samples, ids), keys, every, len(samples) * len(ids))
 
 
 def _halo_ids(halo: Ids, offsets: Ids, copies: int) -> Ids:
@@ -127,7 +129,7 @@ def _halo_ids(halo: Ids, offsets: Ids, copies: int) -> Ids:
 def _local_ids(halo: Ids, offsets: Ids, rank: int, copies: int) -> Ids:
     """Returns the local id, in the graph of copies, of each local and halo node of a copy, int64 ``[B, N_r + H]``.
 
-    Halo nodes are in the order of their owners, and those of an owner copy after copy.
+    Halo nodes are in the order of their owners, and copy after copy for each owner.
     """
     num_owned, number = int(offsets[rank + 1] - offsets[rank]), np.arange(copies)[:, None]
     begins = np.searchsorted(halo, offsets)
