@@ -26,8 +26,8 @@ class CopiedShard(Shard):
     """Shard of a graph of copies. Its sizes and halos describe the graph ranks of this data rank.
 
     Attributes:
-        node_rows, edge_rows: nodes and edges of the batch, among the rows of all ranks. Ids order samples by their positions in the
-            global batch.
+        node_rows, edge_rows: nodes and edges of the batch, among the rows of all ranks. Their ids order samples by position in
+            the global batch.
     """
 
     node_rows: BatchRows
