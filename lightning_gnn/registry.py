@@ -67,6 +67,7 @@ _FEATURES = {
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
     "mesh.run": ["SampleRun"],
+    "mesh.search": ["prepare_finder"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
     "node_types.binding": ["TypedBinding", "TypedGraph", "check_typed_module"],
     "node_types.graph": ["about_types", "prepare_hetero"],

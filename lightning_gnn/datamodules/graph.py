@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -50,7 +49,7 @@ from lightning_gnn.data.store import (
     write_store,
     writing,
 )
-from lightning_gnn.lightning_packages import LightningDataModule
+from lightning_gnn.lightning_packages import LightningDataModule, is_instance
 from lightning_gnn.nn.learned_rows import learned_rows
 from lightning_gnn.partition.layout import NO_TYPES, LayoutSpec, checked_method
 from lightning_gnn.private_lightning import leave_out_missing_validation
@@ -368,11 +367,9 @@ class GraphDataModule(LightningDataModule):
     def _check_sampled(self, layout: LayoutSpec) -> None:
         """Raises ValueError for sampling options that the strategy ignores, and for BatchSizeFinder without a batch size."""
         callbacks = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.batch_size is None and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise ValueError(
-                "BatchSizeFinder requires GraphDataModule(batch_size=...): without it, the whole graph is one batch. Set "
-                "batch_size, or remove the callback."
-            )
+        for finder in callbacks:
+            if is_instance(finder, "callbacks.BatchSizeFinder"):
+                feature("prepare_finder")(finder, self)
         given = {"num_neighbors": self.num_neighbors, "batch_size": None if self.has_samples else self.batch_size}
         options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if options and self.trainer is not None and not layout.samples:

@@ -13,7 +13,7 @@ _LOOK_S = 0.2
 
 
 class Connections:
-    """Connections that this process opens between the construction and :meth:`watch`.
+    """Connections that this process opens between the construction and :meth:`watch`, or :meth:`note`.
 
     gloo waits for a message until its timeout, and has no function that ends the wait.
     """
@@ -25,24 +25,31 @@ class Connections:
     def watch(self) -> None:
         """Start a thread that ends the connections when a rank is lost, if this rank outlives others."""
         if current_progress().outlives_others:
-            self._connections = {number: name for number, name in _sockets().items() if self._before.get(number) != name}
+            self.note()
             threading.Thread(target=self._watch, name="connections", daemon=True).start()
+
+    def note(self) -> None:
+        """Note the connections that this process has opened."""
+        self._connections = {number: name for number, name in _sockets().items() if self._before.get(number) != name}
 
     def close(self) -> None:
         """End the thread."""
         self._end.set()
 
+    def end(self) -> None:
+        """End the connections: operations that wait for messages raise errors."""
+        present = _sockets()
+        for number, name in self._connections.items():
+            if present.get(number) == name:
+                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # raises an error if the socket listens: gloo would abort the process
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def _watch(self) -> None:
         while not self._end.wait(_LOOK_S):
-            if current_progress().loss is None:
-                continue
-            present = _sockets()
-            for number, name in self._connections.items():
-                if present.get(number) == name:
-                    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                        connection.getpeername()  # raises an error if the socket listens: gloo would abort the process
-                        connection.shutdown(socket.SHUT_RDWR)
-            return
+            if current_progress().loss is not None:
+                self.end()
+                return
 
 
 def _sockets() -> dict[int, str]:
