@@ -1,6 +1,7 @@
 """Script whose rank 1 fails, stops or sleeps in epoch 3; arguments: EVENT MEMORY TIMEOUT FOLDER.
 
-If the first argument is ``by-hand``, this script starts the ranks, with the environment variables that a user would set.
+If the first argument is ``by-hand``, this script starts the ranks, with the environment variables that a user would set. With
+DYING_GRAPH_RANKS, the ranks are a mesh, and rank 1 fails inside a step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 SIZE = int(os.environ.get("DYING_RANKS", "2"))
+GRAPH_RANKS = int(os.environ.get("DYING_GRAPH_RANKS", "0")) or None
 
 
 def start_by_hand() -> int:
@@ -38,6 +40,7 @@ if "RANK" in os.environ:  # not under this package's launcher, whose ranks share
 
 import lightning as L
 import psutil
+from sample_runs import MODELS, SampleModule, Samples, graph_of_samples
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, planted_partition
@@ -78,6 +81,14 @@ class LeavingStrategy(DGCLStrategy):
 
 class Happens(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if GRAPH_RANKS is None:
+            self.happen(trainer)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
+        if GRAPH_RANKS is not None:
+            self.happen(trainer)
+
+    def happen(self, trainer: L.Trainer) -> None:
         if trainer.current_epoch != 3:
             return
         if EVENT == "hold":
@@ -111,7 +122,8 @@ class Happens(L.Callback):
 
 
 def main() -> None:
-    strategy = LeavingStrategy(shared_memory=MEMORY == "shared", timeout=TIMEOUT, self_check=False)
+    shares = MEMORY == "shared"
+    strategy = LeavingStrategy(shared_memory=shares, timeout=TIMEOUT, self_check=False, graph_ranks=GRAPH_RANKS)
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     nodes = int(os.environ.get("DYING_MACHINES", "1"))
     trainer = L.Trainer(
@@ -127,7 +139,11 @@ def main() -> None:
     )
     for number in range(2 if EVENT == "twice" else 1):
         trainer.fit_loop.max_epochs = 5 * (number + 1)
-        trainer.fit(NodeClassifier(GCN(32, 16, 2, 8)), datamodule=GraphDataModule(planted_partition(2000)))
+        if GRAPH_RANKS is None:
+            trainer.fit(NodeClassifier(GCN(32, 16, 2, 8)), datamodule=GraphDataModule(planted_partition(2000)))
+        else:
+            data = GraphDataModule(graph_of_samples(), samples=Samples(), global_batch_size=4)
+            trainer.fit(SampleModule(MODELS["gcn"]()).double(), datamodule=data)
     print(f"rank {trainer.global_rank} finished", flush=True)
 
 

@@ -105,6 +105,25 @@ def test_a_rank_that_ends_with_its_helper(ran, start, event, memory, ranks):
         assert re.fullmatch(rf"Rank {rank} cannot go on {PLACE}: rank 1 has ended, with its helper process: .*", lines[rank])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "graph_ranks", "event"),
+    [
+        (2, 1, "kill"),
+        (2, 2, "kill"),
+        *campaign((4, 2, "kill"), (4, 2, f"kill {STUCK}"), (4, 2, "stop"), (4, 2, "raise"), (4, 1, "kill")),
+    ],
+)
+def test_a_lost_rank_of_a_mesh(ranks, graph_ranks, event, tmp_path):
+    """The ranks of all groups end, and name the rank, also those that exchange nothing with it."""
+    variables = {"DYING_GRAPH_RANKS": str(graph_ranks)}
+    timeout = 5.0 if event == "stop" else 100.0
+    lines = last_lines((tmp_path, die(tmp_path, BY_HAND, event, "sockets", timeout, ranks, **variables)))
+    how = {"stop": "has been stopped for 5 s", "raise": "ended with exit status 1"}.get(event, "was ended by SIGKILL|has ended")
+    for rank in set(range(ranks)) - {1}:
+        expected = rf"Rank {rank} cannot go on in epoch 3, .*: rank 1 ({how}) in epoch 3, backward.*"
+        assert re.fullmatch(expected, lines[rank]), lines
+
+
 ON_DEVICE = {"DYING_ON_DEVICE": "1", "LIGHTNING_GNN_TEST_NEVER_RETURNS": "1"}
 
 
