@@ -186,14 +186,14 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
     rows, dim, sizes, empty = of.rows, of.dim, map_leaves(args[1:], _int), 0 in (*x.shape[: of.dim], *x.shape[of.dim + 1 :])
-    if empty and name in ("view", "reshape") and -1 not in _flat(sizes):
+    if empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
         sizes = map_leaves(sizes, lambda size: size or -1)
     key = _frozen(sizes), _frozen(tuple(kwargs.items()))
     # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
         total = total or rows.total
-        shape = tuple(int(each) or _SOME for each in (*x.shape[:dim], total, *x.shape[dim + 1 :]))  # not of the other axis
+        shape = tuple(int(each) or _SOME * empty for each in (*x.shape[:dim], total, *x.shape[dim + 1 :]))  # of this axis
         views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
@@ -558,9 +558,7 @@ def _getitem(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     if not mode.row_tensors(args, None):
         return mode.plain(func, (x, map_leaves(index, _int)), kwargs)
     items, of = _items(x, index), rows_of(x)
-    if items is None:
-        return mode.on_all_rows(func, args, kwargs)
-    out = _index_table(mode, x, items) if of is None else _index_rows(mode, x, of, items, index)
+    out = None if items is None else _index_table(mode, x, items) if of is None else _index_rows(mode, x, of, items, index)
     return mode.on_all_rows(func, args, kwargs) if out is None else out
 
 
@@ -715,9 +713,8 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
         x[tuple(items)] = value
         return True
     item = items[place]
-    if any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place):
-        return False
-    target = rows if _is_all(item) else _choose_rows(mode, rows, item)
+    has_tensors = any(isinstance(each, Tensor) for number, each in enumerate(items) if number != place)
+    target = None if has_tensors else rows if _is_all(item) else _choose_rows(mode, rows, item)
     if target is None:
         return False
     region = [slice(None) if number == place else each for number, each in enumerate(items)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.data.store import read_array
+from lightning_gnn.data.store import read_array, write_header
 from lightning_gnn.private_torch import keystr, tree_flatten_with_path, tree_unflatten
 from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import NotExactError, RowsMode, place, unknown_origin
@@ -80,77 +82,91 @@ class PredictedRows:
             return mode.drop_replicas(place(x.detach(), placement), placement)
         if self._mode == "file" and placement.dim == 0 and self._rows.modes == [mode]:
             places = rows.positions[: rows.owned].cpu()
-            return write_rows(self._world, self._folder / f"{_file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)
+            return write_rows(self._world, self._folder / f"{file_name(path)}.npy", x.detach()[: rows.owned], places, rows.total)
         return place(mode.gather_rows(x, placement, "predictions").detach(), FROM_ROWS)
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
     """Returns a file name for a path in the output: ``['out'][0]`` is ``out_0``."""
     return re.sub(r"\W+", "_", path).strip("_") or "predictions"
 
 
-def in_files(world: World, folder: Path, output: Any, places: Tensor, total: int) -> Any:
-    """Returns a step's output with all ranks' rows of each tensor, in files of a folder as in :func:`write_rows`."""
-    found, spec = tree_flatten_with_path(output)
-    files = [folder / f"{_file_name(keystr(path))}.npy" for path, _ in found]
-    return tree_unflatten([write_rows(world, file, leaf, places, total) for file, (_, leaf) in zip(files, found)], spec)
-
-
-def write_rows(world: World, file: Path, rows: Tensor, places: Tensor, total: int) -> Tensor:
-    """Write the rows of all ranks to one ``.npy`` file; returns all rows, memory-mapped, on every rank.
-
-    Each rank writes its rows. The file is renamed when it is complete, and replaces an existing file. Rows of bfloat16 are
-    written as float32, since numpy lacks bfloat16. Collective; all ranks must see the same file system.
+class RowFile:
+    """``.npy`` file that all ranks write; it appears when it is complete, and replaces an existing file. Collective.
 
     Args:
-        world: all ranks.
+        world: all ranks, which must see the same file system.
         file: path of the file.
-        rows: rows of this rank, ``[n, ...]``.
-        places: positions of these rows in the file, ``[n]``.
-        total: number of rows of all ranks.
 
-    Raises:
-        OSError: on all ranks: the file cannot be written, the disk is full, or another machine does not see the file.
+    Attributes:
+        part: path of the incomplete file.
     """
-    array = (rows.float() if rows.dtype == torch.bfloat16 else rows).cpu().numpy()
-    part = Path(world.broadcast_object(str(file.with_suffix(f".{uuid.uuid4().hex}.part"))))
 
-    def all_of(does: Callable[[], None]) -> None:
+    def __init__(self, world: World, file: Path) -> None:
+        self._world, self._file = world, file
+        self.part = Path(world.broadcast_object(str(file.with_suffix(f".{uuid.uuid4().hex}.part"))))
+
+    def on_all(self, does: Callable[[], None]) -> None:
+        """Call a function on all ranks.
+
+        Raises:
+            OSError: on all ranks: the file cannot be written, the disk is full, or another machine does not see the file.
+        """
         problem = None
         try:
             does()
         except OSError as error:
             problem = f"{error}"
-        for rank, found in enumerate(world.all_gather_object(problem)):
+        for rank, found in enumerate(self._world.all_gather_object(problem)):
             if found is not None:
-                part.unlink(missing_ok=True)
-                raise OSError(f"Rank {rank} cannot write predictions to {file}: {found}. All ranks need access to its folder.")
+                self.part.unlink(missing_ok=True)
+                raise OSError(
+                    f"Rank {rank} cannot write predictions to {self._file}: {found}. All ranks need access to its folder."
+                )
 
-    def create() -> None:
-        if world.rank:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if total:
-            np.lib.format.open_memmap(part, "w+", array.dtype, (total, *array.shape[1:]))
-        else:
-            with part.open("wb") as opened:
-                np.save(opened, array)
-        with part.open("r+b") as opened:  # without space, a write to the map would end the process
-            os.posix_fallocate(opened.fileno(), 0, part.stat().st_size)
+    def create(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        """Create the incomplete file on rank 0."""
+        if self._world.rank == 0:
+            self.part.parent.mkdir(parents=True, exist_ok=True)
+            with self.part.open("wb") as opened:
+                write_header(opened, shape, dtype)
+                # Without space, a write to a map of the file would end the process.
+                os.posix_fallocate(opened.fileno(), 0, opened.tell() + math.prod(shape) * dtype.itemsize)
+
+    def appear(self) -> None:
+        """Name the complete file on rank 0."""
+        if self._world.rank == 0:
+            self.part.replace(self._file)
+
+
+def write_rows(world: World, path: Path, rows: Tensor, places: Tensor, total: int) -> Tensor:
+    """Write the rows of all ranks to one ``.npy`` file; returns all rows, memory-mapped, on every rank.
+
+    Each rank writes its rows, see :class:`RowFile`. Collective.
+
+    Args:
+        world: all ranks.
+        path: path of the file.
+        rows: rows of this rank, ``[n, ...]``.
+        places: positions of these rows in the file, ``[n]``.
+        total: number of rows of all ranks.
+    """
+    array, file = as_array(rows), RowFile(world, path)
 
     def write() -> None:
         if total:
-            target = np.lib.format.open_memmap(part, "r+")
+            target = np.lib.format.open_memmap(file.part, "r+")
             target[places.numpy()] = array
             target.flush()
 
-    def name() -> None:
-        if world.rank == 0:
-            part.replace(file)
+    for step in (partial(file.create, array.dtype, (total, *array.shape[1:])), write, file.appear):
+        file.on_all(step)
+    return torch.from_numpy(read_array(path))
 
-    for step in (create, write, name):
-        all_of(step)
-    return torch.from_numpy(read_array(file))
+
+def as_array(rows: Tensor) -> np.ndarray:
+    """Returns rows for a file; rows of bfloat16 as float32, since numpy lacks bfloat16."""
+    return (rows.float() if rows.dtype == torch.bfloat16 else rows).cpu().numpy()
 
 
 def tensors_in(output: Any) -> list[Tensor]:

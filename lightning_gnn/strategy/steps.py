@@ -83,6 +83,7 @@ class Steps:
         loss: loss over all ranks, set after the backward pass of a step.
         must_change: function that returns, on rank 0, whether other ranks join.
         in_use: stack of context managers that are open until the end.
+        combine: class of objects that combine predictions, or a function that makes one.
         graphs: captured training steps (:mod:`lightning_gnn.extensions.graphs`); None without them.
     """
 
@@ -92,6 +93,7 @@ class Steps:
     weights: RowWeights | None = None
     loss: Tensor | None = None
     must_change: Callable[[], bool] = staticmethod(bool)
+    combine: Callable[..., PredictedRows] = PredictedRows
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class Steps:
     def gather_predictions(self, output: Any, mode: Predictions) -> Any:
         """Returns the predictions of one device; see :class:`~lightning_gnn.steps.predictions.PredictedRows`."""
         assert self.rows is not None
-        return PredictedRows(self._world, self.rows, mode, self.predictions_folder)(output)
+        return self.combine(self._world, self.rows, mode, self.predictions_folder)(output)
 
     @property
     def predictions_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Comparison of datasets between ranks: graph ranks must read equal samples, and all ranks as many."""
+"""Samples of a stage: comparison of datasets between ranks, and files of predictions. Graph ranks must read equal samples."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class SampleChecks(pl.Callback):
         ValueError: on all ranks: numbers of samples differ between ranks.
     """
 
+    _files: Any = None  # of predictions
+
     def __init__(self, world: World, sizes: Mapping[str, int]) -> None:
         self._world = world
         by_rank = world.all_gather_object(dict(sizes))
@@ -31,6 +33,21 @@ class SampleChecks(pl.Callback):
                     f"Datasets must be equal on all ranks, got {found} samples on rank {rank} and {by_rank[0]} on rank 0. Read "
                     "the same files on all ranks."
                 )
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.predictions == "file" and strategy.steps.rows is not None:
+            from lightning_gnn.extensions.samples.predictions import SampleFiles
+
+            self._files = SampleFiles(trainer, self._world, strategy.steps.predictions_folder)
+            strategy.steps.combine = self._files.join
+            strategy.steps.in_use.callback(self._files.remove_parts)
+
+    @override
+    def on_predict_batch_start(self, *arguments: Any) -> None:
+        if self._files is not None:
+            self._files.begin_batch(arguments[2].sample_info)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

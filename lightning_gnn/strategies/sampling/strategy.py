@@ -40,9 +40,9 @@ from lightning_gnn.datamodules.graph import GraphDataModule, OneBatch
 from lightning_gnn.nn.bind import check_columns
 from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import ONE_TYPE, LayoutSpec, Types, by_machine
-from lightning_gnn.private_torch import tree_flatten, tree_map, tree_unflatten
+from lightning_gnn.private_torch import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 from lightning_gnn.steps.loop import hooks_move_batches
-from lightning_gnn.steps.predictions import in_files
+from lightning_gnn.steps.predictions import file_name, write_rows
 from lightning_gnn.strategies.sampling.binding import BatchBinding
 from lightning_gnn.strategies.sampling.graph_store import Choice, GraphStore
 from lightning_gnn.strategies.sampling.loader import (
@@ -531,7 +531,9 @@ class SamplingStrategy(GNNStrategy):
         ids, counts = self._predicted[0].to(self.root_device), self._predicted[1]
         if self.predictions == "file":
             own = ids.split(counts)[self.global_rank].cpu()
-            return in_files(self.world, self.steps.predictions_folder, output, own, len(ids))
+            found, spec = tree_flatten_with_path(output)
+            files = [self.steps.predictions_folder / f"{file_name(keystr(path))}.npy" for path, _ in found]
+            return tree_unflatten([write_rows(self.world, file, x, own, len(ids)) for file, (_, x) in zip(files, found)], spec)
 
         def gather(leaf: Tensor) -> Tensor:
             rows = self.world.all_gather_rows(leaf.contiguous(), counts)
