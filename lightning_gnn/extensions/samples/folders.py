@@ -26,44 +26,67 @@ _PIECE = 1 << 25
 _VERSION = 1
 
 
-class FolderSamples(Dataset[Any]):
-    """Samples in ``.npy`` files ``[S, ...]``, memory-mapped. The name of a file is the name of its tensor.
-
-    Args:
-        folder: folder of the files.
+def _zarr_arrays(folder: Path) -> dict[str, Any]:
+    """Returns the arrays of a zarr group by name, or the zarr arrays in a folder, such as ``x.zarr``.
 
     Raises:
-        ValueError: the folder has no ``.npy`` files, a file is unreadable, or files have different numbers of samples.
+        ValueError: zarr is not installed.
+    """
+    is_group = any((folder / name).exists() for name in (".zgroup", "zarr.json"))
+    files = [] if is_group else sorted(folder.glob("*.zarr"))
+    if not is_group and not files:
+        return {}
+    try:
+        import zarr
+    except ImportError as error:
+        raise ValueError(f"{folder} has zarr arrays, which need the package zarr. Install it: pip install zarr") from error
+    if is_group:
+        return dict(zarr.open_group(folder, mode="r").arrays())
+    return {file.stem: zarr.open_array(file, mode="r") for file in files}
+
+
+class FolderSamples(Dataset[Any]):
+    """Samples in ``.npy`` files ``[S, ...]``, memory-mapped, or in zarr arrays. The name of a file is the name of its tensor.
+
+    Args:
+        folder: folder of the files, or a zarr group.
+
+    Raises:
+        ValueError: the folder has no arrays, a file is unreadable, arrays have different numbers of samples, or zarr is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         sizes = {name: array.shape[:1] for name, array in self.arrays.items()}
         if not sizes:
-            raise ValueError(f"{self.folder} must be a folder of .npy files with samples, such as x.npy of shape [S, N, F].")
+            raise ValueError(
+                f"{self.folder} must be a folder of .npy files or zarr arrays with samples, such as x.npy of shape [S, N, F]."
+            )
         if len(set(sizes.values())) != 1 or not all(sizes.values()):
             raise ValueError(
-                f"The .npy files of {self.folder} must have the same number of samples in dimension 0, got "
+                f"The arrays in {self.folder} must have the same number of samples in dimension 0, got "
                 f"{', '.join(f'{name} {list(array.shape)}' for name, array in self.arrays.items())}."
             )
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Memory-mapped arrays by name."""
-        return {file.stem: read_array(file) for file in sorted(self.folder.glob("*.npy"))}
+        """Memory-mapped arrays and zarr arrays by name."""
+        return {file.stem: read_array(file) for file in sorted(self.folder.glob("*.npy"))} | _zarr_arrays(self.folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder}  # pickled arrays would be copies of the files
 
     def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
+        return int(next(iter(self.arrays.values())).shape[0])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: array[index] for name, array in self.arrays.items()}
 
     def key(self) -> str:
         """Returns a text that changes with the files."""
-        stats = [(file.name, file.stat()) for file in sorted(self.folder.glob("*.npy"))]
+        has_zarr = not all(isinstance(array, np.ndarray) for array in self.arrays.values())
+        files = self.folder.rglob("*") if has_zarr else self.folder.glob("*.npy")
+        stats = [(str(file.relative_to(self.folder)), file.stat()) for file in sorted(files)]
         return repr([str(self.folder.resolve()), *((name, found.st_size, found.st_mtime_ns) for name, found in stats)])
 
 
@@ -76,7 +99,7 @@ def samples_of(source: Any) -> Any:
         return Subset(samples, range(len(samples))[source[1]])
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise ValueError(
-            f"samples must be a dataset with __len__ and __getitem__, or a folder of .npy files, got {type(source).__name__}."
+            f"samples must be a dataset with __len__ and __getitem__, or a folder of arrays, got {type(source).__name__}."
         )
     return source
 
@@ -174,15 +197,18 @@ def convert_folder(
     return folder
 
 
-def _write_parts(array: np.ndarray, dim: int | None, rows: Sequence[np.ndarray], files: Sequence[Path]) -> None:
+def _write_parts(array: Any, dim: int | None, rows: Sequence[np.ndarray], files: Sequence[Path]) -> None:
     """Write the rows of each part to its file, and read `array` once."""
     assert dim is not None
-    step = max(1, _PIECE * len(array) // max(1, array.nbytes))
+    step = max(1, _PIECE * array.shape[0] // max(1, array.nbytes))
+    if not isinstance(array, np.ndarray):  # each chunk is decompressed once
+        chunk = (getattr(array, "shards", None) or array.chunks)[0]
+        step = -(-step // chunk) * chunk
     with ExitStack() as stack:
         opened = [stack.enter_context(file.open("wb")) for file in files]
         for file, nodes in zip(opened, rows):
             write_header(file, (*array.shape[:dim], len(nodes), *array.shape[dim + 1 :]), array.dtype)
-        for begin in range(0, len(array), step):
+        for begin in range(0, array.shape[0], step):
             piece = array[begin : begin + step]
             for file, nodes in zip(opened, rows):
                 file.write(np.ascontiguousarray(piece.take(nodes, dim)).reshape(-1).view(np.uint8).data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -596,6 +597,42 @@ def test_a_rank_reads_only_its_rows(tmp_path):
         indices = [index for batch in batches for index in batch.sample_info.indices]
         nodes = batches[0].n_id[: batches[0].num_owned]
         assert np.array_equal(torch.cat([batch.x for batch in batches]).numpy(), x[indices][:, nodes])
+
+
+@pytest.mark.parametrize("kind", ["group", "folder", "with files"])
+def test_zarr_arrays(kind, tmp_path, monkeypatch):
+    """Chunks of all dimensions, which cross parts, are read once, and converted to files of each part."""
+    zarr = pytest.importorskip("zarr")
+    folder, arrays = tmp_path / "arrays.zarr", {"x": X.numpy(), "y": Y.numpy(), "time": TIME.numpy()}
+    if kind == "group":
+        root = zarr.open_group(folder, mode="w")
+        for name, array in arrays.items():
+            chunks = tuple(2 + size % 2 for size in array.shape)
+            made = root.create_array(name, shape=array.shape, chunks=chunks, dtype=array.dtype)
+            made[:] = array
+    else:
+        write_folder(folder, **({"time": TIME} if kind == "with files" else {"hour": torch.arange(S)}))
+        for name in ("x", "y") if kind == "with files" else arrays:
+            zarr.save_array(folder / f"{name}.zarr", arrays[name])
+    monkeypatch.setattr(folders, "_PIECE", X[0].nbytes)
+    data = module_of((folder, slice(1, None)), tmp_path, num_workers=2)
+    [whole], ranks = [next(iter(loader_of(data, 0, 0)))], [next(iter(loader_of(data, part, 2))) for part in range(2)]
+    n_id = torch.cat([batch.n_id[: batch.num_owned] for batch in ranks])
+    assert torch.equal(whole.x, X[1:3]) and torch.equal(whole.time, TIME[1:3])
+    assert torch.equal(torch.cat([batch.x for batch in ranks], 2), X[1:3][:, :, n_id])
+    assert torch.equal(torch.cat([batch.y for batch in ranks], 1), Y[1:3][:, n_id])
+    assert all(torch.equal(batch.time, TIME[1:3]) for batch in ranks)
+    array = zarr.open_group(folder, mode="r+")["x"] if kind == "group" else zarr.open_array(folder / "x.zarr", mode="r+")
+    array[:] = X.numpy() + 1
+    data = module_of(folder, tmp_path)
+    assert torch.equal(next(iter(loader_of(data, 1, 2))).x, X[:2][:, :, data.shard.batch.n_id] + 1)
+
+
+def test_zarr_arrays_without_the_package(tmp_path, monkeypatch):
+    (tmp_path / "arrays" / "x.zarr").mkdir(parents=True)
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(ValueError, match=r"has zarr arrays, which need the package zarr. Install it: pip install zarr"):
+        module_of(tmp_path / "arrays", tmp_path)
 
 
 def test_a_folder_is_converted_once_in_pieces(tmp_path, monkeypatch):
