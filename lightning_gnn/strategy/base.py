@@ -335,10 +335,11 @@ class GNNStrategy(RankStrategy):
         module, world, in_parts = self._module, self.world, self.binds(shard)
         keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
         samples = feature("SampleRun")(self, module, world, shard) if self._trainer.datamodule.has_samples else None
+        of_graph = world if samples is None else samples.graph_ranks
         steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, samples)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
-            world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
+            of_graph.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
         if in_parts:
             shard.batch.to(self.root_device)
         if self.recovery is not None:
@@ -346,7 +347,7 @@ class GNNStrategy(RankStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            of_layers, of_graph = (shard, world) if samples is None else samples.begin(steps)
+            of_layers = shard if samples is None else samples.begin(steps)
             binding = bind_module(self.scheme, module, of_layers, of_graph, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()

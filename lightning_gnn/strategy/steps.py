@@ -241,7 +241,8 @@ class Steps:
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Context manager that allows lossy messages, except in the last epoch, which is exact."""
-        return self._world.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
+        of_graph = self._world if self._mesh is None else self._mesh.graph
+        return of_graph.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

@@ -65,8 +65,8 @@ class SampleRun:
         found: int = self._data.first_total
         return found
 
-    def begin(self, steps: Any) -> tuple[Shard, World]:
-        """Returns the shard that layers are bound to, and its ranks.
+    def begin(self, steps: Any) -> Shard:
+        """Returns the shard that layers are bound to.
 
         Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
         """
@@ -76,7 +76,7 @@ class SampleRun:
         if self._mesh is not None:
             setattr(self._module, MESH, self._mesh.device_mesh)
             in_use.callback(setattr, self._module, MESH, None)
-        return self.shard, self.graph_ranks
+        return self.shard
 
     def make_rows(self, context: GraphContext) -> GraphRows:
         """Returns the rows of steps; collective.

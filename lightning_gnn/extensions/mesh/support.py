@@ -32,7 +32,6 @@ def check_mesh(strategy: Any, has_samples: bool) -> None:
             f"{groups}, which need different samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or "
             "remove graph_ranks."
         )
-    for name, unset in (("codec", None), ("checkpoint_convs", False), ("plan", None)):
-        value = getattr(strategy.scheme if name == "plan" else strategy, name, unset)
-        if value not in (unset, "auto", "p2p", "spst"):
-            raise ValueError(f"{name}={value!r} is not supported with several groups: {groups}. Remove one of them.")
+    plan = getattr(strategy.scheme, "plan", None)
+    if plan not in (None, "auto", "p2p", "spst"):
+        raise ValueError(f"plan={plan!r} is not supported with several groups: {groups}. Remove one of them.")

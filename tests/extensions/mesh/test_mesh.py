@@ -76,6 +76,30 @@ def test_blocks(ranks):
         assert_equal(found)
 
 
+OF_NODES = [name for name in MODELS if name != "mesh_graph_net"]  # the edges that its checkpointed convs return have no placement
+
+
+@pytest.mark.parametrize(("world_size", "graph_ranks", "names"), [(2, 1, ["gcn"]), *campaign((2, 2, OF_NODES), (4, 2, OF_NODES))])
+def test_checkpointed_convs(ranks, world_size, graph_ranks, names):
+    """Convs are recomputed in the backward pass, where graph ranks exchange halo nodes again."""
+    options = {"checkpoint_convs": True}
+    for found in ranks.run(world_size, train_samples, names, graph_ranks, options=options, timeout=280):
+        assert_equal(found)
+
+
+@pytest.mark.parametrize(("world_size", "graph_ranks"), [(2, 2), *campaign((4, 2))])
+def test_codec(ranks, world_size, graph_ranks):
+    """Messages of graph ranks are encoded in the first epoch, and all ranks have one loss."""
+    expected = on_one_device("gcn", 4, "")
+    found = ranks.run(world_size, train_samples, ["gcn"], graph_ranks, options={"codec": "int4"})
+    steps = len(expected["losses"]) // 2
+    for each in found:
+        assert each["gcn"]["losses"] == pytest.approx(found[0]["gcn"]["losses"], abs=1e-12)
+        torch.testing.assert_close(each["gcn"]["losses"], expected["losses"], rtol=0.02, atol=0)
+        differences = [abs(x - y) for x, y in zip(each["gcn"]["losses"][:steps], expected["losses"])]
+        assert max(differences) > 1e-6
+
+
 def test_accumulation(ranks):
     """Gradients of two batches are summed over ranks once."""
     options = "accumulate_grad_batches=2"
@@ -149,7 +173,7 @@ def test_device_mesh(ranks):
     ("options", "data", "message"),
     [
         ({"graph_ranks": 2}, {}, "must be a multiple of graph_ranks, got 3 ranks and graph_ranks=2. Set devices to 2"),
-        ({"graph_ranks": 1, "codec": "int8"}, {"global_batch_size": 3}, "codec='int8' is not supported with several groups"),
+        ({"graph_ranks": 1, "plan": "swap"}, {"global_batch_size": 3}, "plan='swap' is not supported with several groups"),
         ({"graph_ranks": 1}, {"samples": None, "global_batch_size": None}, "need different samples, but the datamodule has"),
         ({"graph_ranks": 1}, {}, "global_batch_size must be divisible by the number of data ranks, got 4 and 3"),
     ],
