@@ -241,7 +241,7 @@ class Steps:
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Context manager that allows lossy messages, except in the last epoch, which is exact."""
-        of_graph = self._world if self._mesh is None else self._mesh.graph
+        of_graph = self._world if self._samples is None else self._samples.graph_ranks
         return of_graph.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
 
     @contextmanager

@@ -107,7 +107,7 @@ class SampleRun:
         return self.include_all_ranks(context_of(self._module, shard, self.graph_ranks, make))
 
     def include_all_ranks(self, context: GraphContext) -> GraphContext:
-        """Change a graph context for copies of the graph, whose statistics are over the rows of all data ranks."""
+        """Change a graph context for copies of the graph, whose statistics include the rows of all data ranks."""
         if self._mesh is None:
             return context
         context.rows = _NoRows()  # type: ignore[assignment]
