@@ -117,7 +117,7 @@ class SampleRun:
         return context
 
     def gather_samples(self, values: Tensor, total: int) -> Tensor:
-        """Returns values of all samples of a global batch, ``[S, ...]``, from those of this data rank."""
+        """Returns values of all samples of a global batch, ``[S, ...]``; `values` has the samples of this data rank."""
         if self._mesh is None:
             return values
         size = self._mesh.data.size
