@@ -148,8 +148,7 @@ class GraphRows:
         state = dict(_state(module))
         if now is None and world.stand_ins:  # threads share their tensors: rank 0 collects them
             now = world.all_gather_object(tensors_now() if world.rank == 0 else [])[0]
-        now = tensors_now() if now is None else now
-        now = list(now)
+        now = list(tensors_now() if now is None else now)
         for mode in self.modes:
             with mode.reading():
                 mode.note_constants(now, tensors_in([store.to_dict() for store in self._shard.batch.stores]))

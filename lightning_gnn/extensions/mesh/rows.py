@@ -127,8 +127,9 @@ class SampleRows(GraphRows):
     @override
     def place(self, batch: Any) -> Any:
         self.batch_size = getattr(batch, "total_size", None)
-        for name, dim in getattr(batch, "row_dims", {}).items():
-            place(batch[name], REPLICATED if dim is None else self.nodes[None].at(dim))
+        for x, kind, dim in getattr(batch, "sample_tensors", ()):
+            if not self._is_placed(x):  # a hook may have replaced it
+                place(x, REPLICATED if dim is None else self.nodes[kind].at(dim))
         return super().place(batch)
 
 
@@ -166,13 +167,13 @@ class MeshRows(SampleRows):
         super().place(batch)
         if self._sample_mode is None:
             return batch
-        info = batch.get("sample_info")
+        info = getattr(batch, "sample_info", None)
         samples = None if info is None else self._samples(info)
         with self._sample_mode.reading():
-            for name, value in batch.to_dict().items():
-                if isinstance(value, Tensor):
-                    has_samples = samples is not None and name in info.node_dims and value.dim() > 0
-                    place(value, samples.at(0) if has_samples and samples is not None else REPLICATED)
+            for x, *_ in () if samples is None else batch.sample_tensors:
+                x.__dict__.setdefault(OF_SAMPLES, samples.at(0))  # type: ignore[union-attr]
+            for x in tensors_in(batch.to_dict()):
+                x.__dict__.setdefault(OF_SAMPLES, REPLICATED)
         return batch
 
     def _samples(self, info: Any) -> RowSet:

@@ -164,7 +164,7 @@ class CopiedRows(SampleRows):
         info = batch.get("sample_info")
         if info is not None:
             self._turn_to(info.total)
-            for name, dim in batch.row_dims.items():
+            for name, dim in info.node_dims.items():
                 if dim is None and not self._is_placed(batch[name]):
                     batch[name] = place(self._run.gather_samples(batch[name], info.total), REPLICATED)
         return super().place(batch)

@@ -69,7 +69,10 @@ def prepare_hetero(
     """
     if not data.edge_types:
         raise ValueError("The HeteroData has no edge types. Add one, such as data['author', 'writes', 'paper'].edge_index.")
-    chosen, predicted = input_type_of(data, input_type), predicted_edges(edge_stores(data))
+    predicted = predicted_edges(edge_stores(data))
+    if not masks_needed and not any(name in data[kind] for kind in data.node_types for name in ("train_mask", "y")):
+        input_type = input_type or (data.node_types[0] if predicted is None else None)
+    chosen = input_type_of(data, input_type)
     masks_needed = masks_needed and predicted is None
     result = HeteroData()
     sizes: dict[NodeType, int] = {}

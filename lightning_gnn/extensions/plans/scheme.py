@@ -203,8 +203,7 @@ def log_plan(
         between: topology or machines of the ranks.
         name: name of a plan that does not send along links; None for direct exchange and trees.
     """
-    features = next(iter(shard.batch.x_dict.values())) if shard.types.is_hetero else shard.batch.x
-    row_bytes = features[:1].nbytes
+    row_bytes = next((store.x[:1].nbytes for store in shard.batch.node_stores if "x" in store), 0)
     description = _describe_plan(exchange, between, row_bytes) | ({"name": name} if name else {})
     log_config(trainer, {"plan": description})
     if not (trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and uploads(trainer)):

@@ -14,8 +14,9 @@ from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.samples import layers  # noqa: F401  its rules register themselves
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
-from lightning_gnn.extensions.samples.formats import SampleFormat
-from lightning_gnn.extensions.samples.loader import SampleLoader, graph_values, read_item
+from lightning_gnn.extensions.samples.formats import SampleFormat, flat_name
+from lightning_gnn.extensions.samples.loader import SampleLoader, read_item, taken_names
+from lightning_gnn.extensions.samples.node_sets import local_sizes, rows_of_parts
 from lightning_gnn.extensions.samples.order import GlobalOrder
 
 _STAGES = {"fit": ("samples", "val_samples"), "validate": ("val_samples",), "test": ("test_samples",)}
@@ -68,12 +69,13 @@ class SampleData:
         dims = {} if node_dims is None else node_dims
         if not isinstance(dims, Mapping) or not all(dim is None or type(dim) is int for dim in dims.values()):
             raise ValueError(f"node_dims must map names to dimensions or None, such as {{'x': 1}} (got {quote(node_dims)}).")
+        dims = {flat_name(name): dim for name, dim in dims.items()}
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError(
                 f"{', '.join(self._datasets)} must have a batch_size per data rank or a global_batch_size, and not both, got "
                 f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
             )
-        self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dict(dims)
+        self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dims
         self._given_size = batch_size
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
@@ -84,7 +86,7 @@ class SampleData:
         self.copies: Copies | None = None
         self.place: Callable[[Any], Any] = _as_it_is
         self._data_ranks, self._data_rank = 1, 0
-        self._local: dict[str, tuple[Any, SampleFormat, np.ndarray | None]] = {}
+        self._local: dict[str, tuple[Any, SampleFormat, Mapping[str, np.ndarray] | None]] = {}
 
     def check_strategy(self, strategy: Any) -> None:
         """Set the data ranks of a strategy; raises ValueError if it does not support samples."""
@@ -104,9 +106,9 @@ class SampleData:
             partition: folder of the partitioned graph.
             lock: see :func:`~lightning_gnn.extensions.samples.folders.convert_folder`.
         """
-        rows = np.split(cut.n_id.numpy(), cut.offsets[1:-1])
+        rows = rows_of_parts(cut)
         for name in [name for name, samples in self._datasets.items() if folder_of(samples) is not None]:
-            self._convert(name, self._format(name, seed, len(cut.n_id), len(cut.e_id)), rows, partition, lock)
+            self._convert(name, self._format(name, seed, rows, len(cut.e_id)), rows, partition, lock)
 
     def setup(self, seed: int, shard: Shard, stage: str, partition: Path | None, lock: Callable[[str], Any]) -> None:
         """Check the first sample of each dataset of a stage against the graph, and open converted folders.
@@ -121,28 +123,30 @@ class SampleData:
         Raises:
             ValueError: a sample does not match the graph, or the graph does not support samples.
         """
-        if shard.types.is_hetero:
-            raise ValueError("samples does not support a HeteroData. Use a Data, such as data.to_homogeneous().")
+        if shard.types.is_hetero and self._concatenate:
+            raise ValueError("concatenate=True does not support a HeteroData. Remove it.")
         if shard.rows != shard.counts:
             raise ValueError('samples does not support replicas of nodes. Use another plan, such as DGCLStrategy(plan="p2p").')
         self.copies = Copies(shard, self._data_ranks, self._data_rank) if self._concatenate else None
-        rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])
+        rows = rows_of_parts(shard)
         of_stage = [name for name in _STAGES.get(stage, ("predict_samples",)) if name in self._datasets]
         for name in of_stage:
-            form = self._format(name, seed, len(shard.n_id), sum(shard.edge_counts))
+            form = self._format(name, seed, rows, sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
             if unknown and name == "samples":
                 raise ValueError(f"node_dims has {sorted(unknown)}, but {name}[0] has {sorted(form.tensors)}. Correct the names.")
-            taken = [each for each in form.tensors if each in _RESERVED or each in graph_values(shard)]
+            taken = [each for each in form.tensors if each in _RESERVED or each in taken_names(shard)]
             if taken:
+                kind, _, own_name = taken[0].rpartition(".")
+                where = f"data[{kind!r}].{own_name}" if kind else f"data.{own_name}"
                 raise ValueError(
                     f"{', '.join(taken)} of {name}[0] must have another name: the graph or the batch has it, too. Rename it, or "
-                    f"remove it from the graph, del data.{taken[0]}, or from the samples."
+                    f"remove it from the graph, del {where}, or from the samples."
                 )
             folder, samples = self._convert(name, form, rows, partition, lock), self._datasets[name]
-            own = None if folder is not None or partition is None else rows[shard.rank]
+            own = None if folder is not None or partition is None else {kind: ids[shard.rank] for kind, ids in rows.items()}
             if folder is not None:
-                form = form.resize(shard.counts[shard.rank])
+                form = form.resize(local_sizes(shard))
                 samples = _with_part(samples, PartSamples(folder_of(samples), folder, shard.rank, form))  # type: ignore[arg-type]
             self._local[name] = samples, form, own
 
@@ -189,16 +193,21 @@ class SampleData:
             )
         return (batch_size or 0) if total is None else total // data_ranks
 
-    def _format(self, name: str, seed: int, num_nodes: int, num_edges: int) -> SampleFormat:
-        item = read_item(self._datasets[name], seed, 0, 0)
+    def _format(self, name: str, seed: int, rows: Mapping[str, Sequence[np.ndarray]], num_edges: int) -> SampleFormat:
+        item, num_nodes = read_item(self._datasets[name], seed, 0, 0), {kind: sum(map(len, ids)) for kind, ids in rows.items()}
         return SampleFormat.of(name, item, num_nodes, num_edges, self._node_dims)
 
     def _convert(
-        self, name: str, form: SampleFormat, rows: Sequence[np.ndarray], partition: Path | None, lock: Callable[[str], Any]
+        self,
+        name: str,
+        form: SampleFormat,
+        rows: Mapping[str, Sequence[np.ndarray]],
+        partition: Path | None,
+        lock: Callable[[str], Any],
     ) -> Path | None:
         """Returns the folder of a dataset's converted files; None for other datasets, and for one rank."""
         source = folder_of(self._datasets[name])
-        if source is None or partition is None or len(rows) == 1:
+        if source is None or partition is None or len(next(iter(rows.values()))) == 1:
             return None
         return convert_folder(source, form, rows, partition, lock)
 

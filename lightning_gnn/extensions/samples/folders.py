@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ def _zarr_arrays(folder: Path) -> dict[str, Any]:
 
 
 class FolderSamples(Dataset[Any]):
-    """Samples in ``.npy`` files ``[S, ...]``, memory-mapped, or in zarr arrays. The name of a file is the name of its tensor.
+    """Samples in ``.npy`` files ``[S, ...]``, memory-mapped, or in zarr arrays. File names are names of tensors: grid.x.
 
     Args:
         folder: folder of the files, or a zarr group.
@@ -164,7 +164,11 @@ class PartSamples(Dataset[Any]):
 
 
 def convert_folder(
-    samples: FolderSamples, form: SampleFormat, rows: Sequence[np.ndarray], partition: Path, lock: Callable[[str], Any]
+    samples: FolderSamples,
+    form: SampleFormat,
+    rows: Mapping[str, Sequence[np.ndarray]],
+    partition: Path,
+    lock: Callable[[str], Any],
 ) -> Path:
     """Write a folder's samples in the order of a partition, one file ``[S, ..., N_p, ...]`` per part and tensor.
 
@@ -173,7 +177,7 @@ def convert_folder(
     Args:
         samples: samples of the whole graph.
         form: format of the samples.
-        rows: original ids of each part's nodes, in order.
+        rows: original ids of each part's nodes, in order, by node type.
         partition: folder of the partitioned graph.
         lock: function that returns a context manager for one writer, given the name of the folder.
     """
@@ -191,9 +195,9 @@ def convert_folder(
         rank_zero_info(f"Converting the samples in {samples.folder} to the order of the partition: {num_bytes / 1e9:.2f} GB")
         with writing(folder.parent, num_bytes), appearing_folder(folder) as scratch:
             for name in names:
-                _write_parts(
-                    samples.arrays[name], form.node_dims[name], rows, [scratch / f"part{p}.{name}.npy" for p in range(len(rows))]
-                )
+                ids = rows[form.tensors[name].node_type]
+                files = [scratch / f"part{part}.{name}.npy" for part in range(len(ids))]
+                _write_parts(samples.arrays[name], form.node_dims[name], ids, files)
     return folder
 
 

@@ -1,12 +1,12 @@
 """Names, shapes, dtypes and node dimensions of a dataset's samples.
 
-N nodes of the whole graph, B samples in a batch.
+A tensor of a node type has the name ``"type.name"``. N nodes of the whole graph or of the type, B samples in a batch.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,31 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.arguments import quote
+
+ALL_NODES = ""
+"""Node type of a graph without types."""
+
+
+def flat_name(name: Any) -> str:
+    """Returns the name of a tensor: a name, or a pair of a node type and a name."""
+    return ".".join(name) if isinstance(name, tuple) else str(name)
+
+
+def _flat_values(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the values of an item by name, also those in dicts of node types."""
+    if isinstance(item, (Data, HeteroData)):
+        stores = {"": item.stores[0], **({} if isinstance(item, Data) else dict((*item.node_items(), *item.edge_items())))}
+        tensors = {kind: {name: x for name, x in store.items() if isinstance(x, Tensor)} for kind, store in stores.items()}
+        item = {**tensors.pop(""), **tensors}
+    for name, value in item.items():
+        if isinstance(value, Mapping):
+            kind = "__".join(name) if isinstance(name, tuple) else name
+            yield from ((f"{kind}.{inner}", each) for inner, each in value.items())
+        else:
+            yield str(name), value
 
 
 def values_of(item: Any, where: str) -> dict[str, Tensor | np.ndarray]:
@@ -25,12 +47,10 @@ def values_of(item: Any, where: str) -> dict[str, Tensor | np.ndarray]:
     Raises:
         ValueError: the item is no dict and no ``Data``, or a value is no tensor, array or number; `where` names the item.
     """
-    if isinstance(item, Data):
-        item = {name: value for name, value in item.to_dict().items() if isinstance(value, Tensor)}
-    if not isinstance(item, Mapping):
+    if not isinstance(item, (Mapping, Data, HeteroData)):
         raise ValueError(f"{where} must be a dict of tensors or a Data, got {type(item).__name__}. Return {{'x': x, 'y': y}}.")
     found: dict[str, Tensor | np.ndarray] = {}
-    for name, value in item.items():
+    for name, value in _flat_values(item):
         try:
             value = value if isinstance(value, (Tensor, np.ndarray)) else torch.as_tensor(value)
             _dtype_of(value)
@@ -38,7 +58,7 @@ def values_of(item: Any, where: str) -> dict[str, Tensor | np.ndarray]:
             raise ValueError(
                 f"{where} must have tensors, arrays and numbers, got {name}={quote(value)} ({error}). Convert or remove it."
             ) from error
-        found[str(name)] = value
+        found[name] = value
     return found
 
 
@@ -54,17 +74,19 @@ class SampleTensor:
         shape: shape in a sample.
         dtype: dtype.
         node_dim: dimension of the nodes in a sample, from the left; None for one value per sample.
+        node_type: type of these nodes.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     node_dim: int | None
+    node_type: str = ALL_NODES
 
-    def resize(self, num_rows: int) -> SampleTensor:
-        """Returns the format with another number of nodes."""
+    def resize(self, num_rows: Mapping[str, int]) -> SampleTensor:
+        """Returns the format with other numbers of nodes, by type."""
         if self.node_dim is None:
             return self
-        return replace(self, shape=(*self.shape[: self.node_dim], num_rows, *self.shape[self.node_dim + 1 :]))
+        return replace(self, shape=(*self.shape[: self.node_dim], num_rows[self.node_type], *self.shape[self.node_dim + 1 :]))
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -84,38 +106,49 @@ class SampleFormat:
 
     @classmethod
     def of(
-        cls, dataset: str, item: Any, num_nodes: int, num_edges: int, node_dims: Mapping[str, int | None] | None = None
+        cls,
+        dataset: str,
+        item: Any,
+        num_nodes: int | Mapping[str, int],
+        num_edges: int,
+        node_dims: Mapping[str, int | None] | None = None,
     ) -> SampleFormat:
         """Returns the format of a dataset.
 
         Args:
             dataset: name of the dataset in messages.
             item: first item of the dataset.
-            num_nodes, num_edges: size of the whole graph.
+            num_nodes, num_edges: size of the whole graph; numbers of nodes by type.
             node_dims: given node dimensions by name; by default 0 for 1-D tensors, else -2, if the size is `num_nodes`.
 
         Raises:
             ValueError: no tensor has rows of nodes, a given dimension has another size, or a tensor has rows of edges.
         """
         values, given = values_of(item, f"{dataset}[0]"), node_dims or {}
+        sizes = num_nodes if isinstance(num_nodes, Mapping) else {ALL_NODES: num_nodes}
         tensors = {}
         for name, value in values.items():
-            shape = tuple(value.shape)
-            dim = given[name] if name in given else _default_dim(f"{dataset}[0]", name, shape, num_nodes, num_edges)
+            shape, kind = tuple(value.shape), _type_of(f"{dataset}[0]", name, sizes)
+            size = sizes.get(kind, -1)  # of values outside of types
+            dim = given[name] if name in given else _default_dim(f"{dataset}[0]", name, shape, size, num_edges, kind)
             if dim is not None:
-                if not -len(shape) <= dim < len(shape) or shape[dim] != num_nodes:
+                if not -len(shape) <= dim < len(shape) or shape[dim] != size:
                     raise ValueError(
-                        f"node_dims[{name!r}] must be a dimension of size N={num_nodes}, got {dim}: {name} of {dataset}[0] has "
-                        f"shape {list(shape)}. Correct it, or use None for one value per sample."
+                        f"node_dims[{_key(name, kind)}] must be a dimension of size N={size}, got {dim}: {name} of {dataset}[0] "
+                        f"has shape {list(shape)}. Correct it, or use None for one value per sample."
                     )
                 dim %= len(shape)
-            tensors[name] = SampleTensor(shape, _dtype_of(value), dim)
-        if all(tensor.node_dim is None for tensor in tensors.values()):
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-            raise ValueError(
-                f"{dataset}: no tensor of sample 0 has N={num_nodes} entries along its node dimension (got {shapes}). Check the "
-                "number of nodes, or pass node_dims, such as GraphDataModule(..., node_dims={'x': 1})."
-            )
+            tensors[name] = SampleTensor(shape, _dtype_of(value), dim, kind)
+        having = {tensor.node_type for tensor in tensors.values()} & sizes.keys()
+        for kind in having or sizes:
+            named = {name: each for name, each in tensors.items() if each.node_type == kind} or tensors
+            if all(tensor.node_dim is None for tensor in named.values()):
+                shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+                raise ValueError(
+                    f"{dataset}: no tensor of sample 0 has N={sizes[kind]} entries along its node dimension (got {shapes}). "
+                    "Check the number of nodes, or pass node_dims, such as GraphDataModule(..., "
+                    f"node_dims={{{_key('x', kind)}: 1}})."
+                )
         return cls(dataset, tensors)
 
     @property
@@ -123,17 +156,17 @@ class SampleFormat:
         """Dimension of the nodes in batches ``[B, ...]``, by name; None for one value per sample."""
         return {name: None if each.node_dim is None else each.node_dim + 1 for name, each in self.tensors.items()}
 
-    def resize(self, num_rows: int) -> SampleFormat:
-        """Returns the format of samples with another number of nodes."""
+    def resize(self, num_rows: Mapping[str, int]) -> SampleFormat:
+        """Returns the format of samples with other numbers of nodes, by type."""
         return replace(self, tensors={name: each.resize(num_rows) for name, each in self.tensors.items()})
 
-    def local_rows(self, index: int, item: Any, rows: np.ndarray | None) -> dict[str, Tensor]:
+    def local_rows(self, index: int, item: Any, rows: Mapping[str, np.ndarray] | None) -> dict[str, Tensor]:
         """Returns the tensors of an item, with a rank's node rows.
 
         Args:
             index: dataset index of the item.
             item: item of the dataset.
-            rows: original ids of the nodes, int64 ``[rows]``; None for all entries of the item.
+            rows: original ids of the nodes by type, int64 ``[rows]``; None for all entries of the item.
 
         Raises:
             ValueError: a name, shape or dtype differs from the first sample.
@@ -147,13 +180,13 @@ class SampleFormat:
         found = {}
         for name, expected in self.tensors.items():
             value = values[name]
-            actual = SampleTensor(tuple(value.shape), _dtype_of(value), expected.node_dim)
+            actual = replace(expected, shape=tuple(value.shape), dtype=_dtype_of(value))
             if actual != expected:
                 raise ValueError(
                     f"{name} of {self.dataset}[{index}] is {actual}, but {name} of {self.dataset}[0] is {expected}. "
                     f"Return {name} with one shape and dtype for all samples."
                 )
-            found[name] = _select_rows(value, expected.node_dim, rows)
+            found[name] = _select_rows(value, expected.node_dim, None if rows is None else rows.get(expected.node_type))
         return found
 
     def stack(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -172,14 +205,30 @@ def digest_of(item: Any) -> int:
     return found
 
 
-def _default_dim(where: str, name: str, shape: tuple[int, ...], num_nodes: int, num_edges: int) -> int | None:
+def _type_of(where: str, name: str, sizes: Mapping[str, int]) -> str:
+    """Returns the node type of a tensor; ALL_NODES for values outside of types."""
+    kind, dot, _ = name.rpartition(".")
+    if ALL_NODES in sizes or not dot:
+        return ALL_NODES
+    if kind not in sizes:
+        raise ValueError(f"{where} must have tensors of node types {sorted(sizes)}, got {name}. Rename or remove it.")
+    return kind
+
+
+def _key(name: str, kind: str) -> str:
+    """Returns the key of a tensor in `node_dims`, for messages."""
+    return repr((kind, name.removeprefix(f"{kind}.")) if kind else name)
+
+
+def _default_dim(where: str, name: str, shape: tuple[int, ...], num_nodes: int, num_edges: int, kind: str) -> int | None:
     """Returns the node dimension of a tensor; None for one value per sample."""
     if not shape:
         return None
     dim = 0 if len(shape) == 1 else -2
     if shape[dim] == num_nodes:
         return dim
-    advice = f"such as GraphDataModule(..., node_dims={{{name!r}: {shape.index(num_nodes) if num_nodes in shape else None}}})"
+    best = shape.index(num_nodes) if num_nodes in shape else None
+    advice = f"such as GraphDataModule(..., node_dims={{{_key(name, kind)}: {best}}})"
     if shape[dim] == num_edges:
         raise ValueError(
             f"{name} of {where} has shape {list(shape)}, and the graph has {num_edges} edges. Samples do not support tensors "

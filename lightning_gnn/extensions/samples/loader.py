@@ -20,6 +20,7 @@ from lightning_gnn.data.sources import MASKS, GraphData, kinds_of, left_out_of
 from lightning_gnn.datamodules.graph import GraphLoader
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.formats import SampleFormat, digest_of
+from lightning_gnn.extensions.samples.node_sets import TypedSampleBatch, local_sizes, names_of_graph, typed_batch
 from lightning_gnn.extensions.samples.order import GlobalOrder, RankBatch
 
 
@@ -53,9 +54,9 @@ class SampleBatch(GraphData):
         return len(self.n_id)
 
     @property
-    def row_dims(self) -> Mapping[str, int | None]:
-        """Dimension of the nodes in each tensor of the samples; None for one value per sample."""
-        return dict(self.sample_info.node_dims)
+    def sample_tensors(self) -> Iterator[tuple[Tensor, None, int | None]]:
+        """Tensors of the samples, without a node type, and the dimension of their nodes; None for one value per sample."""
+        return ((self[name], None, dim) for name, dim in self.sample_info.node_dims.items())
 
     @property
     def total_size(self) -> int:
@@ -66,7 +67,7 @@ class SampleBatch(GraphData):
 class _Items(Dataset[Any]):
     """Items of a dataset by epoch and index, with a rank's rows; random states in an item depend only on its key and the seed."""
 
-    def __init__(self, samples: Any, form: SampleFormat, rows: np.ndarray | None, seed: int) -> None:
+    def __init__(self, samples: Any, form: SampleFormat, rows: Mapping[str, np.ndarray] | None, seed: int) -> None:
         self._samples, self._form, self._rows, self._seed = samples, form, rows, seed
 
     def __getitem__(self, key: tuple[int, int, bool]) -> tuple[dict[str, Tensor], int]:
@@ -115,6 +116,11 @@ class _Keys:
             yield [(epoch, index, self.is_compared(number)) for index in batch.indices]
 
 
+def taken_names(shard: Shard) -> set[str]:
+    """Returns the names of the graph's attributes in batches."""
+    return names_of_graph(shard) if shard.types.is_hetero else {*graph_values(shard)}
+
+
 def graph_values(shard: Shard) -> dict[str, Any]:
     """Returns the attributes of the graph in batches: without features and masks that the user's graph does not have."""
     absent = [name for name in MASKS if not sum(shard.mask_counts[name])] + ["x"] * (shard.batch.x.size(1) == 0)
@@ -137,7 +143,7 @@ class SampleLoader(GraphLoader):
         data_rank: number of this data rank.
         epoch: function that returns the current epoch.
         seed: seed of random states in items.
-        rows: original ids of the rank's nodes, int64 ``[N]``; None if items contain only these, in this order.
+        rows: original ids of the rank's nodes by type, int64 ``[N]``; None if items contain only these, in this order.
         copies: copies of the graph if samples are concatenated as in PyG's batches; None otherwise.
         place: function that is called with each batch, and returns it.
         num_workers, persistent_workers, prefetch_factor: arguments of ``torch.utils.data.DataLoader``.
@@ -152,7 +158,7 @@ class SampleLoader(GraphLoader):
         data_rank: int = 0,
         epoch: Callable[[], int] = lambda: 0,
         seed: int = 0,
-        rows: np.ndarray | None = None,
+        rows: Mapping[str, np.ndarray] | None = None,
         copies: Copies | None = None,
         place: Callable[[Any], Any] = lambda batch: batch,
         num_workers: int = 0,
@@ -161,7 +167,7 @@ class SampleLoader(GraphLoader):
     ) -> None:
         self.order, self.data_rank, self.data_ranks = order, data_rank, order.data_ranks
         self._shard, self._epoch, self._copies, self._place = shard, epoch, copies, place
-        self._form = form.resize(shard.batch.num_owned)
+        self._form = form.resize(local_sizes(shard))
         self._keys = _Keys(order, data_rank)
         self._position, self._resumed = (0, 0), (-1, 0)
         self._loader: DataLoader[Any] = DataLoader(
@@ -202,8 +208,10 @@ class SampleLoader(GraphLoader):
     def _collate(self, items: Sequence[tuple[dict[str, Tensor], int]]) -> tuple[dict[str, Tensor], list[int]]:
         return self._form.stack([tensors for tensors, _ in items]), [digest for _, digest in items]
 
-    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch, *compared: Any) -> SampleBatch:
+    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch, *compared: Any) -> SampleBatch | TypedSampleBatch:
         shard, node_dims = self._shard, self._form.node_dims
+        if shard.types.is_hetero:
+            return typed_batch(shard, tensors, SampleInfo(*rank_batch, node_dims, *compared))
         if self._copies is not None:
             shard = self._copies[rank_batch.total]
             node_dims = {name: each.node_dim for name, each in self._form.tensors.items()}

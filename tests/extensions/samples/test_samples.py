@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch.utils.data import Subset
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCNConv
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, split_by_time
@@ -184,12 +184,6 @@ def test_graphs_that_samples_do_not_support(tmp_path):
     replicated = data.stored_cut().shard(0, Replicas(1, ((0,), (1,))))
     with pytest.raises(ValueError, match="does not support replicas"):
         setup(0, replicated, "fit", partition, data._lock)
-    nodes, edges = {"x": torch.ones(N, 1), "train_mask": torch.ones(N).bool()}, {"edge_index": EDGES}
-    typed = HeteroData({"a": nodes, ("a", "to", "a"): edges})
-    data = module_of(Items(), tmp_path, typed)
-    set_ranks(data)
-    with pytest.raises(ValueError, match="does not support a HeteroData"):
-        data.setup("fit")
 
 
 # Formats ######################################################################
