@@ -1,26 +1,27 @@
-"""Tracers in the wind on a sphere: one icosahedral mesh, a sample for each weather, gradients through four steps.
+"""Tracers in the wind on a sphere: from a grid to an icosahedral mesh and back, as in GraphCast; gradients through four steps.
 
 python examples/weather.py [--devices 4 --graph-ranks 2] [--picture weather.png]
 
-Ranks form a mesh: graph ranks have parts of the globe, data ranks have different weathers. Losses equal one device, although the
-loss is a root of a mean over samples and nodes, which is not the mean of the ranks' roots.
+A sample is the weather at the nodes of the grid. Graph ranks have parts of the globe, of both grid and mesh, and data ranks have
+different weathers. Losses equal one device, although the loss is a root of a mean, which is not the mean of the ranks' roots.
 """
 
 import argparse
 
 import lightning as L
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import coalesce
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
 
 STEPS, ANGLE = 4, 0.15  # steps of a rollout; radians that the wind turns the air per step
+UP, ON, DOWN = ("grid", "to", "mesh"), ("mesh", "to", "mesh"), ("mesh", "to", "grid")
 
 
 def icosahedral_mesh(num_refinements):
-    """Nodes on the unit sphere, with the edges of all refinements; 2,562 nodes after four."""
+    """Nodes on the unit sphere, and the edges of all refinements; 2,562 nodes after four."""
     golden = (1 + 5**0.5) / 2
     corners = [(0, a, b * golden) for a in (-1, 1) for b in (-1, 1)]
     places = torch.tensor([point[turn:] + point[:turn] for turn in range(3) for point in corners])
@@ -44,14 +45,29 @@ def icosahedral_mesh(num_refinements):
             finer += [(a, ab, ca), (b, bc, ab), (c, ca, bc), (ab, bc, ca)]
         triangles = finer
     places, both = torch.stack(points), torch.tensor(edges).t()
-    edge_index = coalesce(torch.cat([both, both.flip(0)], 1), num_nodes=len(places))
-    offsets = places[edge_index[0]] - places[edge_index[1]]
-    edge_attr = torch.cat([offsets, offsets.norm(dim=1, keepdim=True)], 1)
-    return Data(edge_index=edge_index, edge_attr=edge_attr, place=places, num_nodes=len(places))
+    return places, coalesce(torch.cat([both, both.flip(0)], 1), num_nodes=len(places))
+
+
+def globe(num_refinements):
+    """A grid of latitudes and longitudes, a mesh, and edges between each node of the grid and the three nearest of the mesh."""
+    graph, num_latitudes = HeteroData(), 9 * 2**num_refinements // 4
+    latitudes = ((torch.arange(num_latitudes) + 0.5) / num_latitudes - 0.5) * torch.pi
+    north, east = torch.meshgrid(latitudes, torch.arange(2 * num_latitudes) * torch.pi / num_latitudes, indexing="ij")
+    grid = torch.stack([north.cos() * east.cos(), north.cos() * east.sin(), north.sin()], -1).view(-1, 3)
+    mesh, edge_index = icosahedral_mesh(num_refinements)
+    nearest = torch.cdist(grid, mesh).topk(3, largest=False).indices.flatten()
+    up = torch.stack([torch.arange(len(grid)).repeat_interleave(3), nearest])
+    for name, places in (("grid", grid), ("mesh", mesh)):
+        graph[name].place, graph[name].num_nodes = places, len(places)
+    graph["grid"].area = north.cos().view(-1, 1) / north.cos().mean()
+    for kind, edges in ((UP, up), (ON, edge_index), (DOWN, up.flip(0))):
+        offsets = graph[kind[0]].place[edges[0]] - graph[kind[2]].place[edges[1]]
+        graph[kind].edge_index, graph[kind].edge_attr = edges, torch.cat([offsets, offsets.norm(dim=1, keepdim=True)], 1)
+    return graph
 
 
 class Weathers(torch.utils.data.Dataset):
-    """Samples: ``x [N, 2]``, two tracers, and ``y [4, N, 2]``, their values in the next steps."""
+    """Samples: ``x [N, 2]`` of the grid, two tracers, and ``y [4, N, 2]``, their values in the next steps."""
 
     def __init__(self, places, size, seed):
         self.places, self.size, self.seed = places, size, seed
@@ -67,11 +83,11 @@ class Weathers(torch.utils.data.Dataset):
         turns = torch.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], 1).view(-1, 1, 3, 3)
         moved = turns @ clouds.transpose(1, 2)  # [5, 2, 3, clouds]
         states = torch.exp(6 * (self.places @ moved - 1)).sum(-1).transpose(1, 2)  # [5, N, 2]
-        return {"x": states[0], "y": states[1:]}
+        return {"grid": {"x": states[0], "y": states[1:]}}
 
 
 class Wind(MessagePassing):
-    """Messages from both nodes and the offset of an edge; then an update of nodes."""
+    """Messages from both nodes and the offset of an edge; then an update of targets. Sources may be of another type."""
 
     def __init__(self, size):
         super().__init__(aggr="mean")
@@ -79,25 +95,29 @@ class Wind(MessagePassing):
         self.of_nodes = torch.nn.Sequential(torch.nn.Linear(2 * size, size), torch.nn.SiLU(), torch.nn.LayerNorm(size))
 
     def forward(self, h, edge_index, edge_attr):
-        return h + self.of_nodes(torch.cat([h, self.propagate(edge_index, h=h, edge_attr=edge_attr)], -1))
+        return h[1] + self.of_nodes(torch.cat([h[1], self.propagate(edge_index, h=h, edge_attr=edge_attr)], -1))
 
     def message(self, h_i, h_j, edge_attr):
         return self.of_edges(torch.cat([h_i, h_j, edge_attr.expand(*h_j.shape[:-1], 4)], -1))
 
 
 class Step(torch.nn.Module):
-    """Encoder, two processors and decoder: the change of the tracers in one step."""
+    """Encoder to the mesh, two processors, and decoder to the grid: the change of the tracers in one step."""
 
     def __init__(self, size=16):
         super().__init__()
-        self.encoder, self.decoder = torch.nn.Linear(5, size), torch.nn.Linear(size, 2)
+        self.of_grid, self.of_mesh, self.out = torch.nn.Linear(5, size), torch.nn.Linear(3, size), torch.nn.Linear(size, 2)
+        self.encoder, self.decoder = Wind(size), Wind(size)
         self.processors = torch.nn.ModuleList(Wind(size) for _ in range(2))
 
     def forward(self, state, batch):
-        h = self.encoder(torch.cat([state, batch.place.expand(*state.shape[:-1], 3)], -1))
+        edges = {kind: (batch[kind].edge_index, batch[kind].edge_attr) for kind in (UP, ON, DOWN)}
+        grid, mesh = (place.expand(state.size(0), *place.shape) for place in (batch["grid"].place, batch["mesh"].place))
+        grid, mesh = self.of_grid(torch.cat([state, grid], -1)), self.of_mesh(mesh)
+        mesh = self.encoder((grid, mesh), *edges[UP])
         for processor in self.processors:
-            h = processor(h, batch.edge_index, batch.edge_attr)
-        return state + self.decoder(h)
+            mesh = processor((mesh, mesh), *edges[ON])
+        return state + self.out(self.decoder((mesh, grid), *edges[DOWN]))
 
 
 class Forecast(L.LightningModule):
@@ -106,16 +126,17 @@ class Forecast(L.LightningModule):
         self.model, self.losses = Step(), []
 
     def forward(self, batch):
-        state, states = batch.x, []
+        state, states = batch["grid"].x, []
         for _ in range(STEPS):
             state = self.model(state, batch)
             states.append(state)
         return torch.stack(states, 1)  # [B, 4, N, 2]
 
     def training_step(self, batch, batch_idx):
-        loss = (self(batch) - batch.y).square().mean().sqrt()
+        grid = batch["grid"]
+        loss = ((self(batch) - grid.y).square() * grid.area).mean().sqrt()
         self.losses.append(loss.item())
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.x))
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(grid.x))
         return loss
 
     def on_train_epoch_end(self):
@@ -131,18 +152,18 @@ class Forecast(L.LightningModule):
 def make(num_refinements=4, num_samples=32, global_batch_size=4):
     """Returns the module, the data, and the samples that are predicted."""
     L.seed_everything(0)
-    graph = icosahedral_mesh(num_refinements)
-    train, test = Weathers(graph.place, num_samples, 0), Weathers(graph.place, 4, 10_000)
+    graph = globe(num_refinements)
+    train, test = (Weathers(graph["grid"].place, size, seed) for size, seed in ((num_samples, 0), (4, 10_000)))
     return Forecast(), GraphDataModule(graph, samples=train, predict_samples=test, global_batch_size=global_batch_size), test
 
 
-def draw(file, prediction, truth, places):
+def draw(file, prediction, truth):
     from matplotlib import pyplot as plt
 
-    east, north = torch.atan2(places[:, 1], places[:, 0]).rad2deg(), places[:, 2].asin().rad2deg()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="tight", sharey=True)
     for axis, values, title in zip(axes, (truth, prediction), ("Truth", "Prediction")):
-        axis.scatter(east, north, c=values, s=6, vmin=0, vmax=float(truth.max()))
+        values = values.view(-1, round((2 * len(values)) ** 0.5))
+        axis.imshow(values, origin="lower", extent=(0, 360, -90, 90), vmin=0, vmax=float(truth.max()))
         axis.set(title=f"{title} after {STEPS} steps", xlabel="degrees east", ylabel="degrees north")
     figure.savefig(file)
 
@@ -170,4 +191,4 @@ if __name__ == "__main__":
     if options.picture:
         predictions = torch.cat(trainer.predict(module, datamodule=data))
         if trainer.is_global_zero:
-            draw(options.picture, predictions[0, :, 0], test[0]["y"][-1, :, 0], test.places)
+            draw(options.picture, predictions[0, :, 0], test[0]["grid"]["y"][-1, :, 0])

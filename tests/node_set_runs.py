@@ -23,7 +23,7 @@ def graph_of_node_sets() -> HeteroData:
     g = torch.Generator().manual_seed(1)
     graph = HeteroData()
     graph["site"].place, graph["site"].num_nodes = torch.randn(SITES, 2, generator=g).double(), SITES
-    graph["mesh"].num_nodes = NODES
+    graph["mesh"].place, graph["mesh"].num_nodes = torch.randn(NODES, 2, generator=g).double(), NODES
     sizes = {"site": SITES, "mesh": NODES}
     for number, kind in enumerate((UP, ON, DOWN)):
         ends = [torch.randint(0, sizes[end], (90 + number,), generator=g) for end in kind[::2]]
@@ -75,6 +75,7 @@ class EncodeProcessDecode(torch.nn.Module):
     def __init__(self, make: Callable[..., torch.nn.Module], with_edges: bool = False, size: int = 6) -> None:
         super().__init__()
         self.of_sites, self.of_mesh = torch.nn.Linear(FEATURES + 2, size), torch.nn.Linear(FEATURES, size)
+        self.of_place = torch.nn.Linear(2, size)
         self.convs = torch.nn.ModuleList(make(size) for _ in range(3))
         self.out, self.back, self.with_edges = torch.nn.Linear(size, TARGETS), torch.nn.Linear(TARGETS, FEATURES), with_edges
 
@@ -86,7 +87,9 @@ class EncodeProcessDecode(torch.nn.Module):
         def of(kind: tuple[str, str, str]) -> list[Tensor]:
             return [batch[kind].edge_index, *([batch[kind].edge_attr] if self.with_edges else [])]
 
-        mesh = self.convs[0]((site, mesh), *of(UP))
+        start = self.of_place(batch["mesh"].place)
+        start = start.expand(len(x), *start.shape)  # has all samples of all data ranks
+        mesh = mesh + self.convs[0]((site, start), *of(UP))
         mesh = self.convs[1]((mesh, mesh), *of(ON))
         return self.out(self.convs[2]((mesh, site), *of(DOWN)))
 

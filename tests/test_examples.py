@@ -17,6 +17,7 @@ from conftest import SHARED
 from processes import REPOSITORY, TORCHRUN, Finished, run
 
 from lightning_gnn import DGCLStrategy
+from lightning_gnn.partition.layout import LayoutSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -90,6 +91,7 @@ SAMPLES: dict[str, dict[str, int]] = {
     "traffic": {"num_sensors": 50, "num_days": 1, "global_batch_size": 8},
     "weather": {"num_refinements": 1, "num_samples": 9, "global_batch_size": 4},
     "mesh_simulation": {"points_per_side": 6, "num_steps": 9, "global_batch_size": 4},
+    "observations": {"num_sites": 60, "points_per_side": 5, "num_samples": 9, "global_batch_size": 4},
 }
 """Sizes of the examples with samples; the last batch leaves a data rank with fewer samples."""
 
@@ -120,10 +122,30 @@ def curves_of_one_device() -> dict[str, list[float]]:
 def test_curves_of_samples(ranks, meshes):
     """Losses of all steps on data ranks, graph ranks and both."""
     expected = curves_of_one_device()
-    assert {name: len(losses) for name, losses in expected.items()} == {"traffic": 6, "weather": 6, "mesh_simulation": 6}
+    assert {name: len(losses) for name, losses in expected.items()} == dict.fromkeys(SAMPLES, 6)
     for world_size, graph_ranks in meshes:
         for found in ranks.run(world_size, curves, graph_ranks):
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["weather", "observations"])
+def test_both_node_sets_are_partitioned_together(name, tmp_path, monkeypatch):
+    """Of the edges between two node sets, at least 90 % are within a rank, and each rank has its share of both sets."""
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    _, data, _ = import_module(name).make()
+    data.partition_dir = tmp_path
+    for parts in (2, 4):
+        data.prepare_for(LayoutSpec("edge_cut", parts, method="metis", takes_types=True))
+        cut = data.stored_cut()
+        for kind, counts in cut.types.edges.items():
+            if kind[0] != kind[2]:
+                first, own = cut.types.begins(kind), 0
+                for part in range(parts):
+                    sources = cut.edge_index_of(part)[0, first[part] : first[part] + counts[part]]
+                    own += int((sources < sum(of[part] for of in cut.types.nodes.values())).sum())
+                assert own >= 0.9 * counts.sum()
+        for counts in cut.types.nodes.values():
+            assert counts.max() <= 1.25 * counts.mean()
 
 
 def with_samples(folder: Path, name: str, size: str) -> Finished:
@@ -136,7 +158,11 @@ def with_samples(folder: Path, name: str, size: str) -> Finished:
     ("name", "size"),
     [
         ("mesh_simulation", "--points 12"),
-        *campaign(("traffic", "--sensors 100"), ("weather", "--refinements 2 --graph-ranks 1")),
+        *campaign(
+            ("traffic", "--sensors 100"),
+            ("weather", "--refinements 2 --graph-ranks 1"),
+            ("observations", "--sites 200"),
+        ),
     ],
 )
 def test_samples(ran, name, size):

@@ -107,7 +107,12 @@ class SampleMode(RowsMode):
         self.row_tensors(args, kwargs)  # raises for unknown tensors
 
         def enter(value: Any) -> Any:
-            return self.enter(value, placement_of(value), "layer") if row_args and isinstance(value, Tensor) else value
+            if not row_args or not isinstance(value, Tensor):
+                return value
+            (x, of), placement = row_args[0], placement_of(value)
+            if not isinstance(placement, RowPlacement) and value.dim() == x.dim() and value.size(of.dim) == of.rows.total:
+                return self.take(value, of.dim, of.rows, "layer")
+            return self.enter(value, placement, "layer")
 
         args, kwargs = map_leaves(args, enter), map_leaves(kwargs, enter)
         with self.pause():
