@@ -137,14 +137,15 @@ class GraphDataModule(LightningDataModule):
         feature_dtype: dtype of ``x`` in batches, such as ``"float32"`` for stored float16. Default: the stored dtype.
         samples: training samples on the graph, a map-style dataset. Its items are dicts of tensors, arrays and numbers, or a
             ``Data``. Or a folder of ``.npy`` files ``[S, N, F]`` or ``[S, T, N, F]``, or ``(folder, slice)``. The graph needs
-            only ``edge_index`` and ``num_nodes``.
+            only ``edge_index`` and ``num_nodes``. For a ``HeteroData``, items are dicts by node type,
+            ``{"grid": {"x": x}, "hour": 3.0}``, or a ``HeteroData``, and files have names such as ``grid.x.npy``.
         val_samples: samples of validation. A stage without samples has no batches.
         test_samples: samples of the test stage.
         predict_samples: samples of prediction.
         global_batch_size: samples per batch of all data ranks together, in place of `batch_size`.
         shuffle: whether training samples are in random order, which depends on `seed` and the epoch.
-        node_dims: dimension of the nodes in a sample's tensor by name, or None for one value per sample. Default: dimension 0 of
-            1-D tensors and -2 of others, if its size is N; else one value per sample.
+        node_dims: dimension of the nodes in a sample's tensor by name, or by ``(node_type, name)``; None for one value per
+            sample. Default: dimension 0 of 1-D tensors and -2 of others, if its size is N; else one value per sample.
         num_workers: processes that read samples, as in ``torch.utils.data.DataLoader``.
         persistent_workers: whether these processes continue after an epoch.
         prefetch_factor: batches that each of these processes reads ahead.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_gnn import register_row_rule
-from lightning_gnn.rows.mode import RowsMode
+from lightning_gnn.rows.mode import RowsMode, rows_of
 from rows.harness import DAILY, Graph, Layout, compare, made_graph, on_ranks
 
 
@@ -65,3 +65,16 @@ def test_gradients_that_tensors_keep_are_those_of_one_device():
     expected = kept_gradients(made_graph(), None)
     for found in on_ranks(Layout(3), lambda graph, mode: kept_gradients(graph, mode, 3)):
         assert found == pytest.approx(expected, rel=1e-12), found
+
+
+def test_views_of_a_batch_without_samples_keep_their_rows():
+    """They are not gathered: a conv could not read gathered sources of another type."""
+
+    def view(graph: Graph, mode: RowsMode) -> list[int | None]:
+        with mode:
+            x = graph.x.unsqueeze(0)[:0]
+            total, columns = map(int, x.shape[1:])
+            made = x.reshape(1, 0, total, columns), x.view(0, total, 1, columns), torch.stack([x, x], 1)
+        return [getattr(rows_of(each), "dim", None) for each in made]
+
+    assert on_ranks(Layout(3), view) == [[2, 1, 2]] * 3
