@@ -30,13 +30,13 @@ def local_sizes(shard: Shard) -> dict[str, int]:
 
 
 def _stores_of(shard: Shard) -> dict[NodeType | EdgeType, dict[str, Any]]:
-    """Returns the attributes of a graph with types: ids first, which have one row per node; without absent masks."""
-    absent = [name for name in MASKS if not sum(shard.mask_counts[name])]
-    found = {}
-    for kind, store in shard.stores(shard.batch).items():
-        names = sorted(store.keys(), key=lambda name: name != "n_id")
-        found[kind] = {name: store[name] for name in names if name != "num_nodes" and name not in absent}
-    return found
+    """Returns the attributes of a graph with types, without absent masks.
+
+    The number of nodes is left out: PyG then counts the rows of ``n_id``, under row semantics those of all ranks.
+    """
+    absent = ["num_nodes", *(name for name in MASKS if not sum(shard.mask_counts[name]))]
+    stores = shard.stores(shard.batch)
+    return {kind: {name: value for name, value in store.items() if name not in absent} for kind, store in stores.items()}
 
 
 def names_of_graph(shard: Shard) -> set[str]:
