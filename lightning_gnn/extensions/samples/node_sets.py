@@ -32,7 +32,7 @@ def local_sizes(shard: Shard) -> dict[str, int]:
 def _stores_of(shard: Shard) -> dict[NodeType | EdgeType, dict[str, Any]]:
     """Returns the attributes of a graph with types, without absent masks.
 
-    The number of nodes is left out: PyG then counts the rows of ``n_id``, under row semantics those of all ranks.
+    The number of nodes is left out: PyG then counts the rows of ``n_id``, under row semantics of all ranks.
     """
     absent = ["num_nodes", *(name for name in MASKS if not sum(shard.mask_counts[name]))]
     stores = shard.stores(shard.batch)

@@ -134,6 +134,7 @@ WHOLE = {"x": torch.zeros(SITES, 1)}
         ({"site": WHOLE, "sea": {"x": torch.zeros(3)}}, r"must have tensors of node types \['mesh', 'site'\], got sea.x"),
         ({"site": WHOLE, UP: {"w": torch.zeros(90)}}, r"must have tensors of node types .*, got site__to__mesh.w"),
         ({"site": {"x": torch.zeros(SITES - 1, 2)}}, rf"no tensor of sample 0 has N={SITES} .*\('site', 'x'\): 1"),
+        ({"site": {"x": torch.zeros(3)}, "mesh": {"x": torch.zeros(NODES)}}, rf"no tensor of .* N={SITES} .*site.x"),
         ({"site": WHOLE, "mesh": {"x": torch.zeros(SITES)}}, rf"no tensor of sample 0 has N={NODES} .*mesh.x \[{SITES}\]"),
         ({"hour": 1.0}, "no tensor of sample 0 has N="),
     ],
