@@ -66,6 +66,7 @@ _FEATURES = {
     "graph_files.pyg_stores": ["graph_in_stores"],
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
+    "mesh.auto": ["agree_on_graph_ranks", "choose_ahead"],
     "mesh.run": ["SampleRun"],
     "mesh.search": ["prepare_finder"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
@@ -74,6 +75,7 @@ _FEATURES = {
     "node_types.shards": ["TypedCut", "whole_graph_with_types"],
     "node_types.small_graph": ["typed_small_graph"],
     "samples.data": ["SampleData"],
+    "samples.small_graph": ["SampleGraphs"],
 }
 """Names that the core uses from extensions, by their modules, which are imported on first use."""
 

@@ -8,7 +8,6 @@ N local nodes, H halo nodes, E edges of a rank.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +29,7 @@ from lightning_gnn.checks.trial import Bind
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.lazy_ids import stored_ids
-from lightning_gnn.data.shards import Cut, Shard, split_graph
+from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
@@ -314,7 +313,7 @@ class RankStep:
     def run(self, counts: bool = False) -> None:
         """Run the step; with `counts`, record the memory that its forward pass saves."""
         with self._counted if counts else nullcontext(), self._rows.mode:
-            output = run_step(self.module, "training_step", self._rows.place(copy.copy(self.shard.batch)))
+            output = run_step(self.module, "training_step", self._rows.place(self.shard.step_batch()))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.module.automatic_optimization and isinstance(loss, Tensor):
             self._backward(loss)
@@ -348,6 +347,7 @@ class Predicted:
         layout: layout of the scheme for two ranks.
         trainer: value of ``self.trainer`` in the step; its loggers record nothing.
         device: training device. Without attention kernels (CUDA without Triton), layers save rows of edges, which are counted.
+        make: function that makes a small graph of this batch, as :func:`~lightning_gnn.checks.small_graph.small_graph` does.
 
     Raises:
         RuntimeError: the step fails on a small graph, or the number of saved tensors differs between small graphs.
@@ -361,6 +361,7 @@ class Predicted:
         layout: LayoutSpec,
         trainer: pl.Trainer | None = None,
         device: torch.device | None = None,
+        make: Callable[..., SmallGraph] = small_graph,
     ) -> None:
         quiet_trainer = None if trainer is None else QuietTrainer(trainer)
         models = [quiet(copy_module(module).cpu(), quiet_trainer) for _ in range(2)]
@@ -370,7 +371,7 @@ class Predicted:
         sizes, found = [], []
         with isolate(), in_place_of(device or torch.device("cpu")):
             for seed, form in enumerate(_FORMS):
-                small = small_graph(batch, [mask], form, seed)
+                small = make(batch, [mask], form, seed)
                 steps = _steps(models, small, bind, layout)
                 held: Sequence[int | None] = (None, None)
                 if steps[0][0].holders is not None:
@@ -397,8 +398,7 @@ def _steps(
 ) -> list[tuple[Shard, Footprint]]:
     """Returns the memory of a step on two parts of a graph, by rank; the step changes only buffers of the models."""
     meeting = Meeting(2)
-    holders = small.holders if layout.kind == "vertex_cut" else None
-    shards = split_graph(small.graph, small.part, layout, holders)
+    shards = small.shards(small.graph, layout)
 
     def on_rank(rank: int) -> Footprint:
         step = RankStep(models[rank], shards[rank], InProcessWorld(rank, meeting), bind)

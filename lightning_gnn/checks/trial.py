@@ -230,7 +230,7 @@ class Trial:
         step: int,
     ) -> OnRank:
         ran, on_one_device = OnRank(recorder.events), world is None
-        batch: Any = copy.copy(shard.batch)
+        batch: Any = shard.step_batch()
         # For the user's embedding tables with a row per node, which may be smaller.
         with local_rows():
             for store, known_ids, name in self._ids(shard, batch):

@@ -5,6 +5,7 @@ N nodes, E edges, P ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -387,6 +388,10 @@ class Shard(CutInfo):
         """Returns the edges in the batch, by type; under None for a homogeneous graph."""
         batch, copied = self.batch, self.edges != self.edge_counts
         return {None: BatchRows("edges", batch.e_id, self.e_id, self.edge_counts, self.edges[self.rank], copied)}
+
+    def step_batch(self) -> Any:
+        """Returns the batch of a step, a shallow copy: attributes that a step sets do not persist."""
+        return copy.copy(self.batch)
 
     def versions(self) -> dict[str, int]:
         """Returns the version counter of each tensor of the batch, by name; empty for heterogeneous graphs: steps get samples."""

@@ -220,9 +220,8 @@ class GraphDataModule(LightningDataModule):
         self.source, self.source_kwargs = source, source_kwargs
         self.split = None if split is None else checked_fractions(split)
         self.split_index, self.seed, self.input_type = int(split_index), int(seed), input_type
-        self.partition_memory_limit = (
-            None if partition_memory_limit is None else checked_bytes("partition_memory_limit", partition_memory_limit)
-        )
+        limit = partition_memory_limit
+        self.partition_memory_limit = None if limit is None else checked_bytes("partition_memory_limit", limit)
         self.feature_dtype = None if feature_dtype is None else checked_dtype("feature_dtype", feature_dtype)
         self.partition = None if partition is None else checked_method(partition)
         self._store = store_of(str(partition_dir or os.environ.get("LIGHTNING_GNN_STORE") or default_root()))
@@ -544,11 +543,8 @@ class GraphDataModule(LightningDataModule):
 
     def predicts(self) -> bool:
         """Returns whether the graph is only used for prediction or has samples, and may lack masks and labels."""
-        return (
-            self.predicting
-            or self.has_samples
-            or getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.PREDICTING
-        )
+        call = getattr(getattr(self.trainer, "state", None), "fn", None)
+        return self.predicting or self.has_samples or call == TrainerFn.PREDICTING
 
     @property
     def is_stored(self) -> bool:

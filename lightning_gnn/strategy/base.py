@@ -97,7 +97,8 @@ class GNNStrategy(RankStrategy):
         balance: with `elastic`, whether nodes move from slow ranks to fast ranks while the model trains. Speeds are measured on
             CPU ranks, or given: the relative speed of each rank, such as ``[1.0, 0.5]``.
         graph_ranks: number of ranks among which the graph is divided. The number of ranks is a multiple, and the samples of
-            :class:`~lightning_gnn.GraphDataModule` are divided among groups of `graph_ranks` ranks. None: all ranks.
+            :class:`~lightning_gnn.GraphDataModule` are divided among groups of `graph_ranks` ranks. None: all ranks. ``"auto"``:
+            the smallest number whose predicted peak memory times 1.2 is free; requires ``global_batch_size``.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 
@@ -142,7 +143,7 @@ class GNNStrategy(RankStrategy):
         elastic: bool = False,
         min_ranks: int = 1,
         balance: bool | Sequence[float] = False,
-        graph_ranks: int | None = None,
+        graph_ranks: int | Literal["auto"] | None = None,
         **plugins: Any,
     ) -> None:
         if plugins:
@@ -169,7 +170,7 @@ class GNNStrategy(RankStrategy):
         self.self_check, self.reuse_buffers = self_check, reuse_buffers and memory_limit is None
         if graph_ranks is not None:
             feature("check_graph_ranks")(graph_ranks)
-        self.graph_ranks, self.mesh_shape = graph_ranks, MeshShape(self, graph_ranks)
+        self.graph_ranks, self.mesh_shape = graph_ranks, MeshShape(self, graph_ranks == "auto")
         if elastic:
             self.samples_unsupported_reason = "elastic=True continues full-graph runs only. Set elastic=False."
         elif memory_limit is not None:
@@ -216,28 +217,16 @@ class GNNStrategy(RankStrategy):
                 "Pass datamodule=GraphDataModule(your_dataset) to fit, validate, test or predict."
             )
         if self.graph_ranks is not None:
-            feature("check_mesh")(self, data.has_samples)
+            feature("check_mesh")(self, data.sample_data)
         return data
 
-    def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer) -> Run:
+    def _run_for_checks(self, module: pl.LightningModule, trainer: pl.Trainer, data: GraphDataModule) -> Run:
         """Returns the description of the run for checks."""
-        first = self.global_rank - self.local_rank
-        has_samples = getattr(getattr(trainer, "datamodule", None), "has_samples", False)
-        return Run(
-            type(self).__name__,
-            self.scheme,
-            module,
-            trainer,
-            self.checked_stages(trainer),
-            self.trains_on_batches or has_samples,
-            self.self_check and not has_samples,  # its small graph has no samples
-            self.cache_input_aggregation,
-            self.checkpoint_convs,
-            self.root_device,
-            self.world_size,
-            self.num_nodes,
-            range(first, first + self.num_processes),
-        )
+        first, on_batches = self.global_rank - self.local_rank, self.trains_on_batches or data.has_samples
+        of_call = type(self).__name__, self.scheme, module, trainer, self.checked_stages(trainer), on_batches
+        options = self.self_check, self.cache_input_aggregation, self.checkpoint_convs
+        ranks: Any = self.root_device, self.world_size, self.num_nodes, range(first, first + self.num_processes), self.layout()
+        return Run(*of_call, *options, *(*ranks, data.sample_data and feature("SampleGraphs")(data, self.mesh_shape)))
 
     def before_ranks_start(self, trainer: pl.Trainer | None, arguments: Sequence[Any], self_check: bool = True) -> None:
         """Checks data, model and memory before ranks start; called by launchers in the process that starts the ranks.
@@ -255,6 +244,8 @@ class GNNStrategy(RankStrategy):
         data = self.check_data(found or getattr(trainer, "datamodule", None))
         if module is None:
             return  # Lightning raises an error
+        if self.mesh_shape.is_auto and not feature("choose_ahead")(self, module, trainer, data):
+            return
         if self.recovery is not None:
             self.recovery.check(trainer, module)
         layout = self.layout()
@@ -270,10 +261,10 @@ class GNNStrategy(RankStrategy):
         if not layout.reads_edges(cut.types):
             return
         self._warm_up(module, trainer)
-        run = self._run_for_checks(module, trainer)
-        if self.memory_limit is None and not data.has_samples:
+        run = self._run_for_checks(module, trainer, data)
+        if self.memory_limit is None:
             self.checks.memory_ahead(run, cut)
-        if self_check and not data.has_samples:
+        if self_check:
             self.checks.check_ahead(run, cut)
 
     @override
@@ -287,6 +278,8 @@ class GNNStrategy(RankStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.mesh_shape.is_auto:
+            feature("agree_on_graph_ranks")(self)
         if self.recovery is not None:
             self.recovery.move_nodes()
 
@@ -302,7 +295,7 @@ class GNNStrategy(RankStrategy):
         data = self.check_data(getattr(trainer, "datamodule", None))
         shard = data.shard
         log_run(self, trainer, shard)
-        run = self._run_for_checks(module, trainer)
+        run = self._run_for_checks(module, trainer, data)
         self.checks.module_alike(run, self.world)
         self.check_model(module, shard)
         if self.binds(shard):

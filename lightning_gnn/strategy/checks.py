@@ -163,7 +163,7 @@ def _may_lack_memory(run: Run, shard: Shard) -> bool:
         return False
     available = devices.available_bytes()
     held = sum(stored_ids(each).nbytes for each in shard.batch.to_dict().values() if isinstance(each, Tensor))
-    return available is not None and available < PLENTY * held
+    return available is not None and (run.samples is not None or available < PLENTY * held)
 
 
 def _check_graph(data: GraphDataModule) -> None:

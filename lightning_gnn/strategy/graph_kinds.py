@@ -33,10 +33,12 @@ def bind(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Sh
     return Binding(module, context_of(module, shard, world, make))
 
 
-def make_small_graph(shard: Shard) -> Callable[..., SmallGraph]:
-    """Returns a function that makes small graphs with the attributes of a shard."""
+def make_small_graph(shard: Shard, samples: Any = None, stage: str = "fit") -> Callable[..., SmallGraph]:
+    """Returns a function that makes small graphs with the attributes of a shard, and with samples of a stage if given."""
     from lightning_gnn.checks.small_graph import small_graph
 
+    if samples is not None:
+        return samples.maker(shard, stage)  # type: ignore[no-any-return]
     types = shard.types
     return partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
 

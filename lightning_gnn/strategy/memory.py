@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -44,12 +44,13 @@ class MemoryAdvice:
         trainer: pl.Trainer | None = None,
         device: torch.device | None = None,
         cache_input_aggregation: bool = True,
+        **options: Any,
     ) -> Predicted:
         """Returns the memory of training steps; for arguments see :class:`~lightning_gnn.checks.footprint.Predicted`."""
         from lightning_gnn.checks.footprint import Predicted
 
         bind = partial(bind_module, self.rehearsed, meter=Meter(), cache_input_aggregation=cache_input_aggregation)
-        return Predicted(module, batch, bind, self.rehearsed.layout(2), trainer, device)
+        return Predicted(module, batch, bind, self.rehearsed.layout(2), trainer, device, **options)
 
 
 @singledispatch

@@ -8,7 +8,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gnn import devices
-from lightning_gnn.checks.footprint import PHASES, Peak, Sizes, least_bytes, memory_of
+from lightning_gnn.checks.footprint import PHASES, Peak, Predicted, Sizes, least_bytes, memory_of
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
@@ -27,38 +27,52 @@ def check_memory(run: Run, cut: Cut) -> None:
     available = devices.available_bytes()
     if run.device.type != "cpu" or available is None:
         return
-    replicas, module, here = run.layout.replicas, run.module, slice(run.here.start, run.here.stop)
+    replicas, module, here = run.layout.replicas, run.module, [rank % run.layout.parts for rank in run.here]
     row_bytes = cut.attributes["node"]["x"][:1].nbytes
-    sizes = cut.sizes(replicas)[here]
+    every = cut.sizes(replicas)
+    sizes = [every[part] for part in here]
     advice = memory_advice(run.scheme)
     working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
     needed = sum(least_bytes(*size, row_bytes, module) + working for size in sizes)
     rows = sum(owned for owned, _, _ in sizes)
-    needed += rows * sum(each.row_bytes for each in learned_rows(module, cut))
+    needed += rows * (sum(each.row_bytes for each in learned_rows(module, cut)) + sample_bytes(run, cut))
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:
             parts += f", including all nodes within {replicas.hops} hops,"
         raise ValueError(
-            f"The {len(run.here)} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their "
-            f"weights, without activations, but {available / 1e9:.3g} GB are available. "
-            f"{advice.less(run.world_size)}"
+            f"The {len(run.here)} ranks on this machine need at least {needed / 1e9:.3g} GB for {parts} and their weights, "
+            f"without activations, but {available / 1e9:.3g} GB are available. {advice.less(run.world_size)}"
         )
     if run.keeps_activations and available < PLENTY * needed:
-        warn_of_memory(run, cut.shard(here.start), Sizes.from_cut(cut, module, replicas)[here], available, working)
+        predicted = Sizes.from_cut(cut, module, replicas)
+        warn_of_memory(run, cut.shard(here[0]), [predicted[part] for part in here], available, working)
 
 
 def check_own_memory(run: Run, world: World, shard: Shard) -> None:
     """Warns if the predicted memory of a rank exceeds its device."""
     on_cpu = run.device.type == "cpu"
-    own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", run.module)][world.rank])
+    own = Sizes.of(shard, shard.mask_counts[counted_mask("train_mask", run.module)][shard.rank])
     free = devices.available_bytes() if on_cpu else devices.free_bytes(run.device)
     here = sum(memory_of(shard.batch).values())  # bytes of the graph, which is not on a device yet
-    found = [(free + here * on_cpu, own)] if free is not None and free < PLENTY * here else []
+    least = here + own.rows * sample_bytes(run, shard)
+    found = [(free + here * on_cpu, own)] if free is not None and free < PLENTY * least else []
     found = [pair for of_rank in world.all_gather_object(found) for pair in of_rank]
     if found and world.rank == 0:  # the largest rank, on the device with the least free memory
         least, _ = min(found, key=lambda pair: pair[0])
         warn_of_memory(run, shard, [max((sizes for _, sizes in found), key=sum)], least)
+
+
+def sample_bytes(run: Run, of: Shard | Cut) -> int:
+    """Returns the bytes of a node in the training samples of a rank's batch."""
+    return 0 if run.samples is None or not run.keeps_activations else int(run.samples.row_bytes(of))
+
+
+def predicted_steps(run: Run, shard: Shard) -> Predicted:
+    """Returns the memory of training steps; raises as :class:`~lightning_gnn.checks.footprint.Predicted` does."""
+    options = {} if run.samples is None else {"make": run.samples.maker(shard, "fit", True)}
+    advice = memory_advice(run.scheme)
+    return advice.steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation, **options)
 
 
 def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: int, working_bytes: int = 0) -> None:
@@ -72,7 +86,7 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
         working_bytes: bytes that each rank needs in addition.
     """
     try:
-        steps = memory_advice(run.scheme).steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation)
+        steps = predicted_steps(run, shard)
     except RuntimeError as error:
         rank_zero_info(f"Skipped the memory prediction for training: {error}")
         return
@@ -90,10 +104,10 @@ def warn_of_memory(run: Run, shard: Shard, sizes: Sequence[Sizes], available: in
     phase = max(PHASES, key=lambda name: getattr(largest, name))
     when = {"setup": "before the first step", "evaluation": "in evaluation"}.get(phase, f"in the {phase}")
     who = f"The {len(sizes)} ranks on this machine are" if len(sizes) > 1 else "A rank is"
-    of_one = f", at most {_gb(largest.max_bytes)} on one rank" if len(sizes) > 1 else ""
+    of_one = f", at most {in_gb(largest.max_bytes)} on one rank" if len(sizes) > 1 else ""
     less = "; ".join(_ways(run, sum_peaks, available))
     rank_zero_warn(
-        f"{who} predicted to need {_gb(total)}{of_one} ({when}), but {_gb(available)} are available. Training may "
+        f"{who} predicted to need {in_gb(total)}{of_one} ({when}), but {in_gb(available)} are available. Training may "
         f"become very slow, or the system may end it. To use less memory: {less}. See docs/memory.md."
     )
 
@@ -102,21 +116,23 @@ def _ways(run: Run, sum_peaks: Callable[..., int], available: int) -> Iterator[s
     """Yields suggestions that would fit, and suggestions that reduce memory in any case."""
     least = sum_peaks(True)
     if least <= available:
-        yield f"{run.strategy}(checkpoint_convs=True), about {_gb(least)}"
+        yield f"{run.strategy}(checkpoint_convs=True), about {in_gb(least)}"
     replication = getattr(run.scheme, "replication_factor", None)
     if replication is not None and replication > 1:
         yield f"replication_factor below {replication}"
-    for times in _TIMES_RANKS:
+    for times in _TIMES_RANKS if run.samples is None else ():
         # Assumes the current number of halo nodes for each rank, an upper bound.
         least = sum_peaks(run.checkpoint_convs, times)
         if least <= available:
             more, each = f"num_nodes={times * run.machines}", "a machine"
             if run.device.type != "cpu":
                 more, each = f"devices={times * len(run.here)}", "a device"
-            yield f"{more}, at most {_gb(least)} on {each}"
+            yield f"{more}, at most {in_gb(least)} on {each}"
             break
-    yield 'strategy="sampling", which trains on batches'
+    by_batches = 'strategy="sampling", which trains on batches'
+    yield by_batches if run.samples is None else "a smaller batch_size; more graph_ranks; more ranks"
 
 
-def _gb(count: float) -> str:
+def in_gb(count: float) -> str:
+    """Returns a number of bytes in GB or MB."""
     return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

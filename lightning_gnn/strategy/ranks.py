@@ -57,8 +57,9 @@ class MeshShape:
     """Division of the ranks of a strategy into groups that each have the whole graph.
 
     Args:
-        owner: strategy of the ranks.
-        graph_ranks: number of ranks of a group; None for all ranks.
+        owner: strategy of the ranks. Its `graph_ranks` is the number of ranks of a group, or None for all ranks; ``"auto"`` is
+            replaced by a number before or after the ranks start.
+        is_auto: whether this number is chosen.
 
     Attributes:
         graph_ranks, data_ranks: number of ranks of a group, and number of groups.
@@ -66,18 +67,18 @@ class MeshShape:
         hosts: number of machines of a group.
     """
 
-    def __init__(self, owner: Any, graph_ranks: int | None) -> None:
-        self._owner, self._size = owner, graph_ranks
+    def __init__(self, owner: Any, is_auto: bool) -> None:
+        self._owner, self.is_auto = owner, is_auto
 
-    graph_ranks = property(lambda self: self._size or self._owner.world_size)
+    graph_ranks = property(lambda self: self._owner.graph_ranks or self._owner.world_size)
     data_ranks = property(lambda self: self._owner.world_size // self.graph_ranks)
     graph_rank = property(lambda self: self._owner.global_rank % self.graph_ranks)
     data_rank = property(lambda self: self._owner.global_rank // self.graph_ranks)
 
     @property
     def hosts(self) -> int:
-        count: int = self._owner.num_nodes if self._size is None else -(-self._size // max(1, self._owner.num_processes))
-        return count
+        size, owner = self._owner.graph_ranks, self._owner
+        return owner.num_nodes if size is None else -(-size // max(1, owner.num_processes))  # type: ignore[no-any-return]
 
 
 class RankStrategy(ParallelStrategy):

@@ -90,6 +90,9 @@ class Run:
         self_check, cache_input_aggregation, checkpoint_convs: arguments of :class:`~lightning_gnn.strategy.base.GNNStrategy`.
         device: device of this rank.
         here: ranks on this machine.
+        layout: layout of the graph.
+        samples: small graphs with the run's samples, see :class:`~lightning_gnn.extensions.samples.small_graph.SampleGraphs`;
+            None without samples.
     """
 
     strategy: str
@@ -105,15 +108,14 @@ class Run:
     world_size: int
     machines: int
     here: range
-
-    @property
-    def layout(self) -> LayoutSpec:
-        return self.scheme.layout(self.world_size, self.machines)
+    layout: LayoutSpec
+    samples: Any
 
     @property
     def keeps_activations(self) -> bool:
-        """True if the run fits with full-graph steps, whose activations may exceed memory."""
-        return self.trainer.state.fn == TrainerFn.FITTING and not self.on_batches
+        """True if the run fits with steps on a rank's whole part of the graph, whose activations may exceed memory."""
+        whole = not self.on_batches if self.samples is None else self.samples.trains
+        return self.trainer.state.fn == TrainerFn.FITTING and whole
 
 
 @singledispatch
@@ -144,14 +146,7 @@ def make_context(scheme: Scheme, shard: Shard, world: World, meter: Meter, cache
     if exchange.products is not None:
         node_ids = torch.from_numpy(shard.node_ids(world.rank)).to(world.device)
         target_ids = torch.from_numpy(shard.target_ids(world.rank)).to(world.device)
-    return GraphContext(
-        exchange,
-        batch.x,
-        batch.edge_index,
-        batch.get("edge_weight"),
-        TIMES_FEATURES if cache_input_aggregation else 0,
-        None if shard.targets is not None else AnyRows(shard.n_id, shard.counts, world, meter),
-        node_ids,
-        target_ids,
-        None if shard.targets is None else shard.targets[world.rank],
-    )
+    graph = batch.x, batch.edge_index, batch.get("edge_weight"), TIMES_FEATURES if cache_input_aggregation else 0
+    if shard.targets is not None:
+        return GraphContext(exchange, *graph, None, node_ids, target_ids, shard.targets[world.rank])
+    return GraphContext(exchange, *graph, AnyRows(shard.n_id, shard.counts, world, meter), node_ids, target_ids, None)

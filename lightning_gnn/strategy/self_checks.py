@@ -37,8 +37,11 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
     lacks = [sum(not each[rank] and any(each) for each in of_masks) for rank in range(len(shard.counts))]
     for stage in stages:
         step, mask = STAGES[stage]
+        if run.samples is not None:  # no masks
+            mask = None
         counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
+        unused = unused or (run.samples is not None and not run.samples.has(stage))
         if sum(counts) and not unused and is_overridden(step, module):
             # Ranks run checks at the same time. Steps may use other masks than their own.
             busy, most = Counter(found.values()), max(counts)
@@ -63,7 +66,7 @@ def outcome_of(run: Run, shard: Shard, stage: str) -> SelfCheck:
     scheme = twin_of(run.scheme)
     # Layers store their activations even with checkpoint_convs=True: dropout, disabled here, would be active in a recomputation.
     bind = partial(bind_module, scheme, meter=Meter(), cache_input_aggregation=run.cache_input_aggregation)
-    batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard)
+    batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard, run.samples, stage)
     return self_check(run.module, batch, bind, stage, run.trainer, scheme.layout(2), shard.num_classes, make)
 
 

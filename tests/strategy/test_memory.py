@@ -346,7 +346,7 @@ def test_devices_are_looked_at_by_themselves(monkeypatch):
     module = NodeClassifier(build("own"), num_classes=CLASSES)
     trainer = quiet_trainer("dgcl", 2)
     trainer.state.fn = TrainerFn.FITTING
-    run = strategy._run_for_checks(module, trainer)
+    run = strategy._run_for_checks(module, trainer, GraphDataModule(graph))
     size = Sizes(1000, 500, 500, 6000, 100, 6000)
     peak = memory_advice(SCHEME).steps(module, whole_graph(graph).batch).footprint(size).peak().max_bytes
     with warnings.catch_warnings(record=True) as heard:

@@ -6,19 +6,26 @@ from typing import Any
 
 
 def check_graph_ranks(graph_ranks: Any) -> None:
-    """Raises ValueError unless `graph_ranks` is a number of ranks."""
-    if not isinstance(graph_ranks, int) or isinstance(graph_ranks, bool) or graph_ranks < 1:
-        raise ValueError(f"graph_ranks must be an integer of at least 1, got {graph_ranks!r}.")
+    """Raises ValueError unless `graph_ranks` is a number of ranks, or "auto"."""
+    if graph_ranks != "auto" and (not isinstance(graph_ranks, int) or isinstance(graph_ranks, bool) or graph_ranks < 1):
+        raise ValueError(f'graph_ranks must be an integer of at least 1 or "auto", got {graph_ranks!r}.')
 
 
-def check_mesh(strategy: Any, has_samples: bool) -> None:
+def check_mesh(strategy: Any, samples: Any) -> None:
     """Raises ValueError if a strategy cannot divide its ranks, or samples, among groups of graph ranks.
 
     Args:
         strategy: strategy of this package.
-        has_samples: whether its datamodule has samples.
+        samples: :class:`~lightning_gnn.extensions.samples.data.SampleData` of its datamodule, or None.
     """
     size, graph_ranks, shape = strategy.world_size, strategy.graph_ranks, strategy.mesh_shape
+    if shape.is_auto and (samples is None or samples.global_batch_size is None):
+        raise ValueError(
+            'graph_ranks="auto" requires GraphDataModule(graph, samples=..., global_batch_size=...), so that batches do not '
+            f"depend on the choice. Set global_batch_size, or a number, such as graph_ranks={size}."
+        )
+    if graph_ranks == "auto":
+        return
     if size % graph_ranks:
         raise ValueError(
             f"The number of ranks must be a multiple of graph_ranks, got {size} ranks and graph_ranks={graph_ranks}. Set devices "
@@ -27,7 +34,7 @@ def check_mesh(strategy: Any, has_samples: bool) -> None:
     if shape.data_ranks == 1:
         return
     groups = f"graph_ranks={graph_ranks} with {size} ranks makes {shape.data_ranks} groups"
-    if not has_samples:
+    if samples is None:
         raise ValueError(
             f"{groups}, which need different samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or "
             "remove graph_ranks."

@@ -75,14 +75,14 @@ class SampleData:
                 f"{', '.join(self._datasets)} must have a batch_size per data rank or a global_batch_size, and not both, got "
                 f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
             )
-        self._global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dims
+        self.global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dims
         self._given_size = batch_size
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
         }
-        self._concatenate = concatenate
+        self.concatenates = concatenate
         self.copies: Copies | None = None
         self.place: Callable[[Any], Any] = _as_it_is
         self._data_ranks, self._data_rank = 1, 0
@@ -95,7 +95,7 @@ class SampleData:
             raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
         shape = getattr(strategy, "mesh_shape", None)
         self._data_ranks, self._data_rank = getattr(shape, "data_ranks", 1), getattr(shape, "data_rank", 0)
-        self._batch_size(None, self._data_ranks)
+        self.samples_per_rank(None, self._data_ranks)
 
     def convert(self, seed: int, cut: Cut, partition: Path, lock: Callable[[str], Any]) -> None:
         """Write folders of samples in the order of a partition, unless they are stored.
@@ -108,7 +108,7 @@ class SampleData:
         """
         rows = rows_of_parts(cut)
         for name in [name for name, samples in self._datasets.items() if folder_of(samples) is not None]:
-            self._convert(name, self._format(name, seed, rows, len(cut.e_id)), rows, partition, lock)
+            self._convert(name, self.first(name, seed, _sizes(rows), len(cut.e_id))[1], rows, partition, lock)
 
     def setup(self, seed: int, shard: Shard, stage: str, partition: Path | None, lock: Callable[[str], Any]) -> None:
         """Check the first sample of each dataset of a stage against the graph, and open converted folders.
@@ -123,15 +123,14 @@ class SampleData:
         Raises:
             ValueError: a sample does not match the graph, or the graph does not support samples.
         """
-        if shard.types.is_hetero and self._concatenate:
+        if shard.types.is_hetero and self.concatenates:
             raise ValueError("concatenate=True does not support a HeteroData. Remove it.")
-        if shard.rows != shard.counts:
-            raise ValueError('samples does not support replicas of nodes. Use another plan, such as DGCLStrategy(plan="p2p").')
-        self.copies = Copies(shard, self._data_ranks, self._data_rank) if self._concatenate else None
+        check_shard(shard)
+        self.copies = Copies(shard, self._data_ranks, self._data_rank) if self.concatenates else None
         rows = rows_of_parts(shard)
         of_stage = [name for name in _STAGES.get(stage, ("predict_samples",)) if name in self._datasets]
         for name in of_stage:
-            form = self._format(name, seed, rows, sum(shard.edge_counts))
+            _, form = self.first(name, seed, _sizes(rows), sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
             if unknown and name == "samples":
                 raise ValueError(f"node_dims has {sorted(unknown)}, but {name}[0] has {sorted(form.tensors)}. Correct the names.")
@@ -162,7 +161,7 @@ class SampleData:
             samples,
             form,
             data.shard,
-            GlobalOrder(len(samples), self._batch_size(data.batch_size, ranks), ranks, shuffle, data.seed),
+            GlobalOrder(len(samples), self.samples_per_rank(data.batch_size, ranks), ranks, shuffle, data.seed),
             self._data_rank,
             lambda: 0 if trainer is None else trainer.current_epoch,
             data.seed,
@@ -176,16 +175,16 @@ class SampleData:
     def first_total(self) -> int:
         """Number of samples of a full global batch of the first dataset that is set up."""
         samples, *_ = next(iter(self._local.values()))
-        return min(len(samples), self._batch_size(self._given_size, self._data_ranks) * self._data_ranks)
+        return min(len(samples), self.samples_per_rank(self._given_size, self._data_ranks) * self._data_ranks)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Number of samples of each dataset, by the name of its argument."""
         return {name: len(samples) for name, samples in self._datasets.items()}
 
-    def _batch_size(self, batch_size: int | None, data_ranks: int) -> int:
+    def samples_per_rank(self, batch_size: int | None, data_ranks: int) -> int:
         """Returns the number of samples per data rank and batch."""
-        total = self._global_batch_size
+        total = self.global_batch_size
         if total is not None and total % data_ranks:
             raise ValueError(
                 f"global_batch_size must be divisible by the number of data ranks, got {total} and {data_ranks} data ranks. Use "
@@ -193,9 +192,10 @@ class SampleData:
             )
         return (batch_size or 0) if total is None else total // data_ranks
 
-    def _format(self, name: str, seed: int, rows: Mapping[str, Sequence[np.ndarray]], num_edges: int) -> SampleFormat:
-        item, num_nodes = read_item(self._datasets[name], seed, 0, 0), {kind: sum(map(len, ids)) for kind, ids in rows.items()}
-        return SampleFormat.of(name, item, num_nodes, num_edges, self._node_dims)
+    def first(self, name: str, seed: int, num_nodes: int | Mapping[str, int], num_edges: int) -> tuple[Any, SampleFormat]:
+        """Returns the first item of a dataset and its format, given the name of its argument and the size of the graph."""
+        item = read_item(self._datasets[name], seed, 0, 0)
+        return item, SampleFormat.of(name, item, num_nodes, num_edges, self._node_dims)
 
     def _convert(
         self,
@@ -210,6 +210,17 @@ class SampleData:
         if source is None or partition is None or len(next(iter(rows.values()))) == 1:
             return None
         return convert_folder(source, form, rows, partition, lock)
+
+
+def _sizes(rows: Mapping[str, Sequence[np.ndarray]]) -> dict[str, int]:
+    """Returns the number of nodes of each type."""
+    return {kind: sum(map(len, ids)) for kind, ids in rows.items()}
+
+
+def check_shard(shard: Shard) -> None:
+    """Raises ValueError if the layout of a graph does not support samples."""
+    if shard.rows != shard.counts:
+        raise ValueError('samples does not support replicas of nodes. Use another plan, such as DGCLStrategy(plan="p2p").')
 
 
 def _with_part(samples: Any, part: PartSamples) -> Any:

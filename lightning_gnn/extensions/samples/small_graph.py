@@ -1,0 +1,184 @@
+"""Small random graphs with samples, for checks and predictions of memory: see :mod:`lightning_gnn.checks.small_graph`.
+
+B samples, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from typing_extensions import override
+
+from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, values_of_rows
+from lightning_gnn.data.shards import CutInfo, Graph, Shard
+from lightning_gnn.data.sources import GraphData, kinds_of, left_out_of
+from lightning_gnn.extensions.samples.data import check_shard
+from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.loader import SampleBatch, SampleInfo, graph_values
+from lightning_gnn.partition.layout import LayoutSpec
+
+_DATASETS = {"fit": "samples", "validate": "val_samples", "test": "test_samples", "predict": "predict_samples"}
+"""Argument with the samples of a stage."""
+
+_PREFIX = "of samples: "
+"""Begin of the names of samples' tensors in a small graph, which may equal names of the graph's tensors."""
+
+COUNT = 3
+"""Number of samples of the self-check."""
+
+
+@dataclass(frozen=True)
+class SampleShard(Shard):
+    """Shard whose steps receive samples, which its batch has under longer names.
+
+    Attributes:
+        node_dims: dimension of the nodes in each tensor ``[B, ...]`` of the samples by name; None for one value per sample.
+        count: B.
+    """
+
+    node_dims: Mapping[str, int | None] | None = None
+    count: int = 0
+
+    @override
+    def step_batch(self) -> SampleBatch:
+        batch = SampleBatch(kinds_of(self.batch), left_out_of(self.batch))
+        for name, value in graph_values(self).items():
+            batch[name.removeprefix(_PREFIX)] = value
+        indices = list(range(self.count))
+        batch.sample_info = SampleInfo(indices, torch.tensor(indices), self.count, dict(self.node_dims or {}))
+        return batch
+
+
+@dataclass(frozen=True)
+class SampleGraph(SmallGraph):
+    """Graph with samples, whose tensors ``[B, ...]`` are attributes of the graph."""
+
+    node_dims: Mapping[str, int | None] | None = None
+    count: int = 0
+
+    @override
+    def whole(self, graph: Graph) -> Shard:
+        return self._with_samples(super().whole(graph))
+
+    @override
+    def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
+        return [self._with_samples(shard) for shard in super().shards(graph, layout)]
+
+    def _with_samples(self, shard: Shard) -> Shard:
+        """Returns a shard with the samples' rows of its nodes."""
+        rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])[shard.rank]
+        for name, dim in (self.node_dims or {}).items():
+            if dim is not None:
+                shard.batch[_PREFIX + name] = shard.batch[_PREFIX + name].index_select(dim, torch.from_numpy(rows))
+        known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
+        return SampleShard(**known, node_dims=self.node_dims, count=self.count)
+
+
+def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleFormat) -> SampleGraph:
+    """Returns a graph with samples.
+
+    Args:
+        small: graph without samples.
+        tensors: tensors ``[B, ...]`` of the samples by name.
+        form: format of the samples.
+    """
+    graph: Any = small.graph
+    kinds = {**kinds_of(graph), **dict.fromkeys((_PREFIX + name for name in tensors), "graph")}
+    values = {**graph.to_dict(), **{_PREFIX + name: value for name, value in tensors.items()}}
+    joined = GraphData(kinds, left_out_of(graph), **values)  # type: ignore[arg-type]
+    count = len(next(iter(tensors.values())))
+    return SampleGraph(joined, small.part, small.holders, small.options, form.node_dims, count)
+
+
+def random_samples(
+    batch: Data,
+    masks: Collection[str],
+    form: Form,
+    seed: int = 0,
+    num_classes: int = 0,
+    *,
+    item: Mapping[str, Tensor],
+    sample_form: SampleFormat,
+    count: int,
+) -> SampleGraph:
+    """Returns a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, with samples.
+
+    Values of a node in a sample are the values of a random node in the given sample.
+
+    Args:
+        item: tensors of the given sample by name.
+        sample_form: its format.
+        count: number of samples.
+    """
+    small, g = small_graph(batch, masks, form, seed, num_classes), torch.Generator().manual_seed(seed)
+    size, tensors = sum(form.nodes), {}
+    for name, value in item.items():
+        dim = sample_form.tensors[name].node_dim
+        if dim is None:
+            tensors[name] = value.expand(count, *value.shape).clone()
+            continue
+        drawn = torch.randint(value.size(dim), (count * size,), generator=g)
+        rows = values_of_rows(value.movedim(dim, 0), drawn).unflatten(0, (count, size))
+        tensors[name] = rows.movedim(1, dim + 1).contiguous()
+    return with_samples(small, tensors, sample_form.resize(size))
+
+
+class SampleGraphs:
+    """Small graphs with the samples of a run.
+
+    Args:
+        data: :class:`~lightning_gnn.GraphDataModule` of the run, with samples.
+        shape: mesh of the run, see :class:`~lightning_gnn.strategy.ranks.MeshShape`.
+    """
+
+    def __init__(self, data: Any, shape: Any) -> None:
+        self._data, self._samples, self._shape = data, data.sample_data, shape
+
+    def has(self, stage: str) -> bool:
+        """Returns whether the self-check covers a stage: it has samples, and their nodes are divided."""
+        return _DATASETS[stage] in self._samples.sizes and self._shape.graph_ranks > 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are training samples."""
+        return "samples" in self._samples.sizes
+
+    def batch_size(self) -> int:
+        """Returns the number of training samples of a data rank's largest batch."""
+        ranks = self._shape.data_ranks
+        return min(self._samples.samples_per_rank(self._data.batch_size, ranks), -(-self._samples.sizes["samples"] // ranks))
+
+    def row_bytes(self, of: CutInfo) -> int:
+        """Returns the bytes of a node in the training samples of a data rank's batch."""
+        _, form = self._first("fit", of)
+        tensors = [each.resize(1) for each in form.tensors.values() if each.node_dim is not None]
+        return self.batch_size() * sum(each.dtype.itemsize * prod(each.shape) for each in tensors)
+
+    def _first(self, stage: str, of: CutInfo) -> tuple[Any, SampleFormat]:
+        found: tuple[Any, SampleFormat] = self._samples.first(_DATASETS[stage], self._data.seed, len(of.n_id), len(of.e_id))
+        return found
+
+    def maker(self, shard: Shard, stage: str, whole_batch: bool = False) -> Callable[..., SampleGraph]:
+        """Returns a function that makes small graphs with samples.
+
+        Args:
+            shard: part of the graph.
+            stage: stage whose samples are used.
+            whole_batch: whether a small graph has as many samples as a batch; else a few.
+
+        Raises:
+            ValueError: the graph or its layout does not support samples.
+        """
+        check_shard(shard)
+        item, form = self._first(stage, shard)
+        tensors = form.local_rows(0, item, None)
+        count = self.batch_size() if whole_batch else COUNT
+        return partial(random_samples, item=tensors, sample_form=form, count=count)
