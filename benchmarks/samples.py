@@ -29,8 +29,11 @@ from torch_geometric.nn import GraphConv
 
 from lightning_gnn import DGCLStrategy, GraphDataModule
 from lightning_gnn.callbacks.communication import CommunicationMetrics
+from lightning_gnn.checks.footprint import Sizes
+from lightning_gnn.strategy.memory_checks import predicted_steps
 
-COLUMNS = ["mesh", "global batch", "ms/sample", "of ddp", "peak MB/rank", "features MB/rank", "MB sent/step", "messages/step"]
+COLUMNS = ["mesh", "global batch", "ms/sample", "of ddp", "peak MB/rank", "predicted MB/rank", "features MB/rank"]
+COLUMNS += ["MB sent/step", "messages/step"]
 TARGETS, HIDDEN, EPOCHS = 4, 64, 4
 
 
@@ -100,6 +103,15 @@ class Measure(L.Callback):
         self.found = {"peak": max(peaks), "bytes": sum(num_bytes), "messages": sum(messages)}
 
 
+def predicted_megabytes(module: Model, trainer: L.Trainer, data: GraphDataModule) -> float:
+    """Returns the predicted peak of the largest rank, on rank 0."""
+    if trainer.global_rank:
+        return 0.0
+    run, cut = trainer.strategy._run_for_checks(module, trainer, data), data.stored_cut()
+    steps = predicted_steps(run, cut.shard(0))
+    return max(steps.footprint(each).peak().max_bytes for each in Sizes.from_cut(cut, module)) / 2**20
+
+
 def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> dict[str, Any] | None:
     """Returns the figures of a run, on rank 0."""
     measure, graph, dataset = Measure(), graph_of(nodes), Samples(samples, nodes, features)
@@ -109,7 +121,7 @@ def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> 
         module = Model(features, graph)
         trainer = L.Trainer(strategy="ddp", devices=ranks, **options)
         trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_size=size // ranks))
-        shares, steps = nodes * (size // ranks), -(-samples // size)
+        shares, steps, predicted = nodes * (size // ranks), -(-samples // size), float("nan")
     else:
         data_ranks, graph_ranks = map(int, mesh.split("x"))
         module = Model(features)
@@ -118,6 +130,7 @@ def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> 
         data = GraphDataModule(graph, samples=dataset, global_batch_size=size, shuffle=False)
         trainer.fit(module, datamodule=data)
         shares, steps = max(data.shard.counts) * (size // data_ranks), -(-samples // size)
+        predicted = predicted_megabytes(module, trainer, data)
     if not trainer.is_global_zero:
         return None
     found = measure.found
@@ -126,6 +139,7 @@ def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> 
         "global batch": size,
         "ms/sample": 1e3 * median(module.seconds[1:]) / samples,
         "peak MB/rank": found["peak"],
+        "predicted MB/rank": predicted,
         "features MB/rank": shares * features * 4 / 2**20,
         "MB sent/step": found["bytes"] / 2**20 / steps,
         "messages/step": found["messages"] / steps,
