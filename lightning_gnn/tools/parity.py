@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,13 +33,15 @@ from lightning_gnn.checks.record import (
     differing,
     first_difference,
 )
+from lightning_gnn.checks.small_graph import SmallGraph
 from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, disable_compile, draws_random_numbers, isolate, quiet
 from lightning_gnn.checks.trial import STAGES, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar, text_of, text_table
-from lightning_gnn.data.shards import Shard, split_graph, whole_graph
+from lightning_gnn.data.shards import Shard, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.extensions.samples.small_graph import first_samples, select_nodes, with_samples
 from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.strategies import registered
@@ -295,11 +297,18 @@ class _Check:
             raise ValueError("lightning-gnn check does not support HeteroData. Compare the losses of fit with devices=1 and 2.")
         self.graph_size = graph.x.size(0)
         self.notes: list[str] = []
-        self.graph = some_of(graph, nodes, seed)
+        found = first_samples(datamodule, self.graph_size, graph.num_edges) if datamodule.has_samples else {}
+        values = max((sum(each.numel() for each in tensors.values()) for tensors, _ in found.values()), default=0)
+        self.graph = some_of(graph, nodes, seed, values // self.graph_size)
+        self._samples = {stage: select_nodes(*each, self.graph.n_id) for stage, each in found.items()}
         self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
         self._data = copy.copy(datamodule)
-        self._data.trainer = None
-        self._data.source, self._data.source_kwargs, self._data.split = self.graph, None, None
+        self._data.trainer = self._data.sample_data = None
+        source = copy.copy(self.graph)
+        if not source.x.size(1):  # added to a graph without features
+            del source.x
+            source.num_nodes = len(source.n_id)
+        self._data.source, self._data.source_kwargs, self._data.split = source, None, None
         if datamodule.partition is not None and not isinstance(datamodule.partition, str):
             self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
         self._data.setup("check")
@@ -308,6 +317,8 @@ class _Check:
                 f"A sample of {len(self.graph.n_id):,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
                 "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
             )
+        if self._samples:
+            self.notes.append(f"All {self._ranks} ranks divide the graph of each sample; data ranks were not compared.")
         if draws_random_numbers(module):
             self.notes.append("Dropout was off: each rank draws its own in training, so digits differ.")
         self.dtype: torch.dtype | None = torch.float64
@@ -324,7 +335,11 @@ class _Check:
         for stage, (step, mask) in STAGES.items():
             if not is_overridden(step, module):
                 continue
-            if mask is not None and not counts[counted_mask(mask, module)]:
+            if self._data.has_samples and stage not in self._samples:
+                self.notes.append(f"{step} was skipped: the datamodule has no samples of this stage.")
+            elif self._data.has_samples:
+                stages.append(stage)
+            elif mask is not None and not counts[counted_mask(mask, module)]:
                 self.notes.append(f"{step} was skipped: {counted_mask(mask, module)} is empty in the compared nodes.")
             else:
                 stages.append(stage)
@@ -371,7 +386,13 @@ class _Check:
         prepared.configure_model()
         prepared.setup(stage)
         dtype = self.dtype if explanation is None else None
-        return Trial(prepared, self.graph, stage, trainer, dtype, observer=explanation)
+        small = self._small(stage, np.zeros(0), None)
+        return Trial(prepared, small.graph, stage, trainer, dtype, small.whole, explanation)
+
+    def _small(self, stage: str, part: np.ndarray, holders: np.ndarray | None) -> SmallGraph:
+        """Returns the compared graph, with samples of a stage if there are any, and its division."""
+        small = SmallGraph(self.graph, part, holders)  # type: ignore[arg-type]
+        return with_samples(small, *self._samples[stage]) if self._samples else small
 
     def _reference(self, stage: str) -> _Reference:
         trial = self._trial(stage)
@@ -384,15 +405,16 @@ class _Check:
         explanation = Explanation(STAGES[stage][0])
         trial = self._trial(stage, explanation)
         try:
-            self._on_parts(strategy, self._shards(strategy), trial, 1)
+            self._on_parts(strategy, self._split(strategy), trial, 1)
         except Parted as error:
             raise RuntimeError(str(Finding.from_error(error, trial.step))) from error
         return explanation
 
-    def _shards(self, strategy: GNNStrategy) -> list[Shard]:
+    def _split(self, strategy: GNNStrategy) -> Callable[[Trial], list[Shard]]:
+        """Returns a function that splits the graph of a trial for a scheme."""
         layout = strategy.scheme.layout(self._ranks, self._hosts)
         part, holders, _ = self._data.assign(self.graph, layout)
-        return split_graph(self.graph, np.asarray(part), layout, holders)
+        return lambda trial: self._small(trial.stage, np.asarray(part), holders).shards(trial.graph, layout)
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns the comparison of a scheme with a single device."""
@@ -405,13 +427,15 @@ class _Check:
             )
             approximation = ""
         references = [each for each in self._references if not (in_batches and each.trial.training)]
+        if self._samples and (reason := strategy.samples_unsupported_reason) is not None:
+            return SchemeParity(label, not_compared=f"samples are not supported: {reason.removesuffix('.')}")
         try:
-            shards = self._shards(strategy)
+            split = self._split(strategy)
         except ValueError as error:
             return SchemeParity(label, not_compared=f"on {self._ranks} ranks, {str(error)[:1].lower()}{str(error)[1:-1]}")
         differences: dict[str, float | None] = dict.fromkeys(GROUPS)
         finding: Finding | None = None
-        run = partial(self._on_parts, strategy, shards)
+        run = partial(self._on_parts, strategy, split)
         for reference in references:
             trial = reference.trial
             steps = STEPS if approximation and trial.training else 1
@@ -434,10 +458,10 @@ class _Check:
         compared_steps = [each.trial.step for each in references]
         return SchemeParity(label, approximation, not_compared, compared_steps, differences, finding)
 
-    def _on_parts(self, strategy: GNNStrategy, shards: Sequence[Shard], trial: Trial, steps: int) -> Outcome:
+    def _on_parts(self, strategy: GNNStrategy, split: Callable[[Trial], list[Shard]], trial: Trial, steps: int) -> Outcome:
         bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
         prepare = coding(strategy) if trial.training else None
-        return trial.on_parts(shards, bind, prepare, steps, self._seed)
+        return trial.on_parts(split(trial), bind, prepare, steps, self._seed)
 
     def _differences(self, whole: Outcome, parts: Outcome) -> dict[str, float]:
         """Returns the largest difference of each group that has something to compare."""
@@ -454,17 +478,17 @@ class _Check:
         return {group: max(values) for group, values in each.items() if values}
 
 
-def some_of(data: Data, num_nodes: int | None, seed: int = 0) -> Data:
+def some_of(data: Data, num_nodes: int | None, seed: int = 0, more_values: int = 0) -> Data:
     """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
 
     If `num_nodes` is None: the whole graph if ``x`` has at most `MAX_VALUES` entries and there are at most `MAX_EDGES` edges,
-    else a sample within both limits.
+    else a sample within both limits. Nodes have `more_values` in addition to ``x``.
     """
     data = data.clone()
     data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
     if num_nodes is not None:
         return ball(data, num_nodes, seed)
-    nodes = max(1, min(data.x.size(0), MAX_VALUES // data.x.size(1)))
+    nodes = max(1, min(data.x.size(0), MAX_VALUES // max(1, data.x.size(1) + more_values)))
     found = ball(data, nodes, seed)
     while found.edge_index.size(1) > MAX_EDGES and nodes > 1:
         nodes //= 2

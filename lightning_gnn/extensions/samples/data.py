@@ -182,6 +182,11 @@ class SampleData:
         """Number of samples of each dataset, by the name of its argument."""
         return {name: len(samples) for name, samples in self._datasets.items()}
 
+    def graph_ranks_of(self, ranks: int) -> list[int]:
+        """Returns the divisors of a number of ranks whose data ranks divide a global batch."""
+        numbers = [number for number in range(1, ranks + 1) if ranks % number == 0]
+        return [each for each in numbers if (self.global_batch_size or 0) % (ranks // each) == 0]
+
     def samples_per_rank(self, batch_size: int | None, data_ranks: int) -> int:
         """Returns the number of samples per data rank and batch."""
         total = self.global_batch_size
@@ -192,10 +197,19 @@ class SampleData:
             )
         return (batch_size or 0) if total is None else total // data_ranks
 
-    def first(self, name: str, seed: int, num_nodes: int | Mapping[str, int], num_edges: int) -> tuple[Any, SampleFormat]:
-        """Returns the first item of a dataset and its format, given the name of its argument and the size of the graph."""
-        item = read_item(self._datasets[name], seed, 0, 0)
-        return item, SampleFormat.of(name, item, num_nodes, num_edges, self._node_dims)
+    def first(
+        self, name: str, seed: int, num_nodes: int | Mapping[str, int], num_edges: int, count: int = 1
+    ) -> tuple[list[Any], SampleFormat]:
+        """Returns the first items of a dataset and their format.
+
+        Args:
+            name: name of the dataset's argument.
+            seed: seed of the datamodule.
+            num_nodes, num_edges: size of the graph; numbers of nodes by type.
+            count: number of items.
+        """
+        items = [read_item(self._datasets[name], seed, 0, index) for index in range(min(count, len(self._datasets[name])))]
+        return items, SampleFormat.of(name, items[0], num_nodes, num_edges, self._node_dims)
 
     def _convert(
         self,

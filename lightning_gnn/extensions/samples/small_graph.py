@@ -5,7 +5,7 @@ B samples, N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
@@ -98,6 +98,44 @@ def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleF
     return SampleGraph(joined, small.part, small.holders, small.options, form.node_dims, count)
 
 
+def first_samples(data: Any, num_nodes: int, num_edges: int) -> dict[str, tuple[dict[str, Tensor], SampleFormat]]:
+    """Returns tensors ``[B, ...]`` of the first samples by stage, and their format.
+
+    Args:
+        data: :class:`~lightning_gnn.GraphDataModule` with samples.
+        num_nodes, num_edges: size of its graph.
+    """
+    found = {}
+    for stage, name in _DATASETS.items():
+        if name in data.sample_data.sizes:
+            items, form = data.sample_data.first(name, data.seed, num_nodes, num_edges, COUNT)
+            found[stage] = form.stack([form.local_rows(index, item, None) for index, item in enumerate(items)]), form
+    return found
+
+
+def select_nodes(tensors: Mapping[str, Tensor], form: SampleFormat, nodes: Tensor) -> tuple[dict[str, Tensor], SampleFormat]:
+    """Returns samples of some nodes, given the ids of the nodes, and their format."""
+    rows = {
+        name: tensors[name] if dim is None else tensors[name].index_select(dim, nodes) for name, dim in form.node_dims.items()
+    }
+    return rows, form.resize(len(nodes))
+
+
+def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[Shard]:
+    """Returns the shards of a graph whose steps receive the first training samples of a datamodule, as many as in a batch."""
+    samples, of = data.sample_data, shards[0]
+    check_shard(of)
+    count = samples.samples_per_rank(data.batch_size, data_ranks)
+    items, form = samples.first("samples", data.seed, len(of.n_id), len(of.e_id), count)
+    found: list[Shard] = []
+    for shard, rows in zip(shards, np.split(of.n_id.numpy(), of.offsets[1:-1])):
+        tensors = form.stack([form.local_rows(index, item, rows) for index, item in enumerate(items)])
+        shard.batch.update({_PREFIX + name: value for name, value in tensors.items()})
+        known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
+        found.append(SampleShard(**known, node_dims=form.node_dims, count=len(items)))
+    return found
+
+
 def random_samples(
     batch: Data,
     masks: Collection[str],
@@ -163,8 +201,9 @@ class SampleGraphs:
         return self.batch_size() * sum(each.dtype.itemsize * prod(each.shape) for each in tensors)
 
     def _first(self, stage: str, of: CutInfo) -> tuple[Any, SampleFormat]:
-        found: tuple[Any, SampleFormat] = self._samples.first(_DATASETS[stage], self._data.seed, len(of.n_id), len(of.e_id))
-        return found
+        """Returns the first sample of a stage and the format."""
+        items, form = self._samples.first(_DATASETS[stage], self._data.seed, len(of.n_id), len(of.e_id))
+        return items[0], form
 
     def maker(self, shard: Shard, stage: str, whole_batch: bool = False) -> Callable[..., SampleGraph]:
         """Returns a function that makes small graphs with samples.

@@ -33,13 +33,15 @@ from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.codecs.codec import make_codec
 from lightning_gnn.extensions.codecs.transport import EncodingTransport
-from lightning_gnn.extensions.plans.topology import Topology
+from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
+from lightning_gnn.extensions.samples.data import SampleData
+from lightning_gnn.extensions.samples.small_graph import sample_shards
 from lightning_gnn.modules import NodeClassifier
 from lightning_gnn.strategies import GNNStrategy, registered
 from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.machine import Machine, timing, with_trainer_messages
-from lightning_gnn.tools.advising.rehearsal import Rehearsal, rehearse
+from lightning_gnn.tools.advising.rehearsal import Event, Rehearsal, Send, Take, rehearse
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,34 @@ class Candidate:
         return f"{self.name} {' '.join(f'{name}={value}' for name, value in self.arguments.items())}".rstrip()
 
 
-def candidates(ranks: int, links_alike: bool = True) -> Iterator[Candidate]:
-    """Yields the strategies that support `ranks` ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`."""
+def candidates(ranks: int, links_alike: bool = True, samples: SampleData | None = None) -> Iterator[Candidate]:
+    """Yields the strategies that support `ranks` ranks, see :meth:`~lightning_gnn.strategy.base.GNNStrategy.variants`.
+
+    With samples, yields each strategy with each number of graph ranks.
+    """
     for name, kind in registered().items():
         if name != kind.strategy_name:  # another launch mode of the same strategy
             continue
-        for arguments in kind.variants(ranks, links_alike):
-            candidate = Candidate(kind, dict(arguments))
-            try:
-                candidate.strategy().scheme.layout(ranks)
-            except (TypeError, ValueError):  # needs arguments, or another number of ranks
-                continue
-            yield candidate
+        if samples is not None and kind.samples_unsupported_reason is not None:
+            continue
+        for graph_ranks in [ranks] if samples is None else samples.graph_ranks_of(ranks):
+            for arguments in kind.variants(graph_ranks, links_alike):
+                if samples is not None and "codec" in arguments and graph_ranks < ranks:  # needs one group
+                    continue
+                of_mesh = {} if samples is None else {"graph_ranks": graph_ranks}
+                candidate = Candidate(kind, {**of_mesh, **arguments})
+                try:
+                    candidate.strategy().scheme.layout(graph_ranks)
+                except (TypeError, ValueError):  # needs arguments, or another number of ranks
+                    continue
+                yield candidate
 
 
-def choose_candidates(names: Sequence[str] | None, ranks: int, links_alike: bool = True) -> list[Candidate]:
+def choose_candidates(
+    names: Sequence[str] | None, ranks: int, links_alike: bool = True, samples: SampleData | None = None
+) -> list[Candidate]:
     """Returns the :func:`candidates` with these strategy names, all for None; raises ValueError if there is none."""
-    every = list(candidates(ranks, links_alike))
+    every = list(candidates(ranks, links_alike, samples))
     found = [each for each in every if names is None or each.name in names]
     if not found:
         supported = ", ".join(dict.fromkeys(each.name for each in every))
@@ -206,7 +219,7 @@ def advise_on(
         only: schemes to predict; default: all that support this number of ranks.
         overhead: seconds of an epoch in addition to the model's time; None to measure them with a Trainer on a single device.
     """
-    wanted = [*candidates(machine.ranks, machine.topology.uniform)] if only is None else only
+    wanted = [*candidates(machine.ranks, machine.topology.uniform, data.sample_data)] if only is None else only
     found = []
     with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as advance:
         overhead = overhead_seconds() if overhead is None else overhead
@@ -229,15 +242,17 @@ class _Job(NamedTuple):
 
 
 def _full_graph(candidate: Candidate, job: _Job) -> Advice:
-    topology, ranks = job.machine.topology, job.machine.ranks
+    topology, ranks = job.machine.topology, int(candidate.arguments.get("graph_ranks", job.machine.ranks))
     options: dict[str, Any] = {"topology": topology} if candidate.arguments.get("plan") == "spst" else {}
     strategy, hosts = candidate.strategy(**options), len(topology.hosts)
     data = copy.copy(job.data)  # other users of the datamodule are not affected
-    data.prepare_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
+    data.partition_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
     if cut.types.is_hetero:
         raise ValueError('Rehearsals do not support HeteroData. Name a strategy: "dgcl", "vertex_cut", "spmm_1d" or "sampling".')
     shards = [cut.shard(rank) for rank in range(ranks)]
+    if data.has_samples:
+        shards = sample_shards(data, shards, job.machine.ranks // ranks)
     bind = partial(bind_module, strategy.scheme, meter=Meter(), cache_input_aggregation=strategy.cache_input_aggregation)
     rehearsal = rehearse(job.module, shards, bind, job.trainer, threads=job.machine.threads, prepare=coding(strategy))
     return _predict(candidate, cut, rehearsal, job)
@@ -256,22 +271,48 @@ def coding(strategy: GNNStrategy) -> Callable[[World], AbstractContextManager[No
 
 
 def _predict(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) -> Advice:
-    step, busy = timing(with_trainer_messages(rehearsal.events), job.machine), rehearsal.compute_seconds
+    ranks, samples, steps = job.machine.ranks, job.data.sample_data, 1
+    events, groups = rehearsal.events, ranks // len(rehearsal.events)
+    if samples is not None:
+        steps = -(-samples.sizes["samples"] // (groups * samples.samples_per_rank(job.data.batch_size, groups)))
+        events = repeat_groups(events, groups, sum(each.nbytes for each in job.module.parameters() if each.requires_grad))
+    sends = [event.num_bytes for each in events for event in each if isinstance(event, Send)]
+    step, busy = timing(with_trainer_messages(events), job.machine), rehearsal.compute_seconds
     overhead = job.overhead * job.machine.crowding
     of_vertex_cut = cut.report.get("replication_factor")
     rows = sum(owned + halo for owned, halo, _ in cut.sizes())
     return Advice(
         candidate,
-        seconds=step.seconds + overhead,
-        compute_seconds=step.compute_seconds + overhead,
-        exchange_seconds=step.exchange_seconds,
-        bytes_sent=sum(rehearsal.bytes_sent),
-        messages=rehearsal.messages,
-        peaks=tuple(each.peak() for each in rehearsal.footprints),
-        peaks_recomputed=tuple(each.peak(recompute=True) for each in rehearsal.footprints),
+        seconds=steps * step.seconds + overhead,
+        compute_seconds=steps * step.compute_seconds + overhead,
+        exchange_seconds=steps * step.exchange_seconds,
+        steps=steps,
+        bytes_sent=steps * sum(sends),
+        messages=steps * len(sends),
+        peaks=tuple(each.peak() for each in rehearsal.footprints) * groups,
+        peaks_recomputed=tuple(each.peak(recompute=True) for each in rehearsal.footprints) * groups,
         balance=max(busy) / (sum(busy) / len(busy)),
         replication=float(of_vertex_cut or rows / max(1, int(cut.offsets[-1]))),
     )
+
+
+def repeat_groups(events: Sequence[Sequence[Event]], groups: int, gradient_bytes: int) -> tuple[tuple[Event, ...], ...]:
+    """Returns the events of all data ranks, each as the given graph ranks, with a sum of gradients over data ranks."""
+    size, found = len(events), list[tuple[Event, ...]]()
+    for rank in range(groups * size):
+        first = rank - rank % size
+        own: list[Event] = [replace_peer(event, first) for event in events[rank % size]]
+        ends = (rank + size) % (groups * size), (rank - size) % (groups * size)
+        ring: list[Event] = [Send(ends[0], gradient_bytes // groups), Take(ends[1])] * (2 * (groups - 1))
+        found.append((*own, *ring))
+    return tuple(found)
+
+
+def replace_peer(event: Event, first: int) -> Event:
+    """Returns an event whose peer is counted from rank `first`."""
+    if isinstance(event, Send):
+        return Send(first + event.to, event.num_bytes)
+    return Take(first + event.sender) if isinstance(event, Take) else event
 
 
 class _Clock(pl.Callback):
@@ -392,6 +433,8 @@ def extrapolate(
     `machines` are two or more, in ascending order of ranks. The other arguments are described in
     :func:`~lightning_gnn.tools.advising.advice.advise`.
     """
+    if data.has_samples:
+        raise ValueError(f"Advice with samples supports at most {MAX_DEVICES} ranks, got {ranks}. Use fewer ranks.")
     wanted, rehearsed = set(map(str, choose_candidates(schemes, ranks, machines[-1].topology.uniform))), []
     with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as advance:
         overhead = overhead_seconds()

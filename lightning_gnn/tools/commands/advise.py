@@ -51,7 +51,7 @@ class AdviseCLI(GraphCLI):
             self.machines = smaller(parts, hosts, config.cores, config.speed)
         else:
             self.machines = [Machine.of(parts, hosts, config.topology, config.cores, config.speed)]
-        self.candidates = choose_candidates(config.schemes, parts, self.machines[0].topology.uniform)
+        self.candidates = choose_candidates(config.schemes, parts, self.machines[0].topology.uniform, self.datamodule.sample_data)
 
     def predictions(self) -> list[Advice]:
         if self.machines[-1].ranks < self.ranks:

@@ -61,6 +61,7 @@ class EpochTimes(pl.Callback):
         self._file = lines
         self._before: Mapping[tuple[str, str], Traffic] = {}
         self._start = self._ended = self._paused = 0.0
+        self._stale: Tensor | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -73,6 +74,7 @@ class EpochTimes(pl.Callback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clear()
+        self._stale = trainer.callback_metrics.get(self.loss)  # stays until the end of the epoch if steps do not log it
         self._start = self._ended = self._now(pl_module)
         self.began = self.began or time.time()
 
@@ -115,8 +117,9 @@ class EpochTimes(pl.Callback):
         self._epoch["steps"] += 1
         for key, now in _meter(trainer).by_layer.items():
             self._traffic[key] = self._traffic.get(key, Traffic()) + now - self._before.get(key, Traffic())
-        if trainer.num_training_batches != 1 and self.loss in trainer.callback_metrics:
-            self._losses.append(float(trainer.callback_metrics[self.loss]))
+        loss = trainer.callback_metrics.get(self.loss)
+        if trainer.num_training_batches != 1 and loss is not None and loss is not self._stale:
+            self._losses.append(float(loss))
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -220,7 +223,11 @@ def main() -> None:
         "workers": {rank: vars(counts) for rank, counts in getattr(trainer.strategy, "report", {}).items()},
         "test": {},
     }
-    if is_overridden("test_step", model) and any(data.shard.mask_counts[counted_mask("test_mask", model)]):
+    samples = data.sample_data
+    is_tested = (
+        any(data.shard.mask_counts[counted_mask("test_mask", model)]) if samples is None else "test_samples" in samples.sizes
+    )
+    if is_overridden("test_step", model) and is_tested:
         found["test"] = trainer.test(model, datamodule=data, verbose=False)[0]
     if trainer.is_global_zero:
         for epoch in times.epochs:

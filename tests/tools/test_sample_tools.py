@@ -1,0 +1,138 @@
+"""``check``, ``advise`` and ``compare`` with samples on one graph."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from sample_runs import MODELS, SampleModule, Samples, graph_of_samples
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnn import AutoStrategy, DGCLStrategy, GraphDataModule, advise, check_parity, compare, register_row_rule
+from lightning_gnn.tools.commands.check import check
+from lightning_gnn.tools.parity import explain_steps
+
+
+class Module(SampleModule):
+    """Also created by command lines, without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["gcn"]())
+        self.double()
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), batch_size=len(batch.x))
+
+
+def data_of(**options: Any) -> GraphDataModule:
+    given = dict.fromkeys(("samples", "val_samples", "test_samples"), Samples())
+    return GraphDataModule(graph_of_samples(), partition="random", **given, **{"global_batch_size": 4, **options})
+
+
+# Check ########################################################################
+
+
+@pytest.mark.parametrize("options", [{}, {"devices": 3, "nodes": 20}])
+def test_right_steps(options):
+    report = check_parity(Module(), data_of(), ["dgcl", "cover", "vertex_cut", "sampling"], **options)
+    *exact, sampling = report.schemes
+    assert report.ok and [each.verdict for each in exact] == ["same"] * 3
+    assert all(each.steps == ["training_step", "validation_step", "test_step"] for each in exact)
+    assert all(0 < max(each.differences.values()) < 1e-12 for each in exact)
+    assert sampling.verdict == "not compared" and "samples are not supported" in sampling.not_compared
+    assert report.nodes == options.get("nodes", 40)
+    assert any("predict_step was skipped" in note for note in report.notes)
+    assert any("data ranks were not compared" in note for note in report.notes)
+
+
+@torch.library.custom_op("sample_tools::wrong_values", mutates_args=())
+def wrong_values(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+wrong_values.register_autograd(lambda ctx, grad: grad)
+register_row_rule(torch.ops.sample_tools.wrong_values)
+
+
+class Wrong(Module):
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        out = torch.ops.sample_tools.wrong_values(self.model(batch).movedim(1, 0).contiguous())
+        self.log("val_loss", out.square().mean())
+
+
+def test_wrong_steps_are_found():
+    [found] = check_parity(Wrong(), data_of(), ["dgcl"]).schemes
+    assert found.verdict == "differs" and found.finding is not None and found.finding.step == "validation_step"
+
+
+def test_messages_of_a_step():
+    first, *_ = explain_steps(Module(), data_of(), DGCLStrategy())
+    halo = [each for each in first.bytes_sent if each.operation.startswith("Halo exchange")]
+    assert first.step == "training_step" and {each.direction for each in halo} == {"forward", "backward"}
+    assert all(max(first.messages[each]) == 1 for each in halo if "second" in each.operation)
+
+
+CONFIG = """
+model: {class_path: test_sample_tools.Module}
+data:
+  class_path: lightning_gnn.GraphDataModule
+  init_args:
+    source: sample_runs.graph_of_samples
+    samples: {class_path: sample_runs.Samples, init_args: {size: 5}}
+    global_batch_size: 2
+trainer: {devices: 2}
+"""
+
+
+def test_command(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    with pytest.raises(SystemExit) as ended:
+        check([f"--config={tmp_path / 'run.yaml'}", "--schemes=[dgcl]", f"--json={tmp_path / 'found.json'}"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ended.value.code == 0 and found["schemes"][0]["steps"] == ["training_step"] and found["nodes"] == 40
+
+
+# Advise #######################################################################
+
+
+def test_advice():
+    """Each number of graph ranks whose data ranks divide the global batch is rehearsed."""
+    module, found = Module(), advise(Module(), data_of(global_batch_size=6), devices=4)
+    of_dgcl = {each.candidate.arguments["graph_ranks"]: each for each in found if each.candidate.name == "dgcl"}
+    assert [*sorted(of_dgcl)] == [2, 4] and all(each.applies for each in found)
+    assert {each.candidate.name for each in found} >= {"dgcl", "cover", "vertex_cut", "spmm"}
+    assert not {each.candidate.name for each in found} & {"sampling", "gossip", "vertex_cut_cached"}
+    assert not [each for each in found if "codec" in each.candidate.arguments and each.candidate.arguments["graph_ranks"] < 4]
+    gradients = sum(each.nbytes for each in module.parameters())
+    for graph_ranks, each in of_dgcl.items():
+        assert each.steps == 2 and len(each.peaks) == 4 and each.seconds > 0  # 9 samples in batches of 6
+        assert each.bytes_sent > (each.steps * 2 * gradients if graph_ranks == 2 else 0)
+    assert str(of_dgcl[2].candidate).startswith("dgcl graph_ranks=2")
+
+
+def test_auto_gnn_does_not_support_samples(ranks):
+    with pytest.raises(AssertionError, match="auto_gnn does not support samples"):
+        ranks.run(2, fit_auto)
+
+
+def fit_auto(rank: int, world_size: int) -> None:
+    from common import quiet_trainer
+
+    quiet_trainer(AutoStrategy(timeout=60), world_size).fit(Module(), datamodule=data_of())
+
+
+# Compare ######################################################################
+
+
+@pytest.mark.campaign
+def test_comparison(tmp_path):
+    runs = [{"strategy": "auto", "devices": 1}, *({"strategy": "dgcl", "graph_ranks": each} for each in (1, 2, "auto"))]
+    found = compare(Module, data_of, runs, devices=2, epochs=2, output=tmp_path, trainer={"accelerator": "cpu"})
+    assert [each["status"] for each in found["runs"]] == ["finished"] * 4, [each["error"] for each in found["runs"]]
+    assert all(each["parity"]["ok"] for each in found["runs"])
+    assert len({round(each["test"]["test_loss"], 8) for each in found["runs"]}) == 1
+    first, second = found["runs"][0]["curves"]["train_loss"]
+    assert first > second  # each the mean of its epoch
