@@ -92,6 +92,11 @@ def test_choice_ahead(caplog):
         assert f"Selected graph_ranks={number} of 2 ranks" in caplog.text
 
 
+def test_ranks_of_a_machine_share_its_memory():
+    [of_two, _], [of_four, *_] = peaks_of(2).values(), peaks_of(4, data_of(global_batch_size=8)).values()
+    assert of_four == pytest.approx(2 * of_two, rel=0.01)  # with as many samples per rank
+
+
 @pytest.mark.parametrize(
     ("ranks", "size", "strategy", "options", "expected"),
     [
