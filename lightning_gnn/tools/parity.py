@@ -297,6 +297,8 @@ class _Check:
             raise ValueError("lightning-gnn check does not support HeteroData. Compare the losses of fit with devices=1 and 2.")
         self.graph_size = graph.x.size(0)
         self.notes: list[str] = []
+        if datamodule.sample_data is not None:
+            datamodule.sample_data.check_stacked("lightning-gnn check")
         found = first_samples(datamodule, self.graph_size, graph.num_edges) if datamodule.has_samples else {}
         values = max((sum(each.numel() for each in tensors.values()) for tensors, _ in found.values()), default=0)
         self.graph = some_of(graph, nodes, seed, values // self.graph_size)

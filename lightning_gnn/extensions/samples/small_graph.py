@@ -182,12 +182,12 @@ class SampleGraphs:
 
     def has(self, stage: str) -> bool:
         """Returns whether the self-check covers a stage: it has samples, and their nodes are divided."""
-        return _DATASETS[stage] in self._samples.sizes and self._shape.graph_ranks > 1
+        return _DATASETS[stage] in self._samples.sizes and self._shape.graph_ranks > 1 and not self._samples.concatenates
 
     @property
     def trains(self) -> bool:
-        """Whether there are training samples."""
-        return "samples" in self._samples.sizes
+        """Whether there are training samples, and memory can be predicted."""
+        return "samples" in self._samples.sizes and not self._samples.concatenates
 
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""
