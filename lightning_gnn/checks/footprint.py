@@ -301,7 +301,7 @@ class RankStep:
         self.module, self.shard, self.world = module, shard, world
         self.binding = bind(module, shard, world)
         self._counted = Counted(module)
-        self._rows = GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
+        self._rows = (shard.rows_type or GraphRows)(shard, world, expand=gather_halo, reduce=reduce_halo)
         self._rows.place_state(module, world)
         if not module.automatic_optimization:
             without_optimizers(module, self._backward)

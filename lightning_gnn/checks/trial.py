@@ -202,7 +202,7 @@ class Trial:
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
         rows, observer = None, self._observer
         if world is not None:
-            rows = GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
+            rows = (shard.rows_type or GraphRows)(shard, world, expand=gather_halo, reduce=reduce_halo)
             rows.mode.exact_draws, rows.mode.lets_rows_leave = observer is None, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):

@@ -37,9 +37,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
     lacks = [sum(not each[rank] and any(each) for each in of_masks) for rank in range(len(shard.counts))]
     for stage in stages:
         step, mask = STAGES[stage]
-        if run.samples is not None:  # no masks
-            mask = None
-        counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask else shard.counts
+        counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask and not run.samples else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
         unused = unused or (run.samples is not None and not run.samples.has(stage))
         if sum(counts) and not unused and is_overridden(step, module):

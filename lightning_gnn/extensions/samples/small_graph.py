@@ -24,6 +24,7 @@ from lightning_gnn.extensions.samples.data import check_shard
 from lightning_gnn.extensions.samples.formats import SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleBatch, SampleInfo, graph_values
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.registry import feature
 
 _DATASETS = {"fit": "samples", "validate": "val_samples", "test": "test_samples", "predict": "predict_samples"}
 """Argument with the samples of a stage."""
@@ -46,6 +47,7 @@ class SampleShard(Shard):
 
     node_dims: Mapping[str, int | None] | None = None
     count: int = 0
+    rows_type = property(lambda self: feature("SampleRows"))
 
     @override
     def step_batch(self) -> SampleBatch:
