@@ -325,7 +325,7 @@ class RankStep:
     def footprint(self) -> Footprint:
         """Returns the recorded memory, after the backward pass."""
         weights = [*self.module.parameters()]
-        held = memory_of(self.binding.context, self.shard.batch, weights, [*self.module.buffers()])
+        held = memory_of(self.binding.context, self.shard.step_batch(), weights, [*self.module.buffers()])
         of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
         edges, messages = self.shard.batch.edge_index.size(1), self.world.transport.most_bytes
         return Footprint(sum(held.values()) + of_optimizer + messages, edges, self._counted.take(held))

@@ -39,7 +39,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
         step, mask = STAGES[stage]
         counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask and not run.samples else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
-        unused = unused or (run.samples is not None and not run.samples.has(stage))
+        unused = unused or (run.samples is not None and not run.samples.has(stage, shard))
         if sum(counts) and not unused and is_overridden(step, module):
             # Ranks run checks at the same time. Steps may use other masks than their own.
             busy, most = Counter(found.values()), max(counts)

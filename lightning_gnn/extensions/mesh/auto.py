@@ -106,6 +106,8 @@ def _peak(strategy: Any, module: pl.LightningModule, trainer: pl.Trainer, data: 
     if not data.is_stored:
         data.partition_for(run.layout)
     cut = data.stored_cut()
+    if cut.types.is_hetero:
+        raise ValueError(f'graph_ranks="auto" does not support a HeteroData. Set {_number(strategy)}.')
     try:
         steps = predicted_steps(run, cut.shard(0))
     except RuntimeError as error:

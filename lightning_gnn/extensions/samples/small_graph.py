@@ -6,7 +6,7 @@ B samples, N nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, valu
 from lightning_gnn.data.shards import CutInfo, Graph, Shard
 from lightning_gnn.data.sources import GraphData, kinds_of, left_out_of
 from lightning_gnn.extensions.samples.data import check_shard
-from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.formats import ALL_NODES, SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleBatch, SampleInfo, graph_values
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
@@ -38,13 +38,15 @@ COUNT = 3
 
 @dataclass(frozen=True)
 class SampleShard(Shard):
-    """Shard whose steps receive samples, which its batch has under longer names.
+    """Shard whose steps receive samples.
 
     Attributes:
+        tensors: tensors ``[B, ...]`` of the samples by name, with the rows of the rank's nodes.
         node_dims: dimension of the nodes in each tensor ``[B, ...]`` of the samples by name; None for one value per sample.
         count: B.
     """
 
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     node_dims: Mapping[str, int | None] | None = None
     count: int = 0
     rows_type = property(lambda self: feature("SampleRows"))
@@ -52,8 +54,8 @@ class SampleShard(Shard):
     @override
     def step_batch(self) -> SampleBatch:
         batch = SampleBatch(kinds_of(self.batch), left_out_of(self.batch))
-        for name, value in graph_values(self).items():
-            batch[name.removeprefix(_PREFIX)] = value
+        for name, value in (*graph_values(self).items(), *self.tensors.items()):
+            batch[name] = value
         indices = list(range(self.count))
         batch.sample_info = SampleInfo(indices, torch.tensor(indices), self.count, dict(self.node_dims or {}))
         return batch
@@ -77,11 +79,13 @@ class SampleGraph(SmallGraph):
     def _with_samples(self, shard: Shard) -> Shard:
         """Returns a shard with the samples' rows of its nodes."""
         rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])[shard.rank]
+        tensors = {}
         for name, dim in (self.node_dims or {}).items():
-            if dim is not None:
-                shard.batch[_PREFIX + name] = shard.batch[_PREFIX + name].index_select(dim, torch.from_numpy(rows))
+            value = shard.batch[_PREFIX + name]
+            del shard.batch[_PREFIX + name]
+            tensors[name] = value.clone() if dim is None else value.index_select(dim, torch.from_numpy(rows))
         known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
-        return SampleShard(**known, node_dims=self.node_dims, count=self.count)
+        return SampleShard(**known, tensors=tensors, node_dims=self.node_dims, count=self.count)
 
 
 def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleFormat) -> SampleGraph:
@@ -120,7 +124,7 @@ def select_nodes(tensors: Mapping[str, Tensor], form: SampleFormat, nodes: Tenso
     rows = {
         name: tensors[name] if dim is None else tensors[name].index_select(dim, nodes) for name, dim in form.node_dims.items()
     }
-    return rows, form.resize(len(nodes))
+    return rows, form.resize({ALL_NODES: len(nodes)})
 
 
 def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[Shard]:
@@ -131,10 +135,9 @@ def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[S
     items, form = samples.first("samples", data.seed, len(of.n_id), len(of.e_id), count)
     found: list[Shard] = []
     for shard, rows in zip(shards, np.split(of.n_id.numpy(), of.offsets[1:-1])):
-        tensors = form.stack([form.local_rows(index, item, rows) for index, item in enumerate(items)])
-        shard.batch.update({_PREFIX + name: value for name, value in tensors.items()})
+        tensors = form.stack([form.local_rows(index, item, {ALL_NODES: rows}) for index, item in enumerate(items)])
         known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
-        found.append(SampleShard(**known, node_dims=form.node_dims, count=len(items)))
+        found.append(SampleShard(**known, tensors=tensors, node_dims=form.node_dims, count=len(items)))
     return found
 
 
@@ -168,7 +171,7 @@ def random_samples(
         drawn = torch.randint(value.size(dim), (count * size,), generator=g)
         rows = values_of_rows(value.movedim(dim, 0), drawn).unflatten(0, (count, size))
         tensors[name] = rows.movedim(1, dim + 1).contiguous()
-    return with_samples(small, tensors, sample_form.resize(size))
+    return with_samples(small, tensors, sample_form.resize({ALL_NODES: size}))
 
 
 class SampleGraphs:
@@ -182,9 +185,10 @@ class SampleGraphs:
     def __init__(self, data: Any, shape: Any) -> None:
         self._data, self._samples, self._shape = data, data.sample_data, shape
 
-    def has(self, stage: str) -> bool:
-        """Returns whether the self-check covers a stage: it has samples, and their nodes are divided."""
-        return _DATASETS[stage] in self._samples.sizes and self._shape.graph_ranks > 1 and not self._samples.concatenates
+    def has(self, stage: str, of: CutInfo) -> bool:
+        """Returns whether the self-check covers a stage: it has stacked samples of one node type, and nodes are divided."""
+        is_covered = self._shape.graph_ranks > 1 and not self._samples.concatenates and not of.types.is_hetero
+        return is_covered and _DATASETS[stage] in self._samples.sizes
 
     @property
     def trains(self) -> bool:
@@ -199,7 +203,7 @@ class SampleGraphs:
     def row_bytes(self, of: CutInfo) -> int:
         """Returns the bytes of a node in the training samples of a data rank's batch."""
         _, form = self._first("fit", of)
-        tensors = [each.resize(1) for each in form.tensors.values() if each.node_dim is not None]
+        tensors = [each.resize({ALL_NODES: 1}) for each in form.tensors.values() if each.node_dim is not None]
         return self.batch_size() * sum(each.dtype.itemsize * prod(each.shape) for each in tensors)
 
     def _first(self, stage: str, of: CutInfo) -> tuple[Any, SampleFormat]:

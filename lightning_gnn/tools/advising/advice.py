@@ -84,8 +84,6 @@ def candidates(ranks: int, links_alike: bool = True, samples: SampleData | None 
             continue
         for graph_ranks in [ranks] if samples is None else samples.graph_ranks_of(ranks):
             for arguments in kind.variants(graph_ranks, links_alike):
-                if samples is not None and "codec" in arguments and graph_ranks < ranks:  # needs one group
-                    continue
                 of_mesh = {} if samples is None else {"graph_ranks": graph_ranks}
                 candidate = Candidate(kind, {**of_mesh, **arguments})
                 try:

@@ -103,7 +103,8 @@ def test_ranks_of_a_machine_share_its_memory():
         (4, 4, DGCLStrategy, {}, [1, 2, 4]),
         (4, 6, DGCLStrategy, {}, [2, 4]),
         (6, 6, DGCLStrategy, {}, [1, 2, 3, 6]),
-        (4, 4, CoverStrategy, {"codec": "int8"}, [4]),
+        (4, 4, DGCLStrategy, {"plan": "swap"}, [4]),
+        (4, 4, CoverStrategy, {"codec": "int8"}, [1, 2, 4]),
         (4, 4, SpMM2DStrategy, {}, [1, 4]),
     ],
 )
