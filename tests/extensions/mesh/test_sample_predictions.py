@@ -67,7 +67,7 @@ def predict(
     gather = RowsMode.gather_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowsMode, "gather_rows", gather_rows)
-        run = quiet_trainer(strategy, world_size, default_root_dir=folder, **trainer)
+        run = quiet_trainer(strategy, world_size, self_check=False, default_root_dir=folder, **trainer)
         return run.predict(Rollout(fails_in).double(), datamodule=data)
 
 
