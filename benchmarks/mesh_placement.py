@@ -1,9 +1,10 @@
 """Graph ranks of a mesh within hosts, as ranks are numbered, beside graph ranks on several hosts, over emulated links.
 
-    python benchmarks/mesh_placement.py --netlab NETLAB.py [--nodes 20000] [--sizes 4 16] [--json FILE]
+    python benchmarks/mesh_placement.py --netlab NETLAB.py [--nodes 10000] [--sizes 4 16] [--json FILE]
 
 Two hosts with two ranks each, links of 270 Mbit/s within hosts and 100 Mbit/s between hosts (root only). The mesh has 2 data
-ranks and 2 graph ranks. Graph, samples and model are those of ``samples.py``. Ranks are numbered host by host, so that graph
+ranks and 2 graph ranks. Samples and model are those of ``samples.py``, and its graph is in four dimensions, where many nodes have
+neighbors on other ranks. Ranks are numbered host by host, so that graph
 ranks share a host; *across hosts* numbers them in turns. All messages use sockets. Times are medians of epochs after the first.
 """
 
@@ -41,7 +42,7 @@ def train(options: argparse.Namespace) -> None:
     samples = Samples(_STEPS * size, options.nodes, _FEATURES)
     folder = Path(options.row).parent / "partitions"
     data = GraphDataModule(
-        graph_of(options.nodes), samples=samples, global_batch_size=size, shuffle=False, partition_dir=folder
+        graph_of(options.nodes, 4), samples=samples, global_batch_size=size, shuffle=False, partition_dir=folder
     )
     trainer.fit(module, datamodule=data)
     if trainer.is_global_zero:
@@ -54,7 +55,7 @@ def train(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--netlab", help="netlab.py")
-    parser.add_argument("--nodes", type=int, default=20_000)
+    parser.add_argument("--nodes", type=int, default=10_000)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)

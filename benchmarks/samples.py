@@ -37,9 +37,9 @@ COLUMNS += ["MB sent/step", "messages/step"]
 TARGETS, HIDDEN, EPOCHS = 4, 64, 4
 
 
-def graph_of(num_nodes: int) -> Data:
-    """Returns a graph of nearest neighbors in the unit square."""
-    places = np.random.default_rng(0).random((num_nodes, 2))
+def graph_of(num_nodes: int, dimensions: int = 2) -> Data:
+    """Returns a graph of nearest neighbors in the unit square, or in the unit cube of more dimensions."""
+    places = np.random.default_rng(0).random((num_nodes, dimensions))
     _, nearest = cKDTree(places).query(places, 9)
     edges = np.stack([nearest[:, 1:].ravel(), np.repeat(np.arange(num_nodes), 8)])
     return Data(edge_index=torch.from_numpy(edges), edge_weight=torch.full((edges.shape[1],), 1 / 8), num_nodes=num_nodes)
