@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from common import CLASSES, awkward_graph, build, campaign, quiet_trainer
 from conftest import RankPool
+from sample_runs import CONCATENATED, MODELS, SampleModule, Samples, graph_of_samples
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.extensions.graphs import source
@@ -394,6 +395,55 @@ def test_the_cpu_has_no_graphs():
     trainer = quiet_trainer(DGCLStrategy(cuda_graph=True), 1, False)
     with pytest.raises(RuntimeError, match="cpu devices have no graphs"):
         trainer.fit(Plain().double(), datamodule=GraphDataModule(awkward_graph()))
+
+
+# Samples #######################################################################
+
+
+class OnSamples(SampleModule):
+    """Masked error over samples; no hook replaces values of a batch."""
+
+    on_after_batch_transfer = L.LightningModule.on_after_batch_transfer
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.hour))
+        return loss
+
+
+def fit_samples(size: int, graph_ranks: int, name: str, cuda_graph: Any) -> tuple[Result, Seen]:
+    torch.manual_seed(1)
+    module, seen, samples = OnSamples((MODELS | CONCATENATED)[name]()).double(), Seen(), Samples(size=14)
+    strategy = DGCLStrategy(graph_ranks=graph_ranks, cuda_graph=cuda_graph, timeout=60)
+    trainer = quiet_trainer(strategy, size, False, max_epochs=4, callbacks=[seen], num_sanity_val_steps=0)
+    data = GraphDataModule(
+        graph_of_samples(),
+        partition="random",
+        samples=samples,
+        val_samples=samples,
+        global_batch_size=4,
+        concatenate=name in CONCATENATED,
+    )
+    trainer.fit(module, datamodule=data)
+    logged = {name: value.clone() for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
+    return (seen.losses, [each.detach().clone() for each in module.parameters()], logged), seen
+
+
+def compare_samples(rank: int, size: int, graph_ranks: int, name: str) -> tuple[int, str]:
+    expected, _ = fit_samples(size, graph_ranks, name, False)
+    found, seen = fit_samples(size, graph_ranks, name, "auto")
+    assert_bits(found, expected)
+    assert seen.graphs is not None
+    return seen.graphs.replays, seen.graphs.obstacle
+
+
+@pytest.mark.parametrize(
+    ("size", "graph_ranks", "name"), [(2, 2, "gcn"), (2, 1, "gcn"), *campaign((2, 2, "concatenated_gcn"), (1, 1, "sage"))]
+)
+def test_full_batches_of_samples_are_replayed(ranks, size, graph_ranks, name):
+    """Batches of 4 of 14 samples: two steps warm up, one is recorded and one captured; the last of each epoch runs as usual."""
+    for replays, obstacle in ranks.run(size, compare_samples, graph_ranks, name):
+        assert (replays, obstacle) == (4 * 3 - 3 - 1, "")
 
 
 # The capture mode of the emulated device #######################################

@@ -91,13 +91,14 @@ class Reads:
         for function in source.functions():
             self._visit(function, function.__name__)
         self._content = list(_content(arguments))
+        self._samples = [x for x, *_ in getattr(arguments[0], "sample_tensors", ())]  # with other values in each step
         for label, value in self._content:
             self._visit(value, label)
         self.note_versions()
 
     def note_versions(self, changing: Sequence[Tensor] = ()) -> None:
         """Take the present contents of tensors as known; the step itself changes some of them."""
-        ignored = {id(each) for each in changing}
+        ignored = {id(each) for each in (*changing, *self._samples)}
         self._versions = [
             (x, None if id(x) in ignored else version_counter(x), (x.data_ptr(), x.requires_grad), label)
             for x, label in self._tensors.values()
@@ -126,7 +127,7 @@ class Reads:
 
     def changing_tensors(self) -> list[Tensor]:
         """Returns the tensors that were changed in place since :meth:`note_versions`."""
-        return [x for x, version, _, _ in self._versions if version_counter(x) != version]
+        return [x for x, version, _, _ in self._versions if version is not None and version_counter(x) != version]
 
     def _describe(self, label: str) -> str:
         line = self._source.line_of(re.split(r"[.\[]", label)[-1].strip("']"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,3 +210,17 @@ def line_of_frame(frame: FrameType | None) -> str:
             return f"{file}:{frame.f_lineno}:"
         frame = frame.f_back
     return ""
+
+
+@cache
+def _loaded_names(code: CodeType) -> frozenset[str]:
+    """Returns the names of local variables that code reads."""
+    values = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD_"))
+    names = {name for value in values for name in (value if isinstance(value, tuple) else (value,)) if isinstance(name, str)}
+    return frozenset(names.union(code.co_cellvars))
+
+
+def loads_argument(method: Any, place: int) -> bool:
+    """Returns whether a method may read an argument, given its place after ``self``, which is 0."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code is None or place >= code.co_argcount or code.co_varnames[place] in _loaded_names(code)

@@ -33,10 +33,10 @@ from lightning_gnn.devices import functions_of
 from lightning_gnn.extensions.graphs.operations import Operations
 from lightning_gnn.extensions.graphs.optimizers import CapturedOptimizer, obstacle_of
 from lightning_gnn.extensions.graphs.reads import Reads
-from lightning_gnn.extensions.graphs.source import Source
+from lightning_gnn.extensions.graphs.source import Source, loads_argument
 from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.private_torch import MODULES, ORIGINAL, tree_map_only
-from lightning_gnn.rows.mode import place, placement_of
+from lightning_gnn.rows.placement import ATTRIBUTE, OF_SAMPLES
 
 EAGER, RECORD, CAPTURE, REPLAY = range(4)
 _WARM_UP = 2
@@ -146,8 +146,10 @@ class StepGraphs:
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of a training step."""
-        self._plan, arguments = EAGER, (batch, *args, *kwargs.values())
-        if self._in_optimizer and not self.obstacle:
+        self._plan, others = EAGER, (*args, *kwargs.values())
+        arguments = (batch, *(each for place, each in enumerate(others, 2) if loads_argument(self._module.training_step, place)))
+        info = getattr(batch, "sample_info", None)
+        if self._in_optimizer and not self.obstacle and (info is None or info.is_static):
             self._choose(arguments)
         run = partial(step, batch, *args, **kwargs)
         if self._plan == RECORD:
@@ -180,15 +182,18 @@ class StepGraphs:
 
     def _record(self, run: Callable[[], Any], arguments: Any) -> Any:
         source, operations = Source(), Operations(self._device)
-        self._operations, states, mode = operations, _random_numbers(), self._steps.rows.mode
-        common_draws = mode.common_draws
+        self._operations, states = operations, _random_numbers()
 
         @contextmanager
-        def draws() -> Iterator[None]:
+        def draws(common_draws: Any) -> Iterator[None]:
             with common_draws(), _attribute_as(operations, "is_common", self._world.size > 1):
                 yield
 
-        with _attribute_as(mode, "common_draws", draws), operations, source.record():
+        with ExitStack() as stack:
+            for mode in self._steps.rows.modes:
+                stack.enter_context(_attribute_as(mode, "common_draws", partial(draws, mode.common_draws)))
+            stack.enter_context(operations)
+            stack.enter_context(source.record())
             output = run()
         reads = Reads(source, self._module, arguments, self._settings)
         self._step, loss = _Step(reads), _loss_of(output)
@@ -233,7 +238,7 @@ class StepGraphs:
         messages, sent = ranks.messages.copy(), ranks.bytes_sent
         replaced: list[tuple[Any, str, Any]] = [
             (steps, "random", _SAME_STREAM),
-            (steps.rows.mode, "common_draws", nullcontext),
+            *((mode, "common_draws", nullcontext) for mode in steps.rows.modes),
             (self._meter, "since", lambda *_: 0.0),  # events of a graph cannot be read
             (self._meter, "record", lambda *traffic: state.traffic.append(traffic)),
             (self._module, "log", lambda *args, **options: state.calls.append((args, options))),
@@ -357,9 +362,8 @@ def _loss_of(output: Any) -> Tensor | None:
 
 def _copy_of(x: Tensor) -> Tensor:
     """Returns a copy of a tensor that replays overwrite, with its placement."""
-    copy, placement = x.detach().clone(), placement_of(x)
-    if placement is not None:
-        place(copy, placement)
+    copy = x.detach().clone()
+    vars(copy).update({name: vars(x)[name] for name in (ATTRIBUTE, OF_SAMPLES) if name in vars(x)})
     return copy.requires_grad_(x.requires_grad)
 
 

@@ -18,6 +18,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams, SampleRows
 from lightning_gnn.extensions.samples.checks import SampleChecks
 from lightning_gnn.extensions.samples.order import positions_of
+from lightning_gnn.extensions.samples.static import StaticBatches
 from lightning_gnn.nn.bind import context_of
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.helpers import gather_halo, reduce_halo
@@ -91,7 +92,13 @@ class SampleRun:
             rows = MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
         else:
             rows = SampleRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
-        self._data.place = lambda batch: rows.place(batch.to(self.world.device))  # hooks before steps get rows, too
+        static = StaticBatches(self._module.trainer, self.first_total) if getattr(self._strategy, "cuda_graph", False) else None
+
+        def place_batch(batch: Any) -> Any:  # hooks before steps get rows, too
+            batch = rows.place(batch.to(self.world.device))
+            return batch if static is None else static.copy_batch(batch)
+
+        self._data.place = place_batch
         return rows
 
     def copies(self, total: int) -> Shard:

@@ -35,6 +35,7 @@ class SampleInfo:
         node_dims: dimension of the nodes in each tensor of the batch, from the left; None for one value per sample.
         is_compared: whether ranks compare the samples of this batch.
         digests: checksums of the whole samples if ranks compare them; 0 for the samples of a folder.
+        is_static: whether each such batch has the same tensors.
     """
 
     indices: list[int]
@@ -43,6 +44,7 @@ class SampleInfo:
     node_dims: Mapping[str, int | None]
     is_compared: bool = False
     digests: Sequence[int] = ()
+    is_static: bool = False
 
 
 class SampleBatch(GraphData):

@@ -224,8 +224,6 @@ class DGCLStrategy(GNNStrategy):
         if plan == "swap":
             refuse_options(options, ["codec"], "With plan='swap' ranks read rows where they lie. Use plan='p2p' or 'spst'.")
         super().__init__(DGCLScheme(plan, topology, partition, num_hops), **options)
-        if cuda_graph:
-            self.samples_unsupported_reason = "cuda_graph replays steps of one batch. Set cuda_graph=False."
 
     @override
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:

@@ -188,7 +188,6 @@ def test_errors(ranks, options, data, message):
     ("strategy", "reason"),
     [
         (DGCLStrategy(elastic=True), "elastic=True continues full-graph runs only"),
-        (DGCLStrategy(cuda_graph="auto"), "cuda_graph replays steps of one batch"),
         (SamplingStrategy(), "it trains on sampled neighborhoods of one graph"),
         (GossipStrategy(), "its workers train on clusters of one graph"),
         (CachedVertexCutStrategy(), "its cache keeps rows of the last step"),
