@@ -39,7 +39,6 @@ class SampleRun:
         module: module of the run.
         world: all ranks.
         shard: rank's part of the graph.
-        in_use: stack of context managers that are open until the stage ends.
 
     Attributes:
         world: all ranks.
@@ -58,12 +57,12 @@ class SampleRun:
     @property
     def shard(self) -> Shard:
         """Shard that layers are bound to: the rank's part of the graph, or its copies for a batch."""
-        return self._shard if self._data.copies is None else self.copies(self.first_total)
+        return self._shard if self._data.copies is None else self.copies(self.full_batch)
 
     @property
-    def first_total(self) -> int:
-        """Number of samples of the first global batch."""
-        found: int = self._data.first_total
+    def full_batch(self) -> int:
+        """Number of samples of a full global batch."""
+        found: int = self._data.full_batch(self._module.trainer.datamodule.batch_size)
         return found
 
     def begin(self, steps: Any) -> Shard:
@@ -92,7 +91,7 @@ class SampleRun:
             rows = MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
         else:
             rows = SampleRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
-        static = StaticBatches(self._module.trainer, self.first_total) if getattr(self._strategy, "cuda_graph", False) else None
+        static = StaticBatches(self._module.trainer, self.full_batch) if getattr(self._strategy, "cuda_graph", False) else None
 
         def place_batch(batch: Any) -> Any:  # hooks before steps get rows, too
             batch = rows.place(batch.to(self.world.device))
@@ -160,7 +159,7 @@ class CopiedRows(SampleRows):
     """
 
     def __init__(self, run: SampleRun, context: GraphContext) -> None:
-        self._run, self._context, self._total = run, context, run.first_total
+        self._run, self._context, self._total = run, context, run.full_batch
         self._turns: dict[int, tuple[dict[str, Any], ...]] = {}
         super().__init__(run.shard, run.world, partial(run.random.inside, False), gather_halo, reduce_halo)
         self.mode.norms_by_rules = True

@@ -76,7 +76,6 @@ class SampleData:
                 f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
             )
         self.global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dims
-        self._given_size = batch_size
         self._loading: dict[str, Any] = {
             "num_workers": num_workers,
             "persistent_workers": persistent_workers,
@@ -171,11 +170,10 @@ class SampleData:
             **self._loading,
         )
 
-    @property
-    def first_total(self) -> int:
-        """Number of samples of a full global batch of the first dataset that is set up."""
+    def full_batch(self, batch_size: int | None) -> int:
+        """Returns the number of samples of a full global batch of the first dataset that is set up."""
         samples, *_ = next(iter(self._local.values()))
-        return min(len(samples), self.samples_per_rank(self._given_size, self._data_ranks) * self._data_ranks)
+        return min(len(samples), self.samples_per_rank(batch_size, self._data_ranks) * self._data_ranks)
 
     @property
     def sizes(self) -> dict[str, int]:
