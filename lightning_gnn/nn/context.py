@@ -144,8 +144,8 @@ class GraphContext:
         owned = self.num_targets if per_target else self.num_owned
         if rows != owned:
             raise UnsupportedModelError(
-                f"'{layer}' was given {rows} node rows, but this rank has {owned} local nodes. Convs must be called with one "
-                "row per node of the batch, in its order."
+                f"'{layer}' was given {rows} node rows, but this rank has {owned} local nodes. Convs must be called with one row "
+                "per node of the batch, in its order. Samples need concatenate=True if a layer needs [N, F], such as GATConv."
             )
 
     def check_expanded_rows(self, rows: int, layer: str) -> None:
