@@ -114,9 +114,9 @@ class SampleRun:
 
     def include_all_ranks(self, context: GraphContext) -> GraphContext:
         """Change a graph context for copies of the graph, whose statistics include the rows of all data ranks."""
+        context.rows = _NoRows()  # type: ignore[assignment]
         if self._mesh is None:
             return context
-        context.rows = _NoRows()  # type: ignore[assignment]
         for name in ("sum_over_ranks", "max_over_ranks"):
             method = getattr(Exchange, name)
             setattr(context.exchange, name, partial(method, SimpleNamespace(world=self.world)))
@@ -133,12 +133,11 @@ class SampleRun:
 
 
 class _NoRows:
-    """Rows of any nodes, which are on other data ranks, too."""
+    """Rows of any nodes: an original id has a row in each copy, and copies are on other data ranks, too."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedModelError(
-            "gather_nodes, global_num_nodes and dense attention do not support concatenate=True with several groups of graph "
-            "ranks. Use x[ids] and len(x), or remove graph_ranks."
+            "gather_nodes, global_num_nodes and dense attention do not support concatenate=True on ranks. Use x[ids] and len(x)."
         )
 
     fetch, num_nodes = _refuse, property(_refuse)

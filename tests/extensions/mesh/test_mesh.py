@@ -23,6 +23,7 @@ from lightning_gnn import (
     SpMM1DStrategy,
     SpMM2DStrategy,
     VertexCutStrategy,
+    gather_nodes,
 )
 
 
@@ -49,12 +50,31 @@ def test_models(ranks, world_size, graph_ranks, size):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "graph_ranks", "size"), [(3, 1, 6), (2, 2, 4), *campaign((2, 1, 4), (3, 3, 4), (4, 2, 4))]
+    ("world_size", "graph_ranks", "size"), [*campaign((2, 1, 4), (2, 2, 4), (3, 1, 6), (3, 3, 4), (4, 2, 4)), (4, 2, 8)]
 )
 def test_concatenated_samples(ranks, world_size, graph_ranks, size):
     """Copies of the graph, for layers that need ``[N, F]``; layers switch to the copies of a smaller batch and back."""
     for found in ranks.run(world_size, train_samples, [*CONCATENATED], graph_ranks, global_batch_size=size, timeout=280):
         assert_equal(found, size)
+
+
+class GatherNodes(SampleModule):
+    """Reads nodes by original ids, which have a row in each copy."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        return gather_nodes(self.model(batch), torch.arange(3)).sum()
+
+
+def read_nodes(rank: int, world_size: int, graph_ranks: int) -> None:
+    data = GraphDataModule(graph_of_samples(), samples=Samples(), global_batch_size=4, concatenate=True)
+    trainer = quiet_trainer(DGCLStrategy(graph_ranks=graph_ranks, timeout=60), world_size, max_epochs=1)
+    trainer.fit(GatherNodes(CONCATENATED["concatenated_gcn"]()).double(), datamodule=data)
+
+
+@pytest.mark.parametrize("graph_ranks", [1, 2])
+def test_nodes_of_copies_are_not_gathered_by_id(ranks, graph_ranks):
+    with pytest.raises(RankFailed, match="gather_nodes.* do not support concatenate=True on ranks"):
+        ranks.run(2, read_nodes, graph_ranks)
 
 
 @pytest.mark.parametrize("strategy", [CoverStrategy, *campaign(SpMM1DStrategy, VertexCutStrategy)])
