@@ -5,7 +5,7 @@
 A folder has ``x.npy [S, N, F]``, float32, of a nearest-neighbor graph. *plain* is ``torch.utils.data.DataLoader`` over the memory
 map, in which a rank reads whole samples and selects its rows; *converted* is the loader of `GraphDataModule`, for one rank. Both
 read batches of 4 in random order, one rank at a time, without workers. *cold* has no pages in the cache of the system; *warm*
-repeats the epoch. *read* is what the disk delivers (``/proc/self/io``), relative to the rank's rows.
+repeats the epoch. *read* is the number of bytes from the disk (``/proc/self/io``), as a multiple of the rank's rows.
 """
 
 from __future__ import annotations
