@@ -51,6 +51,11 @@ class SampleShard(Shard):
     count: int = 0
     rows_type = property(lambda self: feature("SampleRows"))
 
+    @classmethod
+    def of(cls, shard: Shard, **samples: Any) -> SampleShard:
+        """Returns a shard with samples, given its own attributes."""
+        return cls(**{each.name: getattr(shard, each.name) for each in fields(Shard)}, **samples)
+
     @override
     def step_batch(self) -> SampleBatch:
         batch = SampleBatch(kinds_of(self.batch), left_out_of(self.batch))
@@ -84,8 +89,7 @@ class SampleGraph(SmallGraph):
             value = shard.batch[_PREFIX + name]
             del shard.batch[_PREFIX + name]
             tensors[name] = value.clone() if dim is None else value.index_select(dim, torch.from_numpy(rows))
-        known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
-        return SampleShard(**known, tensors=tensors, node_dims=self.node_dims, count=self.count)
+        return SampleShard.of(shard, tensors=tensors, node_dims=self.node_dims, count=self.count)
 
 
 def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleFormat) -> SampleGraph:
@@ -136,8 +140,7 @@ def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[S
     found: list[Shard] = []
     for shard, rows in zip(shards, np.split(of.n_id.numpy(), of.offsets[1:-1])):
         tensors = form.stack([form.local_rows(index, item, {ALL_NODES: rows}) for index, item in enumerate(items)])
-        known = {each.name: getattr(shard, each.name) for each in fields(Shard)}
-        found.append(SampleShard(**known, tensors=tensors, node_dims=form.node_dims, count=len(items)))
+        found.append(SampleShard.of(shard, tensors=tensors, node_dims=form.node_dims, count=len(items)))
     return found
 
 
