@@ -272,6 +272,25 @@ CONCATENATED: dict[str, Callable[[], torch.nn.Module]] = {
 """Models of concatenated samples, as in batches of PyG."""
 
 
+class OrderedConv(MessagePassing):
+    """Conv that depends on the order of nodes and edges: weights in list order, of sorted edges; as DConv of PyG Temporal."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__(aggr="sum")
+        self.map = torch.nn.Linear(size, out)
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        order = (edge_index[0] * x.size(-2) + edge_index[1]).argsort(stable=True)
+        return self.map(self.propagate(edge_index[:, order].flip(0), x=x, weight=weight))
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return weight.view(-1, 1) * x_j
+
+
+IN_ORDER = {"ordered_conv": lambda: TwoConvs(OrderedConv, True)}
+"""Models that depend on the order of nodes and edges, for graphs that are not divided."""
+
+
 class SampleModule(L.LightningModule):
     """Masked errors, means, and a root of a mean over samples, which is not the mean of ranks' roots."""
 
@@ -320,7 +339,7 @@ def train_samples(
     found = {}
     for name in names:
         L.seed_everything(0, verbose=False)
-        module = SampleModule((MODELS | CONCATENATED)[name]()).double()
+        module = SampleModule((MODELS | CONCATENATED | IN_ORDER)[name]()).double()
         samples = Samples(STEPS if name in OVER_TIME else None)
         data = GraphDataModule(
             graph_of_samples(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import campaign, quiet_trainer
 from conftest import RankFailed
-from sample_runs import CONCATENATED, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
+from sample_runs import CONCATENATED, IN_ORDER, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
 from torch_geometric.data import Data
 
 from lightning_gnn import (
@@ -56,6 +56,11 @@ def test_concatenated_samples(ranks, world_size, graph_ranks, size):
     """Copies of the graph, for layers that need ``[N, F]``; layers switch to the copies of a smaller batch and back."""
     for found in ranks.run(world_size, train_samples, [*CONCATENATED], graph_ranks, global_batch_size=size, timeout=280):
         assert_equal(found, size)
+
+
+def test_one_graph_rank_keeps_the_order_of_nodes_and_edges(ranks):
+    for found in ranks.run(2, train_samples, [*IN_ORDER], 1):
+        assert_equal(found)
 
 
 class GatherNodes(SampleModule):
