@@ -4,8 +4,8 @@
 
 The graph has nodes in the unit square, each with edges from its 8 nearest nodes, as in weather and traffic. A sample has random
 features and targets of each node. The model has three GraphConv layers of 64 columns. A mesh DxG has D data ranks, G graph ranks;
-"ddp" is Lightning's strategy, with PyG's layers and the whole graph on each rank. Each row runs in processes of its own with one
-thread per rank. Times are medians of epochs after the first.
+"lean" has ``reuse_buffers=False``. "ddp" is Lightning's strategy, with PyG's layers and the whole graph on each rank. A row runs
+in processes of its own with one thread per rank. Times are medians of epochs after the first.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> 
         trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_size=size // ranks))
         shares, steps, predicted = nodes * (size // ranks), -(-samples // size), float("nan")
     else:
-        data_ranks, graph_ranks = map(int, mesh.split("x"))
+        data_ranks, graph_ranks = map(int, mesh.removesuffix(" lean").split("x"))
         module = Model(features)
-        strategy = DGCLStrategy(graph_ranks=graph_ranks, timeout=600)
+        strategy = DGCLStrategy(graph_ranks=graph_ranks, reuse_buffers="lean" not in mesh, timeout=600)
         trainer = L.Trainer(strategy=strategy, devices=data_ranks * graph_ranks, **options)
         data = GraphDataModule(graph, samples=dataset, global_batch_size=size, shuffle=False)
         trainer.fit(module, datamodule=data)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=20_000)
     parser.add_argument("--features", type=int, default=16)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--meshes", nargs="+", default=["1x1", "2x1", "1x2", "2x2", "1x4"])
+    parser.add_argument("--meshes", nargs="+", default=["1x1", "1x1 lean", "2x1", "1x2", "1x2 lean", "2x2", "1x4"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--json")
     parser.add_argument("--row", help=argparse.SUPPRESS)

@@ -10,10 +10,17 @@ import ctypes
 import gc
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from typing_extensions import override
+
+from lightning_gnn.devices import available_bytes
 
 # Parameters of glibc's mallopt, see `man mallopt`, and their defaults.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -39,23 +46,69 @@ def tensors_now() -> list[Tensor]:
     return found + [x for known in _frozen if (x := known()) is not None]
 
 
+def _set_options(options: Mapping[int, int]) -> bool:
+    """Set options of glibc's malloc and return cached memory to the system; returns False for other C libraries and values."""
+    try:
+        libc = ctypes.CDLL(None)
+        are_set = [libc.mallopt(option, value) for option, value in options.items()]
+        libc.malloc_trim(0)
+    except (AttributeError, OSError):
+        return False
+    return all(are_set)
+
+
 @contextmanager
 def keeping_freed_memory() -> Iterator[bool]:
     """Context manager in which this process caches freed memory, and returns it at the end; yields whether glibc supports it."""
-    found = _malloc()
-    if found is None:
-        yield False
-        return
-    set_option, trim = found
-    set_option(_TRIM_THRESHOLD, _LARGEST)
-    if not set_option(_MMAP_THRESHOLD, 1 << 30):  # older versions allow at most 32 MB
-        set_option(_MMAP_MAX, 0)
-    try:
-        yield True
+    try:  # older versions allow a threshold of at most 32 MB
+        yield _set_options({_TRIM_THRESHOLD: _LARGEST, _MMAP_THRESHOLD: 1 << 30}) or _set_options({_MMAP_MAX: 0})
     finally:
-        for option, value in _DEFAULTS.items():
-            set_option(option, value)
-        trim(0)
+        _set_options(_DEFAULTS)
+
+
+_FRAGMENTED = 3.5
+"""Maximal memory of a step with cached memory relative to a step without, in measurements.
+
+Freed blocks rarely fit later tensors: to align them, the C library looks for blocks that are larger than they are.
+"""
+
+
+class StepMemory(pl.Callback):
+    """Returns freed memory to the system in the first training step, and caches it in later steps if enough is available.
+
+    Args:
+        in_use: stack that is closed at the end of the stage.
+        sharing: number of ranks of this machine; None to cache nothing.
+    """
+
+    def __init__(self, in_use: ExitStack, sharing: int | None) -> None:
+        self._in_use, self._sharing, self._steps, self._before = in_use, sharing, 0, 0
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            self._in_use.enter_context(giving_back_freed_memory())
+            with suppress(OSError):  # otherwise the peak includes earlier steps, and less memory is cached
+                Path("/proc/self/clear_refs").write_text("5")
+            self._before = process_bytes("VmRSS")
+        elif self._steps == 2 and self._sharing is not None:
+            kept = int(_FRAGMENTED * self._sharing * (process_bytes("VmHWM") - self._before))
+            free = available_bytes()
+            if free is None or kept <= free:
+                self._in_use.enter_context(keeping_freed_memory())
+            else:
+                needed = f"{free / 1e9:.3g} GB are available, and reuse_buffers=True may take {kept / 1e9:.3g} GB"
+                rank_zero_info(f"Steps return freed memory to the system: {needed}")
+
+
+def process_bytes(field: str) -> int:
+    """Returns a field of this process's status in bytes, such as ``"VmHWM"``, the peak; 0 if it is unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 @contextmanager
@@ -64,19 +117,12 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
 
     Yields whether the C library supports it.
     """
-    found = _malloc()
-    if found is None:
+    if not _set_options({_MMAP_THRESHOLD: least_bytes}):
         yield False
         return
-    set_option, trim = found
-    set_option(_MMAP_THRESHOLD, least_bytes)
-    trim(0)
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     # Free space in the heap would be used first. So it is allocated; untouched, it takes no memory.
     taken = [libc.malloc(least_bytes)]
     while not end_of_own_mapping(taken[-1]) and len(taken) < _MOST_BLOCKS:
@@ -86,7 +132,7 @@ def freed_at_once(least_bytes: int) -> Iterator[bool]:
     finally:
         for block in taken:
             libc.free(block)
-        set_option(_MMAP_THRESHOLD, _DEFAULTS[_MMAP_THRESHOLD])
+        _set_options({_MMAP_THRESHOLD: _DEFAULTS[_MMAP_THRESHOLD]})
 
 
 @contextmanager
@@ -96,19 +142,11 @@ def giving_back_freed_memory() -> Iterator[None]:
     Holes between blocks that exist on entry are returned on entry, but not after they are used again. At the end, glibc caches as
     much as after a process has freed a large block.
     """
-    found = _malloc()
-    if found is None:
-        yield
-        return
-    set_option, trim = found
-    trim(0)
-    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        set_option(option, _DEFAULTS[option])  # also disables glibc's dynamic adjustment
+    _set_options({option: _DEFAULTS[option] for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)})  # not adjusted by glibc any more
     try:
         yield
     finally:
-        set_option(_TRIM_THRESHOLD, 2 * _MOST_KEPT)
-        set_option(_MMAP_THRESHOLD, _MOST_KEPT)
+        _set_options({_TRIM_THRESHOLD: 2 * _MOST_KEPT, _MMAP_THRESHOLD: _MOST_KEPT})
 
 
 HEADER_BYTES = 16
@@ -122,12 +160,3 @@ def end_of_own_mapping(address: int) -> int:
     page = mmap.PAGESIZE
     own = flags == 2 and begin % page == 0 and (before + size) % page == 0
     return address - HEADER_BYTES + size if own else 0
-
-
-def _malloc() -> tuple[Callable[[int, int], int], Callable[[int], int]] | None:
-    """Returns glibc's mallopt and malloc_trim; None with another C library."""
-    try:
-        libc = ctypes.CDLL(None)
-        return libc.mallopt, libc.malloc_trim
-    except (AttributeError, OSError):
-        return None

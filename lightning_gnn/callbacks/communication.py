@@ -67,12 +67,7 @@ class CommunicationMetrics(pl.Callback):
     """
 
     def __init__(
-        self,
-        meter: Meter,
-        world: World,
-        parts: Sequence[PartSize],
-        replicas: Replicas,
-        step_counter: Ranks | None = None,
+        self, meter: Meter, world: World, parts: Sequence[PartSize], replicas: Replicas, step_counter: Ranks | None = None
     ) -> None:
         self._meter, self._world, self._parts, self._replicas = meter, world, parts, replicas
         self._step_counter, self._steps_before = step_counter, (0, 0)

@@ -116,13 +116,7 @@ def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, 
 
 
 def predicted_nodes(
-    of: Any,
-    nodes: dict[str, Tensor],
-    masks: Collection[str],
-    form: Form,
-    num_classes: int,
-    seed: int,
-    g: torch.Generator,
+    of: Any, nodes: dict[str, Tensor], masks: Collection[str], form: Form, num_classes: int, seed: int, g: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Returns the result of :func:`some_nodes` for nodes with masks and labels.
 

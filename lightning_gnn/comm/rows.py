@@ -36,11 +36,7 @@ class TransportChannel:
         self._world, self._meter = world, meter
 
     def exchange(
-        self,
-        parts: Sequence[Tensor],
-        counts: Sequence[int] | None = None,
-        layer: str = "",
-        direction: Direction = "forward",
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: Direction = "forward"
     ) -> list[Tensor]:
         """Returns the tensors that all ranks have for this rank.
 

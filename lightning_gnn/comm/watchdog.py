@@ -42,11 +42,7 @@ _ANSWERS_S = 1.5  # maximum time for ranks to publish their state
 _KEPT = 100  # operations in the history
 _SHOWN = 3  # operations of the history in a report
 _FRAMES = 100
-_LIBRARIES = (
-    sysconfig.get_paths()["stdlib"],
-    sysconfig.get_paths()["purelib"],
-    os.path.dirname(os.path.dirname(__file__)),
-)
+_LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], os.path.dirname(os.path.dirname(__file__)))
 
 
 class PeerError(RuntimeError):

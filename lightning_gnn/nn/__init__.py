@@ -7,13 +7,7 @@ from lightning_gnn.nn.bind import Binding
 from lightning_gnn.nn.commnet import CommNet, CommNetConv
 from lightning_gnn.nn.context import GraphContext, UnsupportedModelError
 from lightning_gnn.nn.convs import register_adapter
-from lightning_gnn.nn.helpers import (
-    gather_halo,
-    gather_nodes,
-    global_num_nodes,
-    reduce_halo,
-    select_edges,
-)
+from lightning_gnn.nn.helpers import gather_halo, gather_nodes, global_num_nodes, reduce_halo, select_edges
 from lightning_gnn.registry import feature
 
 

@@ -429,13 +429,7 @@ class GraphContext:
         return edges, weight
 
     def gcn_sum(
-        self,
-        layer: str,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        improved: bool,
-        add_self_loops: bool,
-        dtype: torch.dtype,
+        self, layer: str, edge_index: Tensor, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype
     ) -> Sum | None:
         """Returns the sum of :meth:`gcn_norm` as scales of rows; None if its weights do not factor.
 

@@ -164,22 +164,12 @@ class SumOfRows(torch.autograd.Function):
         grad = (grad if edge_sum.after is None else grad * edge_sum.after.to(grad.dtype).unsqueeze(1)).contiguous()
         # Values that other ranks wait for go first.
         halo = exchange.buffers.take((edges.halo.num_cols, grad.size(1)), ctx.dtype)
-        spmm(
-            edges.halo.transpose(in_list=weights is not None),
-            grad,
-            weights.halo_transposed if weights else None,
-            out=halo,
-        )
+        spmm(edges.halo.transpose(in_list=weights is not None), grad, weights.halo_transposed if weights else None, out=halo)
         if exchange.present is not None:
             halo.mul_(exchange.scale)
         finish = exchange.start_reduce(halo, ctx.call.backward())
         own = grad.new_empty((exchange.num_owned, grad.size(1)), dtype=ctx.dtype)
-        spmm(
-            edges.owned.transpose(in_list=weights is not None),
-            grad,
-            weights.owned_transposed if weights else None,
-            out=own,
-        )
+        spmm(edges.owned.transpose(in_list=weights is not None), grad, weights.owned_transposed if weights else None, out=own)
         finish(own)
         exchange.buffers.give_back(halo)
         own = own if edge_sum.before is None else own.mul_(edge_sum.before.to(own.dtype).unsqueeze(1))

@@ -278,10 +278,7 @@ def _sgformer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     q, k, v = unit(heads(self.q)), unit(heads(self.k)), heads(self.v)
     own_k = take.drop_replicas(k, 1)
     kv, k_sum, count = _sums(
-        take,
-        torch.einsum("blhm,blhd->bhmd", own_k, take.drop_replicas(v, 1)),
-        own_k.sum(1),
-        own_k.new_full((1,), own_k.size(1)),
+        take, torch.einsum("blhm,blhd->bhmd", own_k, take.drop_replicas(v, 1)), own_k.sum(1), own_k.new_full((1,), own_k.size(1))
     )
     above = torch.einsum("bnhm,bhmd->bnhd", q, kv) + count * v
     below = torch.einsum("bnhm,bhm->bnh", q, k_sum).unsqueeze(-1) + count

@@ -70,13 +70,7 @@ def sage(context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tenso
 
 
 def graph_conv(
-    context: GraphContext,
-    layer: str,
-    self: Any,
-    x: Any,
-    edge_index: Tensor,
-    edge_weight: Tensor | None = None,
-    size: Any = None,
+    context: GraphContext, layer: str, self: Any, x: Any, edge_index: Tensor, edge_weight: Tensor | None = None, size: Any = None
 ) -> Tensor:
     source, target = (x, x) if isinstance(x, Tensor) else x
     rows, mapped = _sides(context, source, self.lin_rel)

@@ -17,16 +17,7 @@ from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import BatchRows, Shard
 from lightning_gnn.data.sources import kinds_of
 from lightning_gnn.heap import tensors_now
-from lightning_gnn.rows.mode import (
-    NotExactError,
-    RowsMode,
-    active_mode,
-    place,
-    placement_of,
-    rows_of,
-    tensors_in,
-    unknown_origin,
-)
+from lightning_gnn.rows.mode import NotExactError, RowsMode, active_mode, place, placement_of, rows_of, tensors_in, unknown_origin
 from lightning_gnn.rows.placement import ATTRIBUTE, FROM_ROWS, REPLICATED, Placement, RowPlacement, RowSet, axis
 from lightning_gnn.rows.ranks import Ranks, digest_of
 

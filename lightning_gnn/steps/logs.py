@@ -76,11 +76,7 @@ class GlobalLogs:
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        world: World,
-        callbacks: Sequence[pl.Callback] = (),
-        rows: GraphRows | None = None,
+        self, module: pl.LightningModule, world: World, callbacks: Sequence[pl.Callback] = (), rows: GraphRows | None = None
     ) -> None:
         self._module, self._world, self._rows = module, world, rows
         self._is_whole = False  # whether steps log values of the whole graph

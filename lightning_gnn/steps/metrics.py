@@ -436,16 +436,7 @@ _Form = tuple[torch.dtype, tuple[int, ...]]
 _MOST_KEPT = 100_000
 """Maximal number of objects that are searched for metrics."""
 
-_LIBRARIES = {
-    "builtins",
-    "lightning",
-    "lightning_gnn",
-    "numpy",
-    "pytorch_lightning",
-    "torch",
-    "torch_geometric",
-    "weakref",
-}
+_LIBRARIES = {"builtins", "lightning", "lightning_gnn", "numpy", "pytorch_lightning", "torch", "torch_geometric", "weakref"}
 
 _NOT_KEPT = {TRAINER, "_defaults", *vars(torch.nn.Module())} - {MODULES}
 """Attributes of a module that contain no metrics."""

@@ -29,12 +29,7 @@ class StepValues:
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        world: World,
-        shard: Shard,
-        loss_reduction: str = "mean",
-        rows: GraphRows | None = None,
+        self, module: pl.LightningModule, world: World, shard: Shard, loss_reduction: str = "mean", rows: GraphRows | None = None
     ) -> None:
         self._module, self._world, self._shard, self._loss_reduction = module, world, shard, loss_reduction
         self._rows, self._is_whole = rows, False

@@ -22,6 +22,7 @@ from lightning_gnn.callbacks.loggers import log_config
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule, GraphLoader, check_fits, check_links
+from lightning_gnn.heap import StepMemory
 from lightning_gnn.kernels.warm_up import warm_up
 from lightning_gnn.launching import StartMethod
 from lightning_gnn.lightning_packages import check_callbacks, is_instance
@@ -78,7 +79,7 @@ class GNNStrategy(RankStrategy):
         self_check: whether the step of a phase runs on a small random graph, unpartitioned and split in two, before the phase
             starts. Models whose results differ raise an error.
         reuse_buffers: whether CPU ranks keep the memory that a step frees for the next step instead of returning it to the
-            system. Steps are faster and need somewhat more memory.
+            system. Steps are faster and need more memory. Requires 3.5 times the memory of the first step; otherwise ignored.
         codec: lossy encoding of messages in training steps; the last epoch is exact. ``"int8"``, ``"int4"`` and ``"int2"``
             quantize between the least and largest entry of a row, ``"bfp8"`` and ``"bfp4"`` around 0; ``"bf16"`` rounds. None: no
             encoding. Use it where the network is the bottleneck (docs/codecs.md).
@@ -326,10 +327,9 @@ class GNNStrategy(RankStrategy):
     def begin_stage(self, trainer: pl.Trainer, shard: Shard) -> None:
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
-        keeps_memory = self.reuse_buffers and self.root_device.type == "cpu"
         samples = feature("SampleRun")(self, module, world, shard) if self._trainer.datamodule.has_samples else None
         of_graph = world if samples is None else samples.graph_ranks
-        steps = self.steps = Steps(trainer, world, self.ranks.turn, keeps_memory, self.dropout_seed_every_n_epochs, samples)
+        steps = self.steps = Steps(trainer, world, self.ranks.turn, self.dropout_seed_every_n_epochs, samples)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
             of_graph.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
@@ -350,6 +350,8 @@ class GNNStrategy(RankStrategy):
                 steps.keep_compiled(module, self._compiler, self.checkpoint_convs)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
         steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
+        if self.root_device.type == "cpu" and self.memory_limit is None:
+            steps.add_callbacks(StepMemory(steps.in_use, self.num_processes if self.reuse_buffers else None))
         if in_parts:
             self.log_exchange(trainer, shard)
 

@@ -90,11 +90,7 @@ class RankStrategy(ParallelStrategy):
     """
 
     def __init__(
-        self,
-        start_method: StartMethod = "popen",
-        shared_memory: bool = True,
-        timeout: float = 1800.0,
-        **plugins: Any,
+        self, start_method: StartMethod = "popen", shared_memory: bool = True, timeout: float = 1800.0, **plugins: Any
     ) -> None:
         super().__init__(**plugins)
         check_choice("start_method", start_method, get_args(StartMethod))

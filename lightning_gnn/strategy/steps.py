@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Step
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.heap import keeping_freed_memory
 from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
 from lightning_gnn.private_torch import MODULES, ORIGINAL, compiled_call, ordered_effect
 from lightning_gnn.registry import explain_error, feature
@@ -67,7 +66,6 @@ class Steps:
 
     Args:
         turn: context manager around the computation of this rank.
-        keeps_memory: whether the process keeps the memory that a step frees for the next step.
         redraws_every: number of epochs whose training steps draw the same random numbers.
         samples: run on samples, see :class:`~lightning_gnn.extensions.mesh.run.SampleRun`; None without samples.
 
@@ -100,13 +98,12 @@ class Steps:
         trainer: pl.Trainer,
         world: World,
         turn: Callable[[], AbstractContextManager[None]],
-        keeps_memory: bool,
         redraws_every: int,
         samples: Any = None,
     ) -> None:
         self._samples = samples
         self._trainer, self._world, self._turn = trainer, world, turn
-        self._keeps_memory, self._redraws_every = keeps_memory, redraws_every
+        self._redraws_every = redraws_every
         self.random = RandomStreams(world) if samples is None else samples.random
         self.progress = Progress()
         self.rounding: Any = None
@@ -188,9 +185,6 @@ class Steps:
 
     def train(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of `step`, Lightning's training step; or `SKIPPED`."""
-        if self._keeps_memory:
-            self._keeps_memory = False  # from the first step on
-            self.in_use.enter_context(keeping_freed_memory())
         self.loss = None
         draws = self.random.inside()
         if self._redraws_every > 1:

@@ -134,10 +134,7 @@ def main() -> None:
         print(HELP if command else SHORT, end="")
         sys.exit(0)
     if command in ("completion", "--print-completion"):
-        print(
-            "error: shell completion was removed. All options of a command: lightning-gnn COMMAND --help",
-            file=sys.stderr,
-        )
+        print("error: shell completion was removed. All options of a command: lightning-gnn COMMAND --help", file=sys.stderr)
         sys.exit(2)
     for name in lightning_gnn.__all__:
         getattr(lightning_gnn, name)  # lets the parser find these classes by their names alone

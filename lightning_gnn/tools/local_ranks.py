@@ -40,11 +40,7 @@ _ALONE = Machine()
 
 
 def run_ranks(
-    arguments: Sequence[str],
-    num_ranks: int,
-    deadline: float | None = None,
-    show_errors: bool = False,
-    machine: Machine = _ALONE,
+    arguments: Sequence[str], num_ranks: int, deadline: float | None = None, show_errors: bool = False, machine: Machine = _ALONE
 ) -> str:
     """Run ``python *arguments`` once per rank with a launcher's environment variables; return the output of this machine's first.
 

@@ -284,13 +284,7 @@ class _Check:
     """Steps of one module on one graph; see :func:`check_parity`."""
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        datamodule: GraphDataModule,
-        devices: int,
-        num_nodes: int,
-        nodes: int | None,
-        seed: int,
+        self, module: pl.LightningModule, datamodule: GraphDataModule, devices: int, num_nodes: int, nodes: int | None, seed: int
     ) -> None:
         self._module, graph = module, datamodule.load()
         if isinstance(graph, HeteroData):
@@ -469,10 +463,7 @@ class _Check:
         """Returns the largest difference of each group that has something to compare."""
         events = compare_events(whole.ranks[0].events, [each.events for each in parts.ranks])
         each: dict[str, list[float]] = {
-            "outputs": [
-                *(size for _, size in events),
-                *(value for _, value in differing(parts.buffers, whole.buffers, -1)),
-            ],
+            "outputs": [*(size for _, size in events), *(value for _, value in differing(parts.buffers, whole.buffers, -1))],
             "loss": [value for _, value in differing({"": parts.loss}, {"": whole.loss}, -1)],
             "gradients": [value for _, value in differing(parts.gradients, whole.gradients, -1)],
             "metrics": [each.size for each in differences(whole, parts, -1) if each.group == "metrics"],

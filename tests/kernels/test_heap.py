@@ -1,10 +1,12 @@
-"""CPU ranks keep what they free while they train, partitioners do not. Needs glibc."""
+"""CPU ranks keep what they free while they train if there is enough; partitioners return it. Needs glibc."""
 
 from __future__ import annotations
 
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -12,9 +14,8 @@ import pytest
 import torch
 from common import awkward_graph, build, quiet_trainer
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
+from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier, heap
 from lightning_gnn.heap import keeping_freed_memory
-from lightning_gnn.strategy import steps
 
 PAGES = 4096  # of 4 KB: 16 MB
 SETTLING = 30  # blocks that were freed do not fit again at first
@@ -65,23 +66,61 @@ def test_what_partitioners_free_is_given_back():
     assert max(after, after_again) <= 2  # kept, as after a large block
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_from_the_first_step_until_teardown(monkeypatch, keep):
-    events: list[Any] = []
+@pytest.mark.parametrize(
+    ("reuse", "free", "expected"),
+    [
+        (True, 1 << 50, ["returned", "step", "kept", "step", "step", "end of kept", "end of returned"]),
+        (True, 0, ["returned", "step", "step", "step", "end of returned"]),
+        (False, 1 << 50, ["returned", "step", "step", "step", "end of returned"]),
+    ],
+)
+def test_memory_is_kept_from_the_second_step_if_it_suffices(monkeypatch, caplog, reuse, free, expected):
+    events: list[str] = []
 
-    class Kept:
-        def __enter__(self) -> None:
-            events.append("kept")
-
-        def __exit__(self, *_: Any) -> None:
-            events.append("given back")
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        events.append(name)
+        yield
+        events.append(f"end of {name}")
 
     class Steps(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             events.append("step")
+            self.ballast = torch.ones(PAGES * 1024)  # a peak even if free blocks have room for the tensors of a step
 
-    monkeypatch.setattr(steps, "keeping_freed_memory", Kept)
-    trainer = quiet_trainer(DGCLStrategy(reuse_buffers=keep, self_check=False), 1, callbacks=[Steps()])
-    trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
-    kept = ["kept", "step", "step", "step", "given back"]
-    assert events == (kept if keep else ["step", "step", "step"])
+    monkeypatch.setattr(heap, "keeping_freed_memory", lambda: noted("kept"))
+    monkeypatch.setattr(heap, "giving_back_freed_memory", lambda: noted("returned"))
+    monkeypatch.setattr(heap, "available_bytes", lambda: free)
+    trainer = quiet_trainer(DGCLStrategy(reuse_buffers=reuse, self_check=False), 1, callbacks=[Steps()])
+    with caplog.at_level("INFO"):
+        trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
+    assert events == expected
+    assert ("Steps return freed memory to the system: 0 GB are available" in caplog.text) == (not free)
+
+
+STEPS_IN_A_PROCESS = """
+import resource, sys
+from contextlib import ExitStack
+from lightning_gnn import heap
+
+heap.available_bytes = lambda: int(sys.argv[1])
+with ExitStack() as stack:
+    memory = heap.StepMemory(stack, 1)
+    for step in range(5):
+        memory.on_train_batch_start()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        b"x" * (16 << 20)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(("free_mb", "is_kept"), [(40, False), (80, True)])
+def test_what_a_step_needs_decides(free_mb, is_kept):
+    """A step with a peak of 16 MB is given up to 3.5 times as much."""
+    with keeping_freed_memory() as possible:
+        if not possible:
+            pytest.skip("needs glibc")
+    command = [sys.executable, "-c", STEPS_IN_A_PROCESS, str(free_mb << 20)]
+    pages = [int(each) for each in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+    assert min(pages[:2]) > 4  # huge pages are 8
+    assert max(pages[2:]) <= 2 if is_kept else min(pages[2:]) > 4

@@ -5,7 +5,6 @@ P ranks, N nodes, E edges.
 
 from __future__ import annotations
 
-import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from lightning_gnn import devices
 from lightning_gnn.checks.footprint import Sizes, memory_of
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.data.sources import counted_mask
+from lightning_gnn.heap import process_bytes
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategy.graph_kinds import predicts_memory
 from lightning_gnn.strategy.memory import memory_advice
@@ -49,8 +49,8 @@ class Room(NamedTuple):
             peak = devices.functions_of(device).max_memory_allocated(device)
             return cls(f"device of rank {rank}", devices.free_bytes(device), 0, peak)
         available, held = devices.available_bytes(), sum(memory_of(shard.batch).values())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return cls(machine_key() or f"rank {rank}", float("inf") if available is None else available, held, peak)
+        free = float("inf") if available is None else available
+        return cls(machine_key() or f"rank {rank}", free, held, process_bytes("VmHWM"))
 
 
 def has_room(

@@ -101,10 +101,7 @@ CALLBACKS: Mapping[str, tuple[str, str]] = {
     "LearningRateFinder": _SEARCH,
     "BatchSizeFinder": _SEARCH,
     "ModelPruning": ("its set-up cannot be repeated", "Remove the callback, and prune before or after the fit"),
-    "StochasticWeightAveraging": (
-        "it adds an epoch in on_train_start, and would add another one",
-        "Use WeightAveraging",
-    ),
+    "StochasticWeightAveraging": ("it adds an epoch in on_train_start, and would add another one", "Use WeightAveraging"),
     "OnExceptionCheckpoint": (
         "a loss is not an exception, and if too few ranks remain, elastic.ckpt is written",
         "Remove the callback",

@@ -43,11 +43,7 @@ class GroupChannel:
         self.bytes_received = self.exchanges = 0
 
     def exchange(
-        self,
-        parts: Sequence[Tensor],
-        counts: Sequence[int] | None = None,
-        layer: str = "",
-        direction: Direction = "forward",
+        self, parts: Sequence[Tensor], counts: Sequence[int] | None = None, layer: str = "", direction: Direction = "forward"
     ) -> list[Tensor]:
         """See :meth:`TransportChannel.exchange`; with unknown row counts, tensors may have any dtype."""
         first = parts[0]

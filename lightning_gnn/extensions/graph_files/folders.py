@@ -37,15 +37,7 @@ from lightning_gnn.data.store import writing
 from lightning_gnn.devices import available_bytes
 from lightning_gnn.extensions.graph_files.in_edges import InEdges, join_edges, new_array, write_parts, write_typed_parts
 from lightning_gnn.extensions.graph_files.partitioner import Streaming
-from lightning_gnn.extensions.graph_files.tables import (
-    Table,
-    map_file,
-    member,
-    read_edges,
-    read_rows,
-    write_edges,
-    write_rows,
-)
+from lightning_gnn.extensions.graph_files.tables import Table, map_file, member, read_edges, read_rows, write_edges, write_rows
 from lightning_gnn.extensions.graph_files.typed_tables import (
     attribute_files,
     attribute_name,

@@ -27,15 +27,7 @@ from typing_extensions import override
 
 from lightning_gnn.arguments import quote
 from lightning_gnn.data.sources import masks_of
-from lightning_gnn.extensions.graph_files.tables import (
-    Table,
-    check_ids,
-    files_of,
-    map_file,
-    read_edges,
-    read_rows,
-    write_edges,
-)
+from lightning_gnn.extensions.graph_files.tables import Table, check_ids, files_of, map_file, read_edges, read_rows, write_edges
 from lightning_gnn.kernels.loops import compile_loop
 from lightning_gnn.partition.adjacency import mix
 from lightning_gnn.partition.shard import id_dtype

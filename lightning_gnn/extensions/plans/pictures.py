@@ -243,13 +243,7 @@ def draw_stages(costs: Mapping[str, PlanCost | str], topology: Topology, row_byt
 
 
 def _draw_panel(
-    axes: Axes,
-    name: str,
-    cost: PlanCost,
-    hops: Sequence[int],
-    row_bytes: float,
-    until: float,
-    colors: Mapping[str, str],
+    axes: Axes, name: str, cost: PlanCost, hops: Sequence[int], row_bytes: float, until: float, colors: Mapping[str, str]
 ) -> None:
     factor, unit = _unit(until)
     lengths = cost.stage_seconds(row_bytes) * factor

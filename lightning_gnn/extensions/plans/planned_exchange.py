@@ -131,12 +131,7 @@ class PlannedExchange(Exchange):
         return self.buffers.take((self.num_halo + self.num_relayed, *halo.shape[1:]), halo.dtype)
 
     def _go(
-        self,
-        stages: Sequence[_Stage],
-        sources: Sequence[Tensor],
-        arriving: Tensor,
-        call: Call,
-        then: Callable[[_Stage], None],
+        self, stages: Sequence[_Stage], sources: Sequence[Tensor], arriving: Tensor, call: Call, then: Callable[[_Stage], None]
     ) -> Callable[[], None]:
         """Starts the first of `stages`; returns a function that waits for it and runs the others.
 

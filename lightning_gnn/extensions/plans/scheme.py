@@ -54,10 +54,7 @@ class PlannedScheme(EdgeCutScheme):
     """Supported plans that are made for a topology."""
 
     def __init__(
-        self,
-        plan: str = "auto",
-        topology: str | Path | Topology | None = "auto",
-        partition: PartitionName = "auto",
+        self, plan: str = "auto", topology: str | Path | Topology | None = "auto", partition: PartitionName = "auto"
     ) -> None:
         for what, value, known in (("plan", plan, self.plans), ("partition", partition, get_args(PartitionName))):
             if not is_one_of(value, known) or value is None:

@@ -39,13 +39,7 @@ shorter by more, because of the time of all rows that must cross one hop.
 
 
 def spst(
-    relation: Relation,
-    topology: Topology,
-    *,
-    max_stages: int | None = None,
-    passes: int = 12,
-    chunks: int = 2000,
-    seed: int = 0,
+    relation: Relation, topology: Topology, *, max_stages: int | None = None, passes: int = 12, chunks: int = 2000, seed: int = 0
 ) -> Plan:
     """Returns a plan by shortest path spanning trees; deterministic.
 

@@ -31,14 +31,7 @@ from typing_extensions import override
 from lightning_gnn.comm.call import Call, Step
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.transport import (
-    ALIGNED,
-    Messages,
-    Receive,
-    TransportWrapper,
-    UpTo,
-    by_peer,
-)
+from lightning_gnn.comm.transport import ALIGNED, Messages, Receive, TransportWrapper, UpTo, by_peer
 from lightning_gnn.kernels import loops
 
 _WORTH = 1 / 8
@@ -227,13 +220,7 @@ class ZeroRowsTransport(TransportWrapper):
 
     @override
     def messages(
-        self,
-        out: Tensor,
-        out_counts: Sequence[int],
-        into: Tensor,
-        into_counts: Sequence[int],
-        call: Call,
-        exchange: Exchange,
+        self, out: Tensor, out_counts: Sequence[int], into: Tensor, into_counts: Sequence[int], call: Call, exchange: Exchange
     ) -> Messages:
         if call.direction != "backward" or into.device.type != "cpu":
             return self._transport.messages(out, out_counts, into, into_counts, call, exchange)

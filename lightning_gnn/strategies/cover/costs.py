@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_gnn.extensions.plans.exchanges import (
-    ExchangeCost,
-    Workload,
-    edge_exchange,
-    exchange_costs,
-    planned_edges,
-)
+from lightning_gnn.extensions.plans.exchanges import ExchangeCost, Workload, edge_exchange, exchange_costs, planned_edges
 from lightning_gnn.extensions.plans.topology import Topology
 from lightning_gnn.strategies.cover.covers import cover_edges
 from lightning_gnn.strategies.cover.strategy import CoverScheme

@@ -108,10 +108,7 @@ def _covered_targets(u, v, sources, targets, copy_cost, result_cost):  # type: i
     gives, takes = np.full(sources, copy_cost, np.int32), np.full(targets, result_cost, np.int32)  # remaining supply and capacity
     # The next edge of a source to examine: in `ahead` for a target with capacity, in `place` for an edge that extends the path.
     ahead, place = indptr[:-1].copy(), indptr[:-1].copy()
-    path, backs = (
-        np.empty(sources, np.int32),
-        np.empty(sources, np.int32),
-    )  # sources, and the edge that led back to each
+    path, backs = (np.empty(sources, np.int32), np.empty(sources, np.int32))  # sources, and the edge that led back to each
     seen, phase = np.zeros(sources, np.int32), np.int32(0)
     giving, found = np.arange(sources).astype(np.int32), True
     while found:

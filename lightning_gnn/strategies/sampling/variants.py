@@ -160,11 +160,9 @@ def saint_draw(cut: Cut, method: str, count: int, walk_length: int) -> tuple[Dra
             seen.append(here)
         return torch.cat(seen).unique()
 
-    return {
-        "saint_node": (nodes, count),
-        "saint_edge": (edges, 2 * count),
-        "saint_walk": (walks, (walk_length + 1) * count),
-    }[method]
+    return {"saint_node": (nodes, count), "saint_edge": (edges, 2 * count), "saint_walk": (walks, (walk_length + 1) * count)}[
+        method
+    ]
 
 
 def cluster_draw(cut: Cut, rank: int, num_clusters: int, seed: int) -> Draw:

@@ -296,10 +296,7 @@ class SpMM1DStrategy(SpMM15DStrategy):
         yield {"sparsity_aware": False}  # sparsity-aware 1D sends the same rows as dgcl
 
     def __init__(
-        self,
-        sparsity_aware: bool = True,
-        node_order: Permute | Literal["auto"] | None = "auto",
-        **options: Any,
+        self, sparsity_aware: bool = True, node_order: Permute | Literal["auto"] | None = "auto", **options: Any
     ) -> None:
         super().__init__(1, sparsity_aware, node_order, **options)
 

@@ -67,10 +67,7 @@ def measure_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="Time of a message: longer is more exact.")
     parser.add_argument("--megabytes", type=float, default=64.0, help="Most that a message may have.")
     parser.add_argument(
-        "--device",
-        type=str,
-        default="auto",
-        help="cpu or cuda: what the ranks train on. (default: cuda if there is one)",
+        "--device", type=str, default="auto", help="cpu or cuda: what the ranks train on. (default: cuda if there is one)"
     )
     parser.add_argument("--no-shared-memory", action="store_true", help="Use sockets within a machine, too.")
     parser.add_argument("--timeout", type=float, default=120.0, help="Seconds to wait for another rank.")

@@ -29,6 +29,7 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.devices import synchronize
+from lightning_gnn.heap import process_bytes
 from lightning_gnn.lightning_packages import is_instance, is_overridden
 from lightning_gnn.tools.comparing.cells import MAKES, task_parser
 
@@ -165,15 +166,12 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
 
 
 def peak_memory() -> int:
-    try:
-        # Not ru_maxrss, which a process inherits from its parent.
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
+    peak = process_bytes("VmHWM")  # not ru_maxrss, which a process inherits from its parent
+    if not peak:
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak
 
 
 def main() -> None:
