@@ -231,7 +231,7 @@ class GAT(torch.nn.Module):
 
     def forward(self, batch: Data) -> Tensor:
         h = F.elu(self.first(batch.x, batch.edge_index))
-        of_samples = global_mean_pool(h, batch.batch)[:, :TARGETS] * (1 + batch.hour.view(-1, 1) / 24)
+        of_samples = global_mean_pool(h, batch.batch, batch.num_graphs)[:, :TARGETS] * (1 + batch.hour.view(-1, 1) / 24)
         return self.second(h, batch.edge_index, batch.edge_attr) + of_samples[batch.batch]
 
 

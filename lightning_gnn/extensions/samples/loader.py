@@ -65,6 +65,11 @@ class SampleBatch(GraphData):
         """Number of samples of the global batch."""
         return int(self.sample_info.total)
 
+    @property
+    def num_graphs(self) -> int:
+        """Number of samples of the global batch, which ``batch.batch`` numbers, as in batches of PyG."""
+        return self.total_size
+
 
 class _Items(Dataset[Any]):
     """Items of a dataset by epoch and index, with a rank's rows; random states in an item depend only on its key and the seed."""
