@@ -296,7 +296,7 @@ class SampleModule(L.LightningModule):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.model, self.losses = model, list[float]()
+        self.model, self.losses, self.codec_errors = model, list[float](), list[Any]()
 
     def loss(self, batch: Data) -> Tensor:
         error = (self.model(batch) - batch.y).square().mean(-1)
@@ -320,6 +320,9 @@ class SampleModule(L.LightningModule):
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
         return self.model(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.codec_errors.append(self.trainer.callback_metrics.get("codec/error"))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -357,4 +360,6 @@ def train_samples(
         weights = {key: value.clone() for key, value in module.state_dict().items()}
         predictions = torch.cat(trainer.predict(module, datamodule=data))
         found[name] = {"losses": module.losses, "logged": logged, "weights": weights, "predictions": predictions}
+        if options is not None and "codec" in options:
+            found[name]["codec_errors"] = [float(each) for each in module.codec_errors]
     return found

@@ -57,6 +57,7 @@ class CommunicationMetrics(pl.Callback):
     Args:
         meter: traffic counter of the strategy.
         world: all ranks.
+        graph_world: ranks that exchange rows of the graph with this rank.
         parts: sizes of each rank's part.
         replicas: comparison of the ranks' models at the end of each epoch.
         step_counter: counter of messages of steps; None for mini-batch steps.
@@ -67,9 +68,15 @@ class CommunicationMetrics(pl.Callback):
     """
 
     def __init__(
-        self, meter: Meter, world: World, parts: Sequence[PartSize], replicas: Replicas, step_counter: Ranks | None = None
+        self,
+        meter: Meter,
+        world: World,
+        graph_world: World,
+        parts: Sequence[PartSize],
+        replicas: Replicas,
+        step_counter: Ranks | None = None,
     ) -> None:
-        self._meter, self._world, self._parts, self._replicas = meter, world, parts, replicas
+        self._meter, self._world, self._graph_world, self._parts, self._replicas = meter, world, graph_world, parts, replicas
         self._step_counter, self._steps_before = step_counter, (0, 0)
         self.by_layer: ByLayer = {}
         self.epoch = Traffic()
@@ -96,7 +103,7 @@ class CommunicationMetrics(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._world.transport.take_sums()
+        self._graph_world.transport.take_sums()
         self._take_steps()
         self._meter.take()  # exclude the traffic of the sanity check
 
@@ -125,7 +132,7 @@ class CommunicationMetrics(pl.Callback):
         self.epoch = sum(self.by_layer.values(), Traffic())
         own = [float(self.epoch.bytes_sent), float(self.epoch.rows), self.epoch.seconds]
         own += [self._seconds, self._waited, float(self._nodes), float(self._edges), *map(float, self._take_steps())]
-        own += self._world.transport.take_sums()
+        own += self._graph_world.transport.take_sums()
         mine = torch.tensor(own, dtype=torch.float64, device=self._world.device)
         digest = torch.cat([self._replicas.digest(), mine.new_tensor([trainer.should_stop])])
         by_rank = self._world.all_gather(torch.cat([mine, digest]), "Communication metrics").cpu()
@@ -152,7 +159,7 @@ class CommunicationMetrics(pl.Callback):
         if self._world.waited_s is not None:
             values["comm/wait_fraction"] = longest[4] / seconds
             self._watch(by_rank[:, 4], float(seconds))
-        log_values(trainer, values | self._world.transport.metrics(total[9:]))
+        log_values(trainer, values | self._graph_world.transport.metrics(total[9:]))
 
     def _watch(self, waited: torch.Tensor, seconds: float) -> None:
         """Warn once about long waits. The first epoch, which includes initialization, does not count."""

@@ -328,11 +328,10 @@ class GNNStrategy(RankStrategy):
         """Bind the model, which is on its device, and wrap the outputs of its steps; called on all ranks."""
         module, world, in_parts = self._module, self.world, self.binds(shard)
         samples = feature("SampleRun")(self, module, world, shard) if self._trainer.datamodule.has_samples else None
-        of_graph = world if samples is None else samples.graph_ranks
         steps = self.steps = Steps(trainer, world, self.ranks.turn, self.dropout_seed_every_n_epochs, samples)
         if self.codec is not None:
             steps.rounding = codecs().make_codec(self.codec, self.stochastic_rounding, steps.random.seed)
-            of_graph.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
+            steps.graph_world.wrap_transport(partial(codecs().EncodingTransport, codec=steps.rounding))
         if in_parts:
             shard.batch.to(self.root_device)
         if self.recovery is not None:
@@ -341,7 +340,7 @@ class GNNStrategy(RankStrategy):
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
             of_layers = shard if samples is None else samples.begin(steps)
-            binding = bind_module(self.scheme, module, of_layers, of_graph, self.meter, self.cache_input_aggregation)
+            binding = bind_module(self.scheme, module, of_layers, steps.graph_world, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()
             steps.bind(binding)
@@ -349,9 +348,9 @@ class GNNStrategy(RankStrategy):
             if steps.rows is not None:
                 steps.keep_compiled(module, self._compiler, self.checkpoint_convs)
         steps.begin(module, shard, self.loss_reduction, self.trains_on_batches)
-        steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if self.root_device.type == "cpu" and self.memory_limit is None:
             steps.add_callbacks(StepMemory(steps.in_use, self.num_processes if self.reuse_buffers else None))
+        steps.add_callbacks(*self.stage_callbacks(shard), RunChecks())
         if in_parts:
             self.log_exchange(trainer, shard)
 
@@ -364,7 +363,8 @@ class GNNStrategy(RankStrategy):
         """Returns the callbacks that a stage adds to the callbacks of the user."""
         steps = self.steps
         step_counter = None if steps.rows is None else steps.rows.ranks
-        metrics = CommunicationMetrics(self.meter, self.world, part_sizes(shard), steps.shared.replicas, step_counter)
+        worlds = self.world, steps.graph_world
+        metrics = CommunicationMetrics(self.meter, *worlds, part_sizes(shard), steps.shared.replicas, step_counter)
         return [metrics, steps.progress, self.checks, *([] if self.recovery is None else self.recovery.callbacks())]
 
     @override

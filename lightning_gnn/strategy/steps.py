@@ -71,6 +71,7 @@ class Steps:
 
     Attributes:
         random: streams of random numbers.
+        graph_world: ranks that have parts of the same graph, and exchange its rows.
         progress: current position of this rank.
         rounding: codec of messages, with a random state of its own; None without a codec.
         binding: binding of the module to the rank's part of the graph.
@@ -105,6 +106,7 @@ class Steps:
         self._trainer, self._world, self._turn = trainer, world, turn
         self._redraws_every = redraws_every
         self.random = RandomStreams(world) if samples is None else samples.random
+        self.graph_world: World = world if samples is None else samples.graph_ranks
         self.progress = Progress()
         self.rounding: Any = None
         self.binding: Any = Unbound()
@@ -235,8 +237,7 @@ class Steps:
 
     def _approximating(self) -> AbstractContextManager[None]:
         """Context manager that allows lossy messages, except in the last epoch, which is exact."""
-        of_graph = self._world if self._samples is None else self._samples.graph_ranks
-        return of_graph.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
+        return self.graph_world.transport.approximating(self._trainer.current_epoch + 1 != self._trainer.max_epochs)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

@@ -123,6 +123,8 @@ def test_codec(ranks, world_size, graph_ranks):
         torch.testing.assert_close(each["gcn"]["losses"], expected["losses"], rtol=0.02, atol=0)
         differences = [abs(x - y) for x, y in zip(each["gcn"]["losses"][:steps], expected["losses"])]
         assert max(differences) > 1e-6
+        first, last = each["gcn"]["codec_errors"]
+        assert 0.001 < first < 0.2 and last == 0 and [first, last] == found[0]["gcn"]["codec_errors"]
 
 
 def test_accumulation(ranks):
