@@ -67,7 +67,7 @@ _FEATURES = {
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],
     "mesh.auto": ["agree_on_graph_ranks", "choose_ahead"],
-    "mesh.rows": ["SampleRows"],
+    "mesh.emulation": ["join_sample_ranks"],
     "mesh.run": ["SampleRun"],
     "mesh.search": ["prepare_finder"],
     "mesh.support": ["check_graph_ranks", "check_mesh"],
