@@ -63,6 +63,7 @@ _FEATURES = {
     "elastic.launcher": ["ElasticLauncher"],
     "elastic.recovery": ["Recovery"],
     "embeddings.embedding": ["DistributedEmbedding"],
+    "findings": ["describe_fixes"],
     "graph_files.pyg_stores": ["graph_in_stores"],
     "graphs.steps": ["StepGraphs"],
     "liveness": ["RankHelper"],

@@ -18,7 +18,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.registry import explain_error
+from lightning_gnn.registry import explain_error, feature
 from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import Run, bind_module, twin_of
 
@@ -105,6 +105,6 @@ def _text(run: Run, step: str, outcome: SelfCheck) -> str | None:
         return None
     return (
         f"{step} does not match single-device results. The self-check ran it on a small random graph, unpartitioned and "
-        f"{'in two parts' if run.layout.parts > 1 else 'on two data ranks'}: {outcome.finding.description}. To train anyway: "
-        f"{run.strategy}(self_check=False).\n{outcome.finding.why}"
+        f"{'in two parts' if run.layout.parts > 1 else 'on two data ranks'}: {outcome.finding.description}. "
+        f"{feature('describe_fixes')(run, outcome.finding)}"
     )

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from node_set_runs import TYPED_MODELS, TypedModule, TypedSamples, graph_of_node_sets
-from sample_runs import CONCATENATED, IN_ORDER, MODELS, OVER_TIME, STEPS, Samples
+from sample_runs import CONCATENATED, IN_ORDER, MODELS, OVER_TIME, STEPS, Samples, TwoConvs
 from test_sample_checks import Tested, checks, data_of
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphConv
+from torch_geometric.nn import GraphConv, MessagePassing
+from torch_geometric.utils import degree, to_dense_adj
 
 from lightning_gnn import GraphDataModule, SpMM1DStrategy, VertexCutStrategy, register_row_rule
+from lightning_gnn.checks.record import Finding
+from lightning_gnn.data.synthetic import planted_partition
+from lightning_gnn.extensions.findings import describe_fixes
 from lightning_gnn.extensions.mesh import rows as mesh_rows
 from lightning_gnn.extensions.mesh import run as mesh_run
 from lightning_gnn.extensions.samples import copies as sample_copies
@@ -177,6 +183,74 @@ def test_logged_values_are_compared_between_data_ranks():
     with pytest.raises(UnsupportedModelError, match="validation_step does not match .*the logged 'val_loss'"):
         outcomes("gcn", "2x1", MixedLogs)
     assert_right(outcomes("gcn", "1x2", MixedLogs), ALL)
+
+
+class DenseConv(MessagePassing):
+    """Weights by a dense adjacency of ``edge_index``, in which duplicate edges would be one; as DConv of PyG Temporal."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__(aggr="sum")
+        self.map = torch.nn.Linear(size, out)
+
+    def forward(self, x: Tensor, edge_index: Tensor, *_: Any) -> Tensor:
+        adjacency = to_dense_adj(edge_index)[0]
+        reverse = adjacency.t().nonzero().t()
+        return self.map(self.propagate(reverse, x=x, weight=1 / adjacency.sum(1)[edge_index[0]]))
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return weight.view(-1, 1) * x_j
+
+
+class SpreadConv(MessagePassing):
+    """Divides by out-degrees, which ranks compute from their own edges."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(size, out)
+
+    def forward(self, x: Tensor, edge_index: Tensor, *_: Any) -> Tensor:
+        count = degree(edge_index[0], x.size(-2), x.dtype).clamp(min=1)
+        return self.propagate(edge_index, x=self.map(x) / count.view(-1, 1))
+
+
+def test_duplicate_edges_are_left_out_if_code_does_not_support_them(monkeypatch):
+    monkeypatch.setitem(MODELS, "dense", lambda: TwoConvs(DenseConv, True))
+    assert_right(outcomes("dense", "2x1"), ALL)
+
+
+@pytest.mark.parametrize("conv", [DenseConv, SpreadConv])
+def test_convs_that_compute_from_edges_are_named(conv, monkeypatch):
+    monkeypatch.setitem(MODELS, "own", lambda: TwoConvs(conv, True))
+    name = conv.__name__
+    with pytest.raises(UnsupportedModelError, match=rf"Check whether {name} \('model.first'\) computes") as error:
+        outcomes("own", "1x2")
+    for words in (f"register an adapter for {name}", "or set graph_ranks=1", "To train anyway", r"dense matrix [N, N]"):
+        assert words in str(error.value)
+
+
+def test_fixes_without_samples_and_for_convs_of_pyg():
+    class Own(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = SpreadConv(4, 2)
+
+        def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+            return self.conv(batch.x, batch.edge_index).square().mean()
+
+    graph = planted_partition(num_nodes=60, num_features=4)
+    with pytest.raises(UnsupportedModelError, match=r"Check whether SpreadConv \('conv'\).*register an adapter") as error:
+        checks(Own(), GraphDataModule(graph))
+    assert "graph_ranks" not in str(error.value)
+
+    def fixes(where: str, parts: int = 2, conv: Any = GraphConv) -> str:
+        layout = SimpleNamespace(parts=parts)
+        run = SimpleNamespace(strategy="DGCLStrategy", module=TwoConvs(conv, True), layout=layout, samples=None)
+        return describe_fixes(run, Finding("training_step", where, 0.1, "Why."))
+
+    assert fixes("the output of 'first' (GraphConv)") == "To train anyway: DGCLStrategy(self_check=False).\nWhy."
+    assert fixes("the loss") == fixes("the gradient of 'first.lin_rel.weight'") == fixes("the output of 'first' (GraphConv)")
+    assert fixes("the loss") == fixes("the output of 'first' (SpreadConv)", 1, SpreadConv)  # a part has all edges
+    assert "Check whether SpreadConv ('first')" in fixes("the output of 'first.map' (Linear)", 2, SpreadConv)
 
 
 # Wrong rules ##################################################################
