@@ -158,12 +158,12 @@ class Footprint:
     Attributes:
         held_bytes: memory that persists between steps: graph, matrices, buffers, messages, weights, gradients, two values per
             weight for the optimizer.
-        edges: edges of the rank.
+        edges: edges of the rank, of all copies of the graph.
         pieces: memory of a forward pass, without held memory.
     """
 
     held_bytes: float
-    edges: int
+    edges: float
     pieces: tuple[Piece, ...]
 
     def peak(self, recompute: bool = False) -> Peak:
@@ -325,7 +325,7 @@ class RankStep:
         weights = [*self.module.parameters()]
         held = memory_of(self.binding.context, self.shard.step_batch(), weights, [*self.module.buffers()])
         of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
-        edges, messages = self.shard.batch.edge_index.size(1), self.world.transport.most_bytes
+        edges, messages = sum(each.count for each in self._rows.edges.values()), self.world.transport.most_bytes
         return Footprint(sum(held.values()) + of_optimizer + messages, edges, self._counted.take(held))
 
     def release(self) -> None:
@@ -380,15 +380,15 @@ class Predicted:
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
             raise RuntimeError("The number of tensors that a step stores depends on the graph. This does not affect training.")
-        counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
+        counted = [[each.edges, each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
         # Bytes of each piece per local node, halo node and so on, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
         """Returns the memory of a rank of these sizes; `working_bytes` is its memory in addition to its part of the graph."""
-        held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
+        edges, held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
-        return Footprint(held + working_bytes, sizes.edges, tuple(kept))
+        return Footprint(held + working_bytes, edges, tuple(kept))
 
 
 def _steps(

@@ -70,11 +70,15 @@ class SampleShard(Shard):
         """Copies of the graph for concatenated samples; None for stacked samples."""
         return Copies(self, self.data_ranks, self.data_rank) if self.concatenates else None
 
-    @override
-    def step_batch(self) -> SampleBatch | TypedSampleBatch:
+    @cached_property
+    def _step_batch(self) -> SampleBatch | TypedSampleBatch:
         positions = positions_of(self.data_rank, self.data_ranks, self.total)
         rank_batch = RankBatch(positions.tolist(), positions, self.total)
         return make_batch(self, self.form, self.tensors, rank_batch, self.copies)
+
+    @override
+    def step_batch(self) -> SampleBatch | TypedSampleBatch:
+        return copy.copy(self._step_batch)
 
     def join_ranks(self, *arguments: Any) -> tuple[Any, Any]:  # type: ignore[override]
         return feature("join_sample_ranks")(self, *arguments)  # type: ignore[no-any-return]
@@ -251,7 +255,7 @@ class SampleGraphs:
     @property
     def trains(self) -> bool:
         """Whether there are training samples, and memory can be predicted."""
-        return self.has("fit") and not self._samples.concatenates
+        return self.has("fit")
 
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""
