@@ -1,4 +1,4 @@
-"""The self-check of runs on several data ranks, on concatenated samples and on node sets. No ranks: threads emulate them."""
+"""The self-check of runs on several data ranks, on concatenated samples and on node sets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from common import quiet_trainer
 from node_set_runs import TYPED_MODELS, TypedModule, TypedSamples, graph_of_node_sets
 from sample_runs import CONCATENATED, IN_ORDER, MODELS, OVER_TIME, STEPS, Samples, TwoConvs
 from test_sample_checks import Tested, checks, data_of
@@ -18,7 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GraphConv, MessagePassing
 from torch_geometric.utils import degree, to_dense_adj
 
-from lightning_gnn import GraphDataModule, SpMM1DStrategy, VertexCutStrategy, register_row_rule
+from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM1DStrategy, VertexCutStrategy, register_row_rule
 from lightning_gnn.checks.record import Finding
 from lightning_gnn.data.synthetic import planted_partition
 from lightning_gnn.extensions.findings import describe_fixes
@@ -347,3 +348,27 @@ def test_module_is_restored():
     checks(module, data_of(Samples(), concatenate=True), ranks=4, graph_ranks=2)
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert module.device_mesh is None and not any("forward" in vars(each) for each in module.modules())
+
+
+def fit_on_ranks(rank: int, world_size: int, graph_ranks: int, is_wrong: bool) -> Any:
+    L.seed_everything(0, verbose=False)
+    module = Tested((Mixed if is_wrong else MODELS["gcn"])()).double()
+    strategy = DGCLStrategy(graph_ranks=graph_ranks, timeout=60)
+    try:
+        quiet_trainer(strategy, world_size, self_check=True, max_epochs=1).fit(module, datamodule=data_of(Samples()))
+    except UnsupportedModelError as error:
+        return str(error)
+    return [*strategy.checks._outcomes], len(module.losses)
+
+
+def test_ranks_share_the_outcome(ranks):
+    """One of the graph ranks of the first data rank runs the check of a stage."""
+    assert ranks.run(2, fit_on_ranks, 1, False) == [(ALL, 3)] * 2
+    first, second = ranks.run(2, fit_on_ranks, 1, True)
+    assert first == second and "on two data ranks: the output of 'model'" in first
+
+
+@pytest.mark.campaign
+def test_ranks_of_a_mesh_share_the_outcome(ranks):
+    assert ranks.run(4, fit_on_ranks, 2, False) == [(ALL, 3)] * 4
+    assert len(set(ranks.run(4, fit_on_ranks, 2, True))) == 1
