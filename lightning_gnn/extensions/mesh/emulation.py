@@ -41,7 +41,7 @@ class _Axis(InProcessWorld):
 
     Args:
         world: all ranks.
-        places: ranks of the mesh, ``[data ranks, graph ranks]``.
+        members: global ranks of the axis, in the order of their ranks on it.
     """
 
     def __init__(self, world: InProcessWorld, members: Sequence[int]) -> None:
