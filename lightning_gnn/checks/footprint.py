@@ -25,17 +25,16 @@ from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, isolate, join_results, quiet, run_step, without_optimizers
-from lightning_gnn.checks.trial import Bind
+from lightning_gnn.checks.trial import Bind, join_ranks
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
-from lightning_gnn.nn.helpers import gather_halo, graph_in_use, reduce_halo
+from lightning_gnn.nn.helpers import graph_in_use
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
 from lightning_gnn.private_torch import tree_leaves
-from lightning_gnn.rows.graph import GraphRows
 
 
 def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module | None = None) -> int:
@@ -159,12 +158,12 @@ class Footprint:
     Attributes:
         held_bytes: memory that persists between steps: graph, matrices, buffers, messages, weights, gradients, two values per
             weight for the optimizer.
-        edges: edges of the rank.
+        edges: edges of the rank, of all copies of the graph.
         pieces: memory of a forward pass, without held memory.
     """
 
     held_bytes: float
-    edges: int
+    edges: float
     pieces: tuple[Piece, ...]
 
     def peak(self, recompute: bool = False) -> Peak:
@@ -299,9 +298,8 @@ class RankStep:
 
     def __init__(self, module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind) -> None:
         self.module, self.shard, self.world = module, shard, world
-        self.binding = bind(module, shard, world)
+        self.binding, self._rows = join_ranks(module, shard, world, bind)
         self._counted = Counted(module)
-        self._rows = (shard.rows_type or GraphRows)(shard, world, expand=gather_halo, reduce=reduce_halo)
         self._rows.place_state(module, world)
         if not module.automatic_optimization:
             without_optimizers(module, self._backward)
@@ -312,14 +310,14 @@ class RankStep:
 
     def run(self, counts: bool = False) -> None:
         """Run the step; with `counts`, record the memory that its forward pass saves."""
-        with self._counted if counts else nullcontext(), self._rows.mode:
+        with self._counted if counts else nullcontext(), self._rows.activate():
             output = run_step(self.module, "training_step", self._rows.place(self.shard.step_batch()))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.module.automatic_optimization and isinstance(loss, Tensor):
             self._backward(loss)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._rows.mode.activate(in_backward=True):
+        with self._rows.activate(in_backward=True):
             (loss / self.world.size).backward(*args, **kwargs)
 
     def footprint(self) -> Footprint:
@@ -327,7 +325,7 @@ class RankStep:
         weights = [*self.module.parameters()]
         held = memory_of(self.binding.context, self.shard.step_batch(), weights, [*self.module.buffers()])
         of_optimizer = 2 * sum(each.nbytes for each in weights if each.requires_grad)
-        edges, messages = self.shard.batch.edge_index.size(1), self.world.transport.most_bytes
+        edges, messages = sum(each.count for each in self._rows.edges.values()), self.world.transport.most_bytes
         return Footprint(sum(held.values()) + of_optimizer + messages, edges, self._counted.take(held))
 
     def release(self) -> None:
@@ -382,15 +380,15 @@ class Predicted:
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
             raise RuntimeError("The number of tensors that a step stores depends on the graph. This does not affect training.")
-        counted = [[each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
+        counted = [[each.edges, each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
         # Bytes of each piece per local node, halo node and so on, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
         """Returns the memory of a rank of these sizes; `working_bytes` is its memory in addition to its part of the graph."""
-        held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
+        edges, held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
-        return Footprint(held + working_bytes, sizes.edges, tuple(kept))
+        return Footprint(held + working_bytes, edges, tuple(kept))
 
 
 def _steps(

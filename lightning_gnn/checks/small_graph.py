@@ -25,11 +25,13 @@ class Form:
     Attributes:
         nodes, edges: numbers per part; an edge belongs to the part of its target.
         num_labeled: rows per part in the mask of the stage, if there are enough other rows.
+        simple: whether all edges differ; otherwise some are duplicates.
     """
 
     nodes: tuple[int, int]
     edges: tuple[int, int]
     num_labeled: tuple[int, int]
+    simple: bool = False
 
 
 FORM = Form((138, 43), (390, 97), (69, 37))
@@ -93,9 +95,9 @@ def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, 
     edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
     found, order = predicted_nodes(batch, nodes, masks, form, num_classes, seed, g)
     place = order.argsort()
-    small = GraphData(kinds, left_out_of(batch), edge_index=order[random_edges(form.nodes, form.nodes, form.edges, True, g)])
     shuffled = torch.randperm(sum(form.edges), generator=g)
-    small.edge_index = small.edge_index[:, shuffled]
+    edge_index = order[random_edges(form.nodes, form.nodes, form.edges, True, g, form.simple)[:, shuffled]]
+    small = GraphData(kinds, left_out_of(batch), edge_index=edge_index)
     for name, value in batch.to_dict().items():
         if name not in ("edge_index", "num_owned"):
             small[name] = found.get(name, value)
@@ -165,7 +167,7 @@ def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def random_edges(
-    sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], is_same_type: bool, g: torch.Generator
+    sources: Sequence[int], targets: Sequence[int], edges: Sequence[int], is_same_type: bool, g: torch.Generator, simple: bool
 ) -> Tensor:
     """Returns the edges of both parts, ``[2, E]``, between nodes of one type if `is_same_type`, otherwise of two types.
 
@@ -174,10 +176,11 @@ def random_edges(
     busy, ends = torch.cat(_busy(sources)), _busy(targets)
     pieces = []
     for into, count in zip(ends, edges):
-        target = into[torch.randint(len(into), (count,), generator=g)]
+        pairs = torch.randperm(len(into) * (len(busy) - 1), generator=g)[:count]
+        target = into[pairs % len(into)]
         there = torch.searchsorted(busy, target) if is_same_type else 0
-        source = busy[(there + torch.randint(1, len(busy), (count,), generator=g)) % len(busy)]
-        twice = min(_TWICE, count // 4)
+        source = busy[(there + 1 + pairs // len(into)) % len(busy)]
+        twice = min(_TWICE, count // 4) * (not simple)
         source[count - twice :], target[count - twice :] = source[:twice].clone(), target[:twice].clone()
         pieces.append(torch.stack([source, target]))
     return torch.cat(pieces, 1)

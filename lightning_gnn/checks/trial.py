@@ -50,6 +50,14 @@ STAGES: dict[str, tuple[str, str | None]] = {
 }
 """Step and mask by Lightning's name of a stage."""
 
+
+def join_ranks(module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind) -> tuple[Binding, GraphRows]:
+    """Returns a module bound to a rank's shard, and the rows of its steps; collective."""
+    if shard.join_ranks is not None:
+        return shard.join_ranks(module, world, bind)  # type: ignore[no-any-return]
+    return bind(module, shard, world), GraphRows(shard, world, expand=gather_halo, reduce=reduce_halo)
+
+
 LR = 0.01
 """Learning rate of runs of several steps."""
 
@@ -137,7 +145,7 @@ class Trial:
         with self._weights_kept(), kept_random_state(), self._in_dtype(), alone:
             seed_all(seed)
             [model] = self._copies(1)
-            return self._outcome([self._run(model, shard, None, Recorder(model, False), None, steps)], model)
+            return self._outcome([self._run(model, shard, None, Recorder(model, False), (None, None), steps)], model)
 
     def on_parts(
         self,
@@ -165,15 +173,15 @@ class Trial:
         recorders = [Recorder(torch.nn.Module(), True)] * len(shards)
 
         def on_rank(rank: int) -> OnRank:
-            world: World = InProcessWorld(rank, meeting)
+            world = InProcessWorld(rank, meeting)
             prepared = nullcontext() if prepare is None else prepare(world)
-            binding = bind(models[rank], shards[rank], world)
+            binding, rows = join_ranks(models[rank], shards[rank], world, bind)
             if (x := getattr(shards[rank].batch, "x", None)) is not None:  # not for graphs with types
                 binding.context.columns_at_once = max(1, x.size(1))  # all columns at once, since there are few rows
             recorders[rank] = Recorder(models[rank], True, self._observer is None)
             with graph_in_use(binding.context, this_thread_only=True), prepared:
                 seed_all(seed)
-                return self._run(models[rank], shards[rank], world, recorders[rank], binding, steps)
+                return self._run(models[rank], shards[rank], world, recorders[rank], (binding, rows), steps)
 
         with self._weights_kept(), self._in_dtype():
             models = self._copies(len(shards))
@@ -193,17 +201,17 @@ class Trial:
         shard: Shard,
         world: World | None,
         recorder: Recorder,
-        binding: Binding | None,
+        joined: tuple[Binding, GraphRows] | tuple[None, None],
         steps: int,
     ) -> OnRank:
         """Run the step on one rank, or on the whole graph if there is no world."""
         learning = (model if self._own_weights else self._module).parameters()
         parameters = [each for each in learning if each.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=LR) if parameters else None
-        rows, observer = None, self._observer
-        if world is not None:
-            rows = (shard.rows_type or GraphRows)(shard, world, expand=gather_halo, reduce=reduce_halo)
-            rows.mode.exact_draws, rows.mode.lets_rows_leave = observer is None, self.stage == "predict"
+        (binding, rows), observer = joined, self._observer
+        if rows is not None and world is not None:
+            for mode in rows.modes:
+                mode.exact_draws, mode.lets_rows_leave = observer is None, self.stage == "predict"
             rows.place_state(model, world)
         for step in range(steps):
             if step and optimizer is not None:
@@ -213,7 +221,7 @@ class Trial:
                 epoch = 0 if self._trainer is None else self._trainer.current_epoch
                 binding.context.begin_step(Step(PHASES[self.stage], epoch, step))
             watched = nullcontext() if rows is None or observer is None else observer.following(rows.ranks.world, rows.ranks)
-            with NoDropout(), nullcontext() if rows is None else rows.mode, watched:
+            with NoDropout(), nullcontext() if rows is None else rows.activate(), watched:
                 ran = self._run_once(model, shard, world, recorder, rows, optimizer, step)
         if rows is not None:
             rows.release(model)
@@ -251,7 +259,7 @@ class Trial:
             def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
                 with self._hooks.around_backward(model, loss, optimizer, on_one_device), ExitStack() as stack:
                     if rows is not None:
-                        stack.enter_context(rows.mode.activate(in_backward=True))
+                        stack.enter_context(rows.activate(in_backward=True))
                     if world is not None and self._observer is not None:
                         stack.enter_context(self._observer.backward(world.rank))
                     backward(loss if world is None else loss / world.size, sums, *args, **kwargs)

@@ -343,8 +343,8 @@ class Shard(CutInfo):
     edges: tuple[int, ...]
     holders: Tensor | None = None
     targets: tuple[int, ...] | None = None
-    rows_type: ClassVar[Any] = None
-    """Class of the row sets of steps, in place of :class:`~lightning_gnn.rows.graph.GraphRows`."""
+    join_ranks: ClassVar[Any] = None
+    """Method in place of :func:`~lightning_gnn.checks.trial.join_ranks`, for shards whose steps receive samples."""
 
     @cached_property
     def plan(self) -> HaloPlan:

@@ -37,10 +37,9 @@ def make_small_graph(shard: Shard, samples: Any = None, stage: str = "fit") -> C
     """Returns a function that makes small graphs with the attributes of a shard, and with samples of a stage if given."""
     from lightning_gnn.checks.small_graph import small_graph
 
-    if samples is not None:
-        return samples.maker(shard, stage)  # type: ignore[no-any-return]
     types = shard.types
-    return partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
+    make = partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
+    return make if samples is None else samples.maker(shard, stage, make=make)  # type: ignore[no-any-return]
 
 
 def predicts_memory(of: Shard | Cut) -> bool:

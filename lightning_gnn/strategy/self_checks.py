@@ -18,7 +18,7 @@ from lightning_gnn.data.shards import Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
-from lightning_gnn.registry import explain_error
+from lightning_gnn.registry import explain_error, feature
 from lightning_gnn.strategy.graph_kinds import make_small_graph
 from lightning_gnn.strategy.scheme import Run, bind_module, twin_of
 
@@ -39,7 +39,7 @@ def checkers(run: Run, shard: Shard) -> dict[str, int]:
         step, mask = STAGES[stage]
         counts = shard.mask_counts.get(counted_mask(mask, module), shard.counts) if mask and not run.samples else shard.counts
         unused = stage == "validate" and trainer.state.fn == "fit" and trainer.limit_val_batches == 0
-        unused = unused or (run.samples is not None and not run.samples.has(stage, shard))
+        unused = unused or (run.samples is not None and not run.samples.has(stage))
         if sum(counts) and not unused and is_overridden(step, module):
             # Ranks run checks at the same time. Steps may use other masks than their own.
             busy, most = Counter(found.values()), max(counts)
@@ -65,7 +65,9 @@ def outcome_of(run: Run, shard: Shard, stage: str) -> SelfCheck:
     # Layers store their activations even with checkpoint_convs=True: dropout, disabled here, would be active in a recomputation.
     bind = partial(bind_module, scheme, meter=Meter(), cache_input_aggregation=run.cache_input_aggregation)
     batch, make = copy.copy(shard.batch).cpu(), make_small_graph(shard, run.samples, stage)
-    return self_check(run.module, batch, bind, stage, run.trainer, scheme.layout(2), shard.num_classes, make)
+    return self_check(
+        run.module, batch, bind, stage, run.trainer, scheme.layout(min(2, run.layout.parts)), shard.num_classes, make
+    )
 
 
 def report_outcomes(run: Run, outcomes: Outcomes) -> float:
@@ -102,7 +104,7 @@ def _text(run: Run, step: str, outcome: SelfCheck) -> str | None:
     if outcome.finding is None:
         return None
     return (
-        f"{step} does not match single-device results. The self-check ran it on a small random graph, unpartitioned "
-        f"and in two parts: {outcome.finding.description}. To train anyway: "
-        f"{run.strategy}(self_check=False).\n{outcome.finding.why}"
+        f"{step} does not match single-device results. The self-check ran it on a small random graph, unpartitioned and "
+        f"{'in two parts' if run.layout.parts > 1 else 'on two data ranks'}: {outcome.finding.description}. "
+        f"{feature('describe_fixes')(run, outcome.finding)}"
     )

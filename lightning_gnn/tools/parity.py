@@ -291,8 +291,7 @@ class _Check:
             raise ValueError("lightning-gnn check does not support HeteroData. Compare the losses of fit with devices=1 and 2.")
         self.graph_size = graph.x.size(0)
         self.notes: list[str] = []
-        if datamodule.sample_data is not None:
-            datamodule.sample_data.check_stacked("lightning-gnn check")
+        self._concatenates = datamodule.sample_data is not None and datamodule.sample_data.concatenates
         found = first_samples(datamodule, self.graph_size, graph.num_edges) if datamodule.has_samples else {}
         values = max((sum(each.numel() for each in tensors.values()) for tensors, _ in found.values()), default=0)
         self.graph = some_of(graph, nodes, seed, values // self.graph_size)
@@ -388,7 +387,7 @@ class _Check:
     def _small(self, stage: str, part: np.ndarray, holders: np.ndarray | None) -> SmallGraph:
         """Returns the compared graph, with samples of a stage if there are any, and its division."""
         small = SmallGraph(self.graph, part, holders)  # type: ignore[arg-type]
-        return with_samples(small, *self._samples[stage]) if self._samples else small
+        return with_samples(small, *self._samples[stage], concatenates=self._concatenates) if self._samples else small
 
     def _reference(self, stage: str) -> _Reference:
         trial = self._trial(stage)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sample_runs import MODELS, SampleModule, Samples, graph_of_samples
+from sample_runs import CONCATENATED, MODELS, SampleModule, Samples, graph_of_samples
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -21,8 +21,8 @@ from lightning_gnn.tools.parity import explain_steps
 class Module(SampleModule):
     """Also created by command lines, without arguments."""
 
-    def __init__(self) -> None:
-        super().__init__(MODELS["gcn"]())
+    def __init__(self, name: str = "gcn") -> None:
+        super().__init__((MODELS | CONCATENATED)[name]())
         self.double()
 
     def test_step(self, batch: Data, batch_idx: int) -> None:
@@ -48,6 +48,17 @@ def test_right_steps(options):
     assert report.nodes == options.get("nodes", 40)
     assert any("predict_step was skipped" in note for note in report.notes)
     assert any("data ranks were not compared" in note for note in report.notes)
+
+
+def test_concatenated_samples_are_compared():
+    for name, verdict in (("norms", "same"), ("mixed", "differs")):
+        module = Module("norms" if name == "norms" else "edge_reader")
+        if name == "mixed":
+            module.model.map.register_forward_hook(lambda _, __, out: torch.ops.sample_tools.wrong_values(out))
+        found = check_parity(module, data_of(concatenate=True), ["dgcl", "vertex_cut"]).schemes
+        assert [each.verdict for each in found] == [verdict] * 2
+    first, *_ = explain_steps(Module("gat"), data_of(concatenate=True), DGCLStrategy())
+    assert any(each.operation.startswith("Halo exchange") for each in first.bytes_sent)
 
 
 @torch.library.custom_op("sample_tools::wrong_values", mutates_args=())
@@ -127,6 +138,16 @@ def test_advice():
         assert each.steps == 2 and len(each.peaks) == 4 and each.seconds > 0  # 9 samples in batches of 6
         assert each.bytes_sent > each.steps * gradients
     assert str(of_dgcl[2].candidate).startswith("dgcl graph_ranks=2")
+
+
+def test_advice_for_concatenated_samples():
+    """Messages equal those of stacked samples, which travel together, too; copies of the graph take more memory."""
+    [copied], [stacked] = (
+        [each for each in advise(Module(name), data, devices=2) if str(each.candidate).startswith("dgcl graph_ranks=2")]
+        for name, data in (("concatenated_gcn", data_of(concatenate=True)), ("gcn", data_of()))
+    )
+    assert copied.bytes_sent == stacked.bytes_sent and copied.messages >= stacked.messages
+    assert max(each.max_bytes for each in copied.peaks) > max(each.max_bytes for each in stacked.peaks)
 
 
 def test_data_ranks_repeat_the_messages_of_graph_ranks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams, SampleRows
 from lightning_gnn.extensions.samples.checks import SampleChecks
+from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.order import positions_of
 from lightning_gnn.extensions.samples.static import StaticBatches
 from lightning_gnn.nn.bind import context_of
@@ -31,86 +33,52 @@ from lightning_gnn.steps.random_streams import RandomStreams
 from lightning_gnn.strategy.scheme import make_context
 
 
-class SampleRun:
-    """Ranks, random streams and rows of the steps of a stage on samples.
+class SampleRanks:
+    """Ranks, random streams and rows of steps on samples.
 
     Args:
-        strategy: strategy of the run.
-        module: module of the run.
         world: all ranks.
+        mesh: both axes of ranks; None for one data rank.
+        random: random streams of this rank.
         shard: rank's part of the graph.
+        copies: copies of the graph for concatenated samples; None for stacked samples.
 
     Attributes:
         world: all ranks.
         random: random streams of this rank.
         graph_ranks: ranks that have parts of the same samples.
+        full_batch: number of samples of a full global batch.
+        make_context: function that returns a graph context for copies of the graph, for a batch that is not full.
     """
 
-    def __init__(self, strategy: Any, module: Any, world: World, shard: Shard) -> None:
-        self._strategy, self._module, self.world, self._shard = strategy, module, world, shard
-        self._data = module.trainer.datamodule.sample_data
-        shape = strategy.mesh_shape
-        self._mesh = Mesh(world, shape.graph_ranks) if shape.data_ranks > 1 else None
-        self.random = RandomStreams(world) if self._mesh is None else MeshStreams(world, self._mesh)
-        self.graph_ranks = world if self._mesh is None else self._mesh.graph
+    full_batch: int
+    make_context: Callable[[Shard], GraphContext]
+
+    def __init__(self, world: Any, mesh: Any, random: Any, shard: Shard, copies: Copies | None) -> None:
+        self.world, self._mesh, self.random, self._shard, self._copies = world, mesh, random, shard, copies
+        self.graph_ranks = world if mesh is None else mesh.graph
 
     @property
     def shard(self) -> Shard:
         """Shard that layers are bound to: the rank's part of the graph, or its copies for a batch."""
-        return self._shard if self._data.copies is None else self.copies(self.full_batch)
+        return self._shard if self._copies is None else self.copies(self.full_batch)
 
-    @property
-    def full_batch(self) -> int:
-        """Number of samples of a full global batch."""
-        found: int = self._data.full_batch(self._module.trainer.datamodule.batch_size)
-        return found
+    def copies(self, total: int) -> Shard:
+        """Returns the copies of the graph for a global batch of `total` samples."""
+        assert self._copies is not None
+        return self._copies[total]
 
-    def begin(self, steps: Any) -> Shard:
-        """Returns the shard that layers are bound to.
-
-        Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
-        """
-        in_use: ExitStack = steps.in_use
-        steps.add_callbacks(SampleChecks(self.world, self._data.sizes))
-        in_use.callback(setattr, self._data, "place", self._data.place)
-        if self._mesh is not None:
-            setattr(self._module, MESH, self._mesh.device_mesh)
-            in_use.callback(setattr, self._module, MESH, None)
-        return self.shard
-
-    def make_rows(self, context: GraphContext) -> GraphRows:
+    def rows_for(self, context: GraphContext) -> GraphRows:
         """Returns the rows of steps; collective.
 
         Args:
             context: graph context that layers are bound to.
         """
-        rows: GraphRows
-        if self._data.copies is not None:
-            rows = CopiedRows(self, context)
-        elif self._mesh is not None:
-            rows = MeshRows(self._shard, self._mesh, self.random)  # type: ignore[arg-type]
-        else:
-            rows = SampleRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
-        static = StaticBatches(self._module.trainer, self.full_batch) if getattr(self._strategy, "cuda_graph", False) else None
-
-        def place_batch(batch: Any) -> Any:  # hooks before steps get rows, too
-            batch = rows.place(batch.to(self.world.device))
-            return batch if static is None else static.copy_batch(batch)
-
-        self._data.place = place_batch
-        return rows
-
-    def copies(self, total: int) -> Shard:
-        """Returns the copies of the graph for a global batch of `total` samples."""
-        found: Shard = self._data.copies[total]
-        return found
-
-    def make_context(self, shard: Shard) -> GraphContext:
-        """Returns a graph context for copies of the graph; collective on graph ranks."""
-        strategy = self._strategy
-        of = {"meter": strategy.meter, "cache_input_aggregation": strategy.cache_input_aggregation}
-        make = partial(make_context, strategy.scheme, world=self.graph_ranks, **of)
-        return self.include_all_ranks(context_of(self._module, shard, self.graph_ranks, make))
+        if self._copies is not None:
+            return CopiedRows(self, context)
+        if self._mesh is not None:
+            return MeshRows(self._shard, self._mesh, self.random)
+        return SampleRows(self._shard, self.world, partial(self.random.inside, False), gather_halo, reduce_halo)
 
     def include_all_ranks(self, context: GraphContext) -> GraphContext:
         """Change a graph context for copies of the graph, whose statistics include the rows of all data ranks."""
@@ -130,6 +98,61 @@ class SampleRun:
         positions = [positions_of(rank, size, total) for rank in range(size)]
         found, _ = Ranks(self._mesh.data).gather_rows(values, [*map(len, positions)], "Values of samples")
         return found[torch.cat(positions).argsort().to(found.device)]
+
+
+class SampleRun(SampleRanks):
+    """Ranks, random streams and rows of the steps of a stage on samples.
+
+    Args:
+        strategy: strategy of the run.
+        module: module of the run.
+        world: all ranks.
+        shard: rank's part of the graph.
+    """
+
+    def __init__(self, strategy: Any, module: Any, world: World, shard: Shard) -> None:
+        self._strategy, self._module, shape = strategy, module, strategy.mesh_shape
+        self._data = module.trainer.datamodule.sample_data
+        mesh = Mesh(world, shape.graph_ranks) if shape.data_ranks > 1 else None
+        random = RandomStreams(world) if mesh is None else MeshStreams(world, mesh)
+        super().__init__(world, mesh, random, shard, self._data.copies)
+
+    @property
+    def full_batch(self) -> int:  # type: ignore[override]
+        found: int = self._data.full_batch(self._module.trainer.datamodule.batch_size)
+        return found
+
+    def begin(self, steps: Any) -> Shard:
+        """Returns the shard that layers are bound to.
+
+        Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
+        """
+        in_use: ExitStack = steps.in_use
+        steps.add_callbacks(SampleChecks(self.world, self._data.sizes))
+        in_use.callback(setattr, self._data, "place", self._data.place)
+        if self._mesh is not None:
+            setattr(self._module, MESH, self._mesh.device_mesh)
+            in_use.callback(setattr, self._module, MESH, None)
+        return self.shard
+
+    def make_rows(self, context: GraphContext) -> GraphRows:
+        """Returns the rows of steps, and lets loaders place batches; see :meth:`rows_for`."""
+        rows = self.rows_for(context)
+        static = StaticBatches(self._module.trainer, self.full_batch) if getattr(self._strategy, "cuda_graph", False) else None
+
+        def place_batch(batch: Any) -> Any:  # hooks before steps get rows, too
+            batch = rows.place(batch.to(self.world.device))
+            return batch if static is None else static.copy_batch(batch)
+
+        self._data.place = place_batch
+        return rows
+
+    def make_context(self, shard: Shard) -> GraphContext:  # type: ignore[override]
+        """Returns a graph context for copies of the graph; collective on graph ranks."""
+        strategy = self._strategy
+        of = {"meter": strategy.meter, "cache_input_aggregation": strategy.cache_input_aggregation}
+        make = partial(make_context, strategy.scheme, world=self.graph_ranks, **of)
+        return self.include_all_ranks(context_of(self._module, shard, self.graph_ranks, make))
 
 
 class _NoRows:
@@ -157,7 +180,7 @@ class CopiedRows(SampleRows):
         context: graph context that layers are bound to.
     """
 
-    def __init__(self, run: SampleRun, context: GraphContext) -> None:
+    def __init__(self, run: SampleRanks, context: GraphContext) -> None:
         self._run, self._context, self._total = run, context, run.full_batch
         self._turns: dict[int, tuple[dict[str, Any], ...]] = {}
         super().__init__(run.shard, run.world, partial(run.random.inside, False), gather_halo, reduce_halo)

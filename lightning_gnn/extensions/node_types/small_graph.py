@@ -50,7 +50,7 @@ def typed_small_graph(
         source, target = kind[0], kind[2]
         edges = _unlike(form.edges, used)
         shuffled = torch.randperm(sum(edges), generator=g)
-        rows = random_edges(nodes[source], nodes[target], edges, source == target, g)[:, shuffled]
+        rows = random_edges(nodes[source], nodes[target], edges, source == target, g, form.simple)[:, shuffled]
         small[kind].edge_index = torch.stack([orders[source][rows[0]], orders[target][rows[1]]])
         values = {name: value for name, value in batch[kind].items() if isinstance(value, Tensor) and name != "edge_index"}
         none = torch.zeros(len(batch[kind].e_id), dtype=torch.bool)

@@ -180,11 +180,6 @@ class SampleData:
         """Number of samples of each dataset, by the name of its argument."""
         return {name: len(samples) for name, samples in self._datasets.items()}
 
-    def check_stacked(self, name: str) -> None:
-        """Raises ValueError for concatenated samples, given the name of a tool that does not support them."""
-        if self.concatenates:
-            raise ValueError(f"{name} does not support concatenate=True. Compare losses with devices=1, or set graph_ranks.")
-
     def graph_ranks_of(self, ranks: int) -> list[int]:
         """Returns the divisors of a number of ranks whose data ranks divide a global batch."""
         numbers = [number for number in range(1, ranks + 1) if ranks % number == 0]

@@ -139,6 +139,38 @@ def _concatenate(values: Tensor, dim: int | None) -> Tensor:
     return values if dim is None else values.movedim(0, dim).flatten(dim, dim + 1)
 
 
+def make_batch(
+    shard: Shard,
+    form: SampleFormat,
+    tensors: Mapping[str, Tensor],
+    rank_batch: RankBatch,
+    copies: Copies | None = None,
+    *compared: Any,
+) -> SampleBatch | TypedSampleBatch:
+    """Returns a batch of samples on a rank's part of the graph.
+
+    Args:
+        shard: rank's part of the graph.
+        form: format of the samples.
+        tensors: tensors ``[B, ...]`` of the samples by name, with the rows of the rank's nodes.
+        rank_batch: samples of the data rank.
+        copies: copies of the graph if samples are concatenated; None otherwise.
+        *compared: last fields of :class:`SampleInfo`.
+    """
+    node_dims = form.node_dims
+    if shard.types.is_hetero:
+        return typed_batch(shard, tensors, SampleInfo(*rank_batch, node_dims, *compared))
+    if copies is not None:
+        shard = copies[rank_batch.total]
+        node_dims = {name: each.node_dim for name, each in form.tensors.items()}
+        tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
+    batch = SampleBatch(kinds_of(shard.batch), left_out_of(shard.batch))
+    for name, value in (*graph_values(shard).items(), *tensors.items()):
+        batch[name] = value
+    batch.sample_info = SampleInfo(*rank_batch, node_dims, *compared)
+    return batch
+
+
 class SampleLoader(GraphLoader):
     """Loader of a data rank's batches: the rank's part of the graph with the stacked tensors of samples.
 
@@ -210,21 +242,8 @@ class SampleLoader(GraphLoader):
         batches = self.order.batches(epoch, self.data_rank, first)
         for number, ((tensors, digests), rank_batch) in enumerate(zip(self._loader, batches), first):
             self._position = epoch, number + 1
-            yield self._place(self._batch(tensors, rank_batch, self._keys.is_compared(number), digests))
+            compared = self._keys.is_compared(number), digests
+            yield self._place(make_batch(self._shard, self._form, tensors, rank_batch, self._copies, *compared))
 
     def _collate(self, items: Sequence[tuple[dict[str, Tensor], int]]) -> tuple[dict[str, Tensor], list[int]]:
         return self._form.stack([tensors for tensors, _ in items]), [digest for _, digest in items]
-
-    def _batch(self, tensors: Mapping[str, Tensor], rank_batch: RankBatch, *compared: Any) -> SampleBatch | TypedSampleBatch:
-        shard, node_dims = self._shard, self._form.node_dims
-        if shard.types.is_hetero:
-            return typed_batch(shard, tensors, SampleInfo(*rank_batch, node_dims, *compared))
-        if self._copies is not None:
-            shard = self._copies[rank_batch.total]
-            node_dims = {name: each.node_dim for name, each in self._form.tensors.items()}
-            tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
-        batch = SampleBatch(kinds_of(shard.batch), left_out_of(shard.batch))
-        for name, value in (*graph_values(shard).items(), *tensors.items()):
-            batch[name] = value
-        batch.sample_info = SampleInfo(*rank_batch, node_dims, *compared)
-        return batch

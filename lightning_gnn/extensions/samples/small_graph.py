@@ -5,24 +5,28 @@ B samples, N nodes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
-from typing_extensions import override
+from torch_geometric.data import HeteroData
+from typing_extensions import Self, override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, values_of_rows
 from lightning_gnn.data.shards import CutInfo, Graph, Shard
-from lightning_gnn.data.sources import GraphData, kinds_of, left_out_of
+from lightning_gnn.extensions.node_types.shards import TypedShard
+from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.data import check_shard
 from lightning_gnn.extensions.samples.formats import ALL_NODES, SampleFormat
-from lightning_gnn.extensions.samples.loader import SampleBatch, SampleInfo, graph_values
+from lightning_gnn.extensions.samples.loader import SampleBatch, make_batch
+from lightning_gnn.extensions.samples.node_sets import TypedSampleBatch, local_sizes, rows_of_parts
+from lightning_gnn.extensions.samples.order import RankBatch, positions_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
 
@@ -36,76 +40,123 @@ COUNT = 3
 """Number of samples of the self-check."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleShard(Shard):
     """Shard whose steps receive samples.
 
     Attributes:
-        tensors: tensors ``[B, ...]`` of the samples by name, with the rows of the rank's nodes.
-        node_dims: dimension of the nodes in each tensor ``[B, ...]`` of the samples by name; None for one value per sample.
-        count: B.
+        tensors: tensors ``[B, ...]`` of this data rank's samples by name, with the rows of the rank's nodes.
+        form: format of these samples.
+        total: number of samples of all data ranks.
+        data_ranks, data_rank: number of data ranks, and number of this one.
+        concatenates: whether the batch has a copy of the graph for each sample.
     """
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    node_dims: Mapping[str, int | None] | None = None
-    count: int = 0
-    rows_type = property(lambda self: feature("SampleRows"))
+    tensors: Mapping[str, Tensor]
+    form: SampleFormat
+    total: int
+    data_ranks: int = 1
+    data_rank: int = 0
+    concatenates: bool = False
 
     @classmethod
     def of(cls, shard: Shard, **samples: Any) -> SampleShard:
         """Returns a shard with samples, given its own attributes."""
-        return cls(**{each.name: getattr(shard, each.name) for each in fields(Shard)}, **samples)
+        kind = _TypedSampleShard if shard.types.is_hetero else cls
+        return kind(**{each.name: getattr(shard, each.name) for each in fields(Shard)}, **samples)
+
+    @cached_property
+    def copies(self) -> Copies | None:
+        """Copies of the graph for concatenated samples; None for stacked samples."""
+        return Copies(self, self.data_ranks, self.data_rank) if self.concatenates else None
+
+    @cached_property
+    def _step_batch(self) -> SampleBatch | TypedSampleBatch:
+        positions = positions_of(self.data_rank, self.data_ranks, self.total)
+        rank_batch = RankBatch(positions.tolist(), positions, self.total)
+        return make_batch(self, self.form, self.tensors, rank_batch, self.copies)
 
     @override
-    def step_batch(self) -> SampleBatch:
-        batch = SampleBatch(kinds_of(self.batch), left_out_of(self.batch))
-        for name, value in (*graph_values(self).items(), *self.tensors.items()):
-            batch[name] = value
-        indices = list(range(self.count))
-        batch.sample_info = SampleInfo(indices, torch.tensor(indices), self.count, dict(self.node_dims or {}))
-        return batch
+    def step_batch(self) -> SampleBatch | TypedSampleBatch:
+        return copy.copy(self._step_batch)
+
+    def join_ranks(self, *arguments: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        return feature("join_sample_ranks")(self, *arguments)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class SampleGraph(SmallGraph):
-    """Graph with samples, whose tensors ``[B, ...]`` are attributes of the graph."""
+class _TypedSampleShard(SampleShard, TypedShard):
+    """Shard of a graph with types, whose steps receive samples."""
 
-    node_dims: Mapping[str, int | None] | None = None
-    count: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGraph(SmallGraph):
+    """Graph with samples, whose tensors ``[S, ...]`` are attributes of the graph.
+
+    Attributes:
+        form: format of the samples.
+        total: S.
+        data_ranks: number of data ranks.
+        concatenates: whether batches have a copy of the graph for each sample.
+    """
+
+    form: SampleFormat
+    total: int
+    data_ranks: int = 1
+    concatenates: bool = False
 
     @override
     def whole(self, graph: Graph) -> Shard:
-        return self._with_samples(super().whole(graph))
+        tensors = self._take_samples(graph)
+        return self._with_samples(super().whole(graph), tensors, 1, 0)
 
     @override
     def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
-        return [self._with_samples(shard) for shard in super().shards(graph, layout)]
+        graph = copy.copy(graph)
+        tensors = self._take_samples(graph)
+        divided = super().merge_parts() if layout.parts == 1 else self
+        parts = SmallGraph.shards(divided, graph, layout)
+        ranks = range(self.data_ranks)
+        return [self._with_samples(part, tensors, len(ranks), rank) for rank in ranks for part in parts]
 
-    def _with_samples(self, shard: Shard) -> Shard:
-        """Returns a shard with the samples' rows of its nodes."""
-        rows = np.split(shard.n_id.numpy(), shard.offsets[1:-1])[shard.rank]
-        tensors = {}
-        for name, dim in (self.node_dims or {}).items():
-            value = shard.batch[_PREFIX + name]
-            del shard.batch[_PREFIX + name]
-            tensors[name] = value.clone() if dim is None else value.index_select(dim, torch.from_numpy(rows))
-        return SampleShard.of(shard, tensors=tensors, node_dims=self.node_dims, count=self.count)
+    @override
+    def merge_parts(self) -> Self:
+        return replace(super().merge_parts(), data_ranks=1)
+
+    def _take_samples(self, graph: Any) -> dict[str, Tensor]:
+        """Returns the tensors of the samples, which are removed from the graph."""
+        tensors = {name: getattr(graph, _PREFIX + name) for name in self.form.tensors}
+        for name in tensors:
+            delattr(graph, _PREFIX + name)
+        return tensors
+
+    def _with_samples(self, part: Shard, tensors: Mapping[str, Tensor], data_ranks: int, data_rank: int) -> Shard:
+        """Returns a shard with the rows of its nodes in the samples of a data rank."""
+        rows, own = rows_of_parts(part), {}
+        for name, dim in self.form.node_dims.items():
+            own[name] = tensors[name][data_rank::data_ranks].clone()
+            if dim is not None:
+                ids = rows[self.form.tensors[name].node_type][part.rank]
+                own[name] = own[name].index_select(dim, torch.from_numpy(ids))
+        form = self.form.resize(local_sizes(part))
+        samples = {"total": self.total, "data_ranks": data_ranks, "data_rank": data_rank, "concatenates": self.concatenates}
+        return SampleShard.of(part, tensors=own, form=form, **samples)
 
 
-def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleFormat) -> SampleGraph:
+def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleFormat, **options: Any) -> SampleGraph:
     """Returns a graph with samples.
 
     Args:
         small: graph without samples.
-        tensors: tensors ``[B, ...]`` of the samples by name.
+        tensors: tensors ``[S, ...]`` of the samples by name.
         form: format of the samples.
+        **options: fields of :class:`SampleGraph`.
     """
-    graph: Any = small.graph
-    kinds = {**kinds_of(graph), **dict.fromkeys((_PREFIX + name for name in tensors), "graph")}
-    values = {**graph.to_dict(), **{_PREFIX + name: value for name, value in tensors.items()}}
-    joined = GraphData(kinds, left_out_of(graph), **values)  # type: ignore[arg-type]
+    graph: Any = copy.copy(small.graph)
+    for name, value in tensors.items():
+        setattr(graph, _PREFIX + name, value)
     count = len(next(iter(tensors.values())))
-    return SampleGraph(joined, small.part, small.holders, small.options, form.node_dims, count)
+    return SampleGraph(graph, small.part, small.holders, small.options, form=form, total=count, **options)
 
 
 def first_samples(data: Any, num_nodes: int, num_edges: int) -> dict[str, tuple[dict[str, Tensor], SampleFormat]]:
@@ -140,41 +191,50 @@ def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[S
     found: list[Shard] = []
     for shard, rows in zip(shards, np.split(of.n_id.numpy(), of.offsets[1:-1])):
         tensors = form.stack([form.local_rows(index, item, {ALL_NODES: rows}) for index, item in enumerate(items)])
-        found.append(SampleShard.of(shard, tensors=tensors, node_dims=form.node_dims, count=len(items)))
+        options = {"form": form.resize({ALL_NODES: len(rows)}), "total": len(items), "concatenates": samples.concatenates}
+        found.append(SampleShard.of(shard, tensors=tensors, **options))
     return found
 
 
 def random_samples(
-    batch: Data,
+    batch: Any,
     masks: Collection[str],
     form: Form,
     seed: int = 0,
     num_classes: int = 0,
     *,
-    item: Mapping[str, Tensor],
+    make: Callable[..., SmallGraph],
+    items: Sequence[Mapping[str, Tensor]],
     sample_form: SampleFormat,
     count: int,
+    **options: Any,
 ) -> SampleGraph:
-    """Returns a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, with samples.
+    """Returns a small graph with samples.
 
-    Values of a node in a sample are the values of a random node in the given sample.
+    Values of a node in a sample are the values of a random node of its type in the first given sample.
 
     Args:
-        item: tensors of the given sample by name.
-        sample_form: its format.
+        batch, masks, form, seed, num_classes: see :func:`~lightning_gnn.checks.small_graph.small_graph`.
+        make: function that makes the graph without samples.
+        items: tensors of given samples by name.
+        sample_form: their format.
         count: number of samples.
+        **options: fields of :class:`SampleGraph`.
     """
-    small, g = small_graph(batch, masks, form, seed, num_classes), torch.Generator().manual_seed(seed)
-    size, tensors = sum(form.nodes), {}
-    for name, value in item.items():
+    small, g = make(batch, masks, form, seed, num_classes), torch.Generator().manual_seed(seed)
+    graph, tensors = small.graph, {}
+    is_typed = isinstance(graph, HeteroData)
+    sizes = {kind: graph[kind].num_nodes for kind in graph.node_types} if is_typed else {ALL_NODES: sum(form.nodes)}
+    for name, value in items[0].items():
         dim = sample_form.tensors[name].node_dim
         if dim is None:
-            tensors[name] = value.expand(count, *value.shape).clone()
+            tensors[name] = torch.stack([items[number % len(items)][name] for number in range(count)])
             continue
+        size = sizes[sample_form.tensors[name].node_type]
         drawn = torch.randint(value.size(dim), (count * size,), generator=g)
         rows = values_of_rows(value.movedim(dim, 0), drawn).unflatten(0, (count, size))
         tensors[name] = rows.movedim(1, dim + 1).contiguous()
-    return with_samples(small, tensors, sample_form.resize({ALL_NODES: size}))
+    return with_samples(small, tensors, sample_form.resize(sizes), **options)
 
 
 class SampleGraphs:
@@ -188,15 +248,14 @@ class SampleGraphs:
     def __init__(self, data: Any, shape: Any) -> None:
         self._data, self._samples, self._shape = data, data.sample_data, shape
 
-    def has(self, stage: str, of: CutInfo) -> bool:
-        """Returns whether the self-check covers a stage: it has stacked samples of one node type, and nodes are divided."""
-        is_covered = self._shape.graph_ranks > 1 and not self._samples.concatenates and not of.types.is_hetero
-        return is_covered and _DATASETS[stage] in self._samples.sizes
+    def has(self, stage: str) -> bool:
+        """Returns whether a stage has samples."""
+        return _DATASETS[stage] in self._samples.sizes
 
     @property
     def trains(self) -> bool:
         """Whether there are training samples, and memory can be predicted."""
-        return "samples" in self._samples.sizes and not self._samples.concatenates
+        return self.has("fit")
 
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""
@@ -205,28 +264,33 @@ class SampleGraphs:
 
     def row_bytes(self, of: CutInfo) -> int:
         """Returns the bytes of a node in the training samples of a data rank's batch."""
-        _, form = self._first("fit", of)
+        _, form = self._first("fit", of, 1)
         tensors = [each.resize({ALL_NODES: 1}) for each in form.tensors.values() if each.node_dim is not None]
         return self.batch_size() * sum(each.dtype.itemsize * prod(each.shape) for each in tensors)
 
-    def _first(self, stage: str, of: CutInfo) -> tuple[Any, SampleFormat]:
-        """Returns the first sample of a stage and the format."""
-        items, form = self._samples.first(_DATASETS[stage], self._data.seed, len(of.n_id), len(of.e_id))
-        return items[0], form
+    def _first(self, stage: str, of: CutInfo, count: int) -> tuple[list[dict[str, Tensor]], SampleFormat]:
+        """Returns the first samples of a stage and their format."""
+        sizes = {kind: sum(map(len, ids)) for kind, ids in rows_of_parts(of).items()}
+        items, form = self._samples.first(_DATASETS[stage], self._data.seed, sizes, len(of.e_id), count)
+        return [form.local_rows(index, item, None) for index, item in enumerate(items)], form
 
-    def maker(self, shard: Shard, stage: str, whole_batch: bool = False) -> Callable[..., SampleGraph]:
+    def maker(
+        self, shard: Shard, stage: str, whole_batch: bool = False, make: Callable[..., SmallGraph] = small_graph
+    ) -> Callable[..., SampleGraph]:
         """Returns a function that makes small graphs with samples.
 
         Args:
             shard: part of the graph.
             stage: stage whose samples are used.
-            whole_batch: whether a small graph has as many samples as a batch; else a few.
+            whole_batch: whether a small graph has as many samples as a data rank's batch; else a few, for two data ranks if the
+                run has several.
+            make: function that makes the graph without samples.
 
         Raises:
             ValueError: the graph or its layout does not support samples.
         """
         check_shard(shard)
-        item, form = self._first(stage, shard)
-        tensors = form.local_rows(0, item, None)
-        count = self.batch_size() if whole_batch else COUNT
-        return partial(random_samples, item=tensors, sample_form=form, count=count)
+        items, form = self._first(stage, shard, 1 if whole_batch else COUNT)
+        count, data_ranks = (self.batch_size(), 1) if whole_batch else (COUNT, min(2, self._shape.data_ranks))
+        options = {"data_ranks": data_ranks, "concatenates": self._samples.concatenates}
+        return partial(random_samples, make=make, items=items, sample_form=form, count=count, **options)

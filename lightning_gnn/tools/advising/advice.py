@@ -217,8 +217,6 @@ def advise_on(
         only: schemes to predict; default: all that support this number of ranks.
         overhead: seconds of an epoch in addition to the model's time; None to measure them with a Trainer on a single device.
     """
-    if data.sample_data is not None:
-        data.sample_data.check_stacked("lightning-gnn advise")
     wanted = [*candidates(machine.ranks, machine.topology.uniform, data.sample_data)] if only is None else only
     found = []
     with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as advance:

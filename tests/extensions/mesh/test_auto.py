@@ -16,7 +16,7 @@ import torch
 from common import quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.trainer.states import TrainerFn
-from sample_runs import MODELS, NODES, SampleModule, Samples
+from sample_runs import CONCATENATED, MODELS, NODES, SampleModule, Samples
 from torch_geometric.data import Data
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, SpMM2DStrategy
@@ -37,24 +37,34 @@ def data_of(**options: Any) -> GraphDataModule:
     )
 
 
-def train(rank: int, world_size: int, graph_ranks: Any, free: int, strategy: Any = DGCLStrategy, **options: Any) -> Any:
+def train(
+    rank: int,
+    world_size: int,
+    graph_ranks: Any,
+    free: int,
+    name: str = "graph_conv",
+    strategy: Any = DGCLStrategy,
+    **options: Any,
+) -> Any:
     """Returns losses, weights, both numbers of ranks, and the number in the configuration of the run."""
     L.seed_everything(0, verbose=False)
-    module = SampleModule(MODELS["graph_conv"]()).double()
+    module = SampleModule((MODELS | CONCATENATED)[name]()).double()
     strategy = strategy(graph_ranks=graph_ranks, timeout=60, **options)
     with mock.patch("lightning_gnn.devices.available_bytes", lambda: free + rank):  # ranks need not measure equal numbers
-        data = data_of()
+        data = data_of(concatenate=name in CONCATENATED)
         quiet_trainer(strategy, world_size, max_epochs=1).fit(module, datamodule=data)
     shape, recorded = strategy.mesh_shape, run_config(strategy, data.shard)["strategy"]["graph_ranks"]
     return module.losses, module.state_dict(), (shape.graph_ranks, shape.data_ranks, recorded, len(data.shard.counts))
 
 
-def peaks_of(ranks: int, data: GraphDataModule | None = None, strategy: Any = DGCLStrategy, **options: Any) -> dict[int, float]:
+def peaks_of(
+    ranks: int, data: GraphDataModule | None = None, strategy: Any = DGCLStrategy, name: str = "graph_conv", **options: Any
+) -> dict[int, float]:
     """Returns the predicted peaks of all numbers of graph ranks in MB, from the error if none fits."""
     strategy = strategy(graph_ranks="auto", **options)
     trainer = quiet_trainer(strategy, ranks)
     trainer.state.fn = TrainerFn.FITTING
-    module = SampleModule(MODELS["graph_conv"]()).double()
+    module = SampleModule((MODELS | CONCATENATED)[name]()).double()
     found: dict[int, float] = {}
     with mock.patch("lightning_gnn.devices.available_bytes", lambda: 1), pytest.raises(ValueError, match="1.2 times") as error:
         strategy.before_ranks_start(trainer, [module, data or data_of()])
@@ -77,6 +87,15 @@ def test_choice(ranks):
             torch.testing.assert_close(found[1], weights, rtol=0, atol=0)
     with pytest.raises(RankFailed, match=r"got 0.01 MB for peaks of 1: [\d.]+ MB, 2: at least [\d.]+ MB by graph_ranks"):
         ranks.run(2, train, "auto", 10_000)
+
+
+def test_choice_for_concatenated_samples(ranks):
+    """The ranks of a machine have a copy of the graph for each sample of a batch, with any number of graph ranks."""
+    name = "concatenated_gcn"
+    peaks = peaks_of(2, data_of(concatenate=True), name=name)
+    assert peaks[1] > 1.5 * peaks_of(2)[1] and peaks[2] == pytest.approx(peaks[1], rel=0.1)
+    for _, _, numbers in ranks.run(2, train, "auto", int(1.3e6 * peaks[1]), name):
+        assert numbers == (1, 2, 1, 1)
 
 
 def test_choice_ahead(caplog):

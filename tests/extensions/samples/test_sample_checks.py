@@ -13,15 +13,18 @@ import pytest
 import torch
 from common import quiet_trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from sample_runs import MODELS, NODES, OVER_TIME, STEPS, SampleModule, Samples, graph_of_samples
+from sample_runs import CONCATENATED, MODELS, NODES, OVER_TIME, STEPS, SampleModule, Samples, graph_of_samples
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphConv
 
 from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, SpMM1DStrategy, VertexCutStrategy, register_row_rule
 from lightning_gnn.checks.footprint import Footprint, Sizes, _steps
-from lightning_gnn.checks.small_graph import Form
+from lightning_gnn.checks.small_graph import Form, small_graph
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.sources import prepare_graph
+from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.small_graph import with_samples
 from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategy.memory import memory_advice
@@ -108,7 +111,8 @@ class WrongConv(torch.nn.Module):
 def test_wrong_convs_are_found(wrong, words):
     with pytest.raises(UnsupportedModelError, match=words):
         checks(Tested(WrongConv(wrong)), data_of(Samples()))
-    assert checks(Tested(WrongConv(wrong)), data_of(Samples()), graph_ranks=1) == {}  # nodes are not divided
+    found = checks(Tested(WrongConv(wrong)), data_of(Samples()), graph_ranks=1)  # nodes are not divided
+    assert found and not any(each.problem or each.not_run or each.refused for each in found.values())
     assert checks(Tested(WrongConv(wrong)), data_of(Samples()), self_check=False) == {}
 
 
@@ -157,12 +161,12 @@ def test_whole_numbers_are_in_range():
 
 def footprints(name: str, batch_size: int) -> tuple[Any, list[Sizes], list[Footprint]]:
     """Returns the prediction for a batch size, and sizes and memory of two ranks in steps on a larger graph."""
-    module = Tested(MODELS[name]()).double()
+    module = Tested((MODELS | CONCATENATED)[name]()).double()
     samples = Samples(STEPS if name in OVER_TIME else None, size=20)
     strategy = DGCLStrategy(graph_ranks=2)
     trainer = quiet_trainer(strategy, 4)
     trainer.state.fn = TrainerFn.FITTING
-    data = data_of(samples, global_batch_size=2 * batch_size)
+    data = data_of(samples, global_batch_size=2 * batch_size, concatenate=name in CONCATENATED)
     data.prepare_for(strategy.layout())
     shard, run = data.stored_cut().shard(0), strategy._run_for_checks(module, trainer, data)
     make = run.samples.maker(shard, "fit", True)
@@ -174,15 +178,30 @@ def footprints(name: str, batch_size: int) -> tuple[Any, list[Sizes], list[Footp
     return steps, [Sizes.of(shard, 0) for shard, _ in ran], [each for _, each in ran]
 
 
-@pytest.mark.parametrize("name", ["graph_conv", "mesh_graph_net", "conv_gru"])
+@pytest.mark.parametrize("name", ["graph_conv", "mesh_graph_net", "conv_gru", "gat", "concatenated_gcn"])
 def test_memory_of_small_graphs_predicts_larger_graphs(name):
     of_sizes = []
     for batch_size in (1, 5):
         steps, sizes, measured = footprints(name, batch_size)
         for size, found in zip(sizes, measured, strict=True):
             assert steps.footprint(size).peak().max_bytes == pytest.approx(found.peak().max_bytes, rel=0.05)
+            assert steps.footprint(size).peak().setup == pytest.approx(found.peak().setup, rel=0.05)
         of_sizes.append(measured[0].peak().backward)
     assert of_sizes[1] > 3 * of_sizes[0]
+
+
+def test_steps_on_copies_of_the_graph_share_tensors():
+    """Inputs would otherwise count twice: as memory that persists, and as saved memory."""
+    graph = prepare_graph(graph_of_samples(), masks_needed=False, features_needed=False)
+    graph.n_id, graph.e_id, graph.num_owned = torch.arange(NODES), torch.arange(graph.num_edges), NODES
+    small = small_graph(graph, [], Form((20, 30), (30, 90), (6, 24)))
+    form = SampleFormat.of("samples", {"x": torch.randn(3, 50, 5)}, 50, 120)
+    of_samples = with_samples(small, {"x": torch.randn(4, 3, 50, 5)}, form, concatenates=True)
+    for shard in of_samples.shards(of_samples.graph, LayoutSpec("edge_cut", 2)):
+        first, second = shard.step_batch(), shard.step_batch()
+        assert first.x.data_ptr() == second.x.data_ptr() and first.x.size(1) == 4 * shard.counts[shard.rank]
+        first.x = None
+        assert second.x is not None and shard.step_batch().x is not None
 
 
 def warnings_of(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> list[str]:
