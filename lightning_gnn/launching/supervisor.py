@@ -28,7 +28,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lightning_gnn.comm.listening import listen_for_ranks
-from lightning_gnn.comm.processes import Progress, current_progress
+from lightning_gnn.comm.processes import REPORTED, Progress, current_progress
 from lightning_gnn.launching.failures import GRACE_S, Failure, set_report
 from lightning_gnn.lightning_packages import FABRICS, is_instance
 from lightning_gnn.private_lightning import PORT
@@ -272,6 +272,8 @@ class Supervisor:
         if not self.wait_for(lambda: not self.running(), grace):
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for child in self.running():
+                    if child.progress is not None:
+                        child.progress.ending = REPORTED  # this process says why: its helper process writes no line
                     child.signal(number)
                 if self.wait_for(lambda: not self.running(), 1.5):
                     break

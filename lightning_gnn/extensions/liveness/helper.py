@@ -29,7 +29,7 @@ _TICK_S = 0.2
 _LEAST_DEADLINE_S = 5.0  # a busy machine may not run a helper for some seconds
 _STUCK_S = 2.2  # from the loss of another rank to the end of a rank that does not react
 _LOSS_S = 2.7  # to the end of a rank that handles the error
-_EXIT_S = 1.0  # from the last line of a rank to its end
+_EXIT_S = 2.0  # from the last line of a rank to its end
 _ALARM_S = 4.0  # ranks first compare their states
 _STATUS = 49  # index of the exit status in /proc/PID/stat, counted from the state
 
