@@ -121,7 +121,7 @@ def train_row(mesh: str, size: int, nodes: int, features: int, samples: int) -> 
         module = Model(features, graph)
         trainer = L.Trainer(strategy="ddp", devices=ranks, **options)
         trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_size=size // ranks))
-        shares, steps, predicted = nodes * (size // ranks), -(-samples // size), float("nan")
+        shares, steps, predicted = nodes * (size // ranks), -(-samples // size), None
     else:
         data_ranks, graph_ranks = map(int, mesh.removesuffix(" lean").split("x"))
         module = Model(features)
