@@ -89,8 +89,7 @@ class StepMemory(pl.Callback):
         self._steps += 1
         if self._steps == 1:
             self._in_use.enter_context(giving_back_freed_memory())
-            with suppress(OSError):  # otherwise the peak includes earlier steps, and less memory is cached
-                Path("/proc/self/clear_refs").write_text("5")
+            reset_peak()
             self._before = process_bytes("VmRSS")
         elif self._steps == 2 and self._sharing is not None:
             kept = int(_FRAGMENTED * self._sharing * (process_bytes("VmHWM") - self._before))
@@ -102,8 +101,24 @@ class StepMemory(pl.Callback):
                 rank_zero_info(f"Steps return freed memory to the system: {needed}")
 
 
+peaks: list[int] = []
+"""Peaks of this process's memory before each reset, in bytes."""
+
+
+def reset_peak() -> None:
+    """Begin a new peak of this process's memory, where the system supports it."""
+    peaks.append(process_bytes("VmHWM"))
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Returns the peak of this process's memory since it started, also before :func:`reset_peak`; 0 if it is unknown."""
+    return max(*peaks, process_bytes("VmHWM"), 0)
+
+
 def process_bytes(field: str) -> int:
-    """Returns a field of this process's status in bytes, such as ``"VmHWM"``, the peak; 0 if it is unknown."""
+    """Returns a field of this process's status in bytes, such as ``"VmHWM"``, the peak since a reset; 0 if it is unknown."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):

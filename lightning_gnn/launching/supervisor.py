@@ -273,7 +273,7 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 for child in self.running():
                     if child.progress is not None:
-                        child.progress.ending = REPORTED  # this process says why: its helper process writes no line
+                        child.progress.ending = REPORTED  # its helper process writes no line: this process does
                     child.signal(number)
                 if self.wait_for(lambda: not self.running(), 1.5):
                     break

@@ -124,3 +124,18 @@ def test_what_a_step_needs_decides(free_mb, is_kept):
     pages = [int(each) for each in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
     assert min(pages[:2]) > 4  # huge pages are 8
     assert max(pages[2:]) <= 2 if is_kept else min(pages[2:]) > 4
+
+
+PEAKS_IN_A_PROCESS = """
+from lightning_gnn.heap import peak_bytes, process_bytes, reset_peak
+b"x" * (64 << 20)
+reset_peak()
+b"x" * (32 << 20)
+print(peak_bytes() - process_bytes("VmHWM"))
+"""
+
+
+def test_peaks_before_a_reset_are_remembered():
+    """Steps reset the peak to see their own; tools report the peak of the process."""
+    lost = subprocess.run([sys.executable, "-c", PEAKS_IN_A_PROCESS], capture_output=True, text=True, check=True).stdout
+    assert 24 << 20 < int(lost) < 40 << 20

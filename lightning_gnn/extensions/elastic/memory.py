@@ -17,7 +17,7 @@ from lightning_gnn import devices
 from lightning_gnn.checks.footprint import Sizes, memory_of
 from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.data.sources import counted_mask
-from lightning_gnn.heap import process_bytes
+from lightning_gnn.heap import peak_bytes
 from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategy.graph_kinds import predicts_memory
 from lightning_gnn.strategy.memory import memory_advice
@@ -50,7 +50,7 @@ class Room(NamedTuple):
             return cls(f"device of rank {rank}", devices.free_bytes(device), 0, peak)
         available, held = devices.available_bytes(), sum(memory_of(shard.batch).values())
         free = float("inf") if available is None else available
-        return cls(machine_key() or f"rank {rank}", free, held, process_bytes("VmHWM"))
+        return cls(machine_key() or f"rank {rank}", free, held, peak_bytes())
 
 
 def has_room(

@@ -29,7 +29,7 @@ from lightning_gnn.comm.traffic import Meter, Traffic
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules import GraphDataModule
 from lightning_gnn.devices import synchronize
-from lightning_gnn.heap import process_bytes
+from lightning_gnn.heap import peak_bytes
 from lightning_gnn.lightning_packages import is_instance, is_overridden
 from lightning_gnn.tools.comparing.cells import MAKES, task_parser
 
@@ -166,7 +166,7 @@ def _world_seconds(trainer: pl.Trainer) -> tuple[float, float]:
 
 
 def peak_memory() -> int:
-    peak = process_bytes("VmHWM")  # not ru_maxrss, which a process inherits from its parent
+    peak = peak_bytes()  # not ru_maxrss, which a process inherits from its parent
     if not peak:
         import resource
 
