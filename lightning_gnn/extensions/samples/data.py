@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_gnn.arguments import check_flags, check_whole, quote
 from lightning_gnn.data.shards import Cut, Shard
-from lightning_gnn.datamodules.graph import GraphDataModule
+from lightning_gnn.datamodules.graph import SAMPLES, STAGE_MASKS, GraphDataModule
 from lightning_gnn.extensions.samples import layers  # noqa: F401  its rules register themselves
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
@@ -19,7 +19,9 @@ from lightning_gnn.extensions.samples.loader import SampleLoader, read_item, tak
 from lightning_gnn.extensions.samples.node_sets import local_sizes, rows_of_parts
 from lightning_gnn.extensions.samples.order import GlobalOrder
 
-_STAGES = {"fit": ("samples", "val_samples"), "validate": ("val_samples",), "test": ("test_samples",)}
+DATASETS = {stage: SAMPLES[STAGE_MASKS.get(stage)] for stage in (*STAGE_MASKS, "predict")}
+"""Argument with the samples of a stage."""
+
 _RESERVED = {"batch", "num_nodes", "ptr", "sample_info"}
 """Names that batches set themselves, in addition to attributes of the graph."""
 
@@ -127,8 +129,8 @@ class SampleData:
         check_shard(shard)
         self.copies = Copies(shard, self._data_ranks, self._data_rank) if self.concatenates else None
         rows = rows_of_parts(shard)
-        of_stage = [name for name in _STAGES.get(stage, ("predict_samples",)) if name in self._datasets]
-        for name in of_stage:
+        of_stage = [DATASETS[stage], *([DATASETS["validate"]] if stage == "fit" else [])]
+        for name in filter(self._datasets.__contains__, of_stage):
             _, form = self.first(name, seed, _sizes(rows), sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
             if unknown and name == "samples":

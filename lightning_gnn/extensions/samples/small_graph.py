@@ -22,16 +22,13 @@ from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, valu
 from lightning_gnn.data.shards import CutInfo, Graph, Shard
 from lightning_gnn.extensions.node_types.shards import TypedShard
 from lightning_gnn.extensions.samples.copies import Copies
-from lightning_gnn.extensions.samples.data import check_shard
+from lightning_gnn.extensions.samples.data import DATASETS, check_shard
 from lightning_gnn.extensions.samples.formats import ALL_NODES, SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleBatch, make_batch
 from lightning_gnn.extensions.samples.node_sets import TypedSampleBatch, local_sizes, rows_of_parts
 from lightning_gnn.extensions.samples.order import RankBatch, positions_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
-
-_DATASETS = {"fit": "samples", "validate": "val_samples", "test": "test_samples", "predict": "predict_samples"}
-"""Argument with the samples of a stage."""
 
 _PREFIX = "of samples: "
 """Begin of the names of samples' tensors in a small graph, which may equal names of the graph's tensors."""
@@ -167,7 +164,7 @@ def first_samples(data: Any, num_nodes: int, num_edges: int) -> dict[str, tuple[
         num_nodes, num_edges: size of its graph.
     """
     found = {}
-    for stage, name in _DATASETS.items():
+    for stage, name in DATASETS.items():
         if name in data.sample_data.sizes:
             items, form = data.sample_data.first(name, data.seed, num_nodes, num_edges, COUNT)
             found[stage] = form.stack([form.local_rows(index, item, None) for index, item in enumerate(items)]), form
@@ -250,7 +247,7 @@ class SampleGraphs:
 
     def has(self, stage: str) -> bool:
         """Returns whether a stage has samples."""
-        return _DATASETS[stage] in self._samples.sizes
+        return DATASETS[stage] in self._samples.sizes
 
     @property
     def trains(self) -> bool:
@@ -271,7 +268,7 @@ class SampleGraphs:
     def _first(self, stage: str, of: CutInfo, count: int) -> tuple[list[dict[str, Tensor]], SampleFormat]:
         """Returns the first samples of a stage and their format."""
         sizes = {kind: sum(map(len, ids)) for kind, ids in rows_of_parts(of).items()}
-        items, form = self._samples.first(_DATASETS[stage], self._data.seed, sizes, len(of.e_id), count)
+        items, form = self._samples.first(DATASETS[stage], self._data.seed, sizes, len(of.e_id), count)
         return [form.local_rows(index, item, None) for index, item in enumerate(items)], form
 
     def maker(
