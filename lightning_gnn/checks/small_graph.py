@@ -95,9 +95,9 @@ def small_graph(batch: Data, masks: Collection[str], form: Form, seed: int = 0, 
     edges = {name: batch[name] for name, kind in kinds.items() if kind == "edge"}
     found, order = predicted_nodes(batch, nodes, masks, form, num_classes, seed, g)
     place = order.argsort()
+    edge_index = order[random_edges(form.nodes, form.nodes, form.edges, True, g, form.simple)]
     shuffled = torch.randperm(sum(form.edges), generator=g)
-    edge_index = order[random_edges(form.nodes, form.nodes, form.edges, True, g, form.simple)[:, shuffled]]
-    small = GraphData(kinds, left_out_of(batch), edge_index=edge_index)
+    small = GraphData(kinds, left_out_of(batch), edge_index=edge_index[:, shuffled])
     for name, value in batch.to_dict().items():
         if name not in ("edge_index", "num_owned"):
             small[name] = found.get(name, value)
@@ -176,10 +176,14 @@ def random_edges(
     busy, ends = torch.cat(_busy(sources)), _busy(targets)
     pieces = []
     for into, count in zip(ends, edges):
-        pairs = torch.randperm(len(into) * (len(busy) - 1), generator=g)[:count]
-        target = into[pairs % len(into)]
+        if simple:
+            pairs = torch.randperm(len(into) * (len(busy) - 1), generator=g)[:count]
+            place, step = pairs % len(into), 1 + pairs // len(into)
+        else:
+            place, step = (torch.randint(low, high, (count,), generator=g) for low, high in ((0, len(into)), (1, len(busy))))
+        target = into[place]
         there = torch.searchsorted(busy, target) if is_same_type else 0
-        source = busy[(there + 1 + pairs // len(into)) % len(busy)]
+        source = busy[(there + step) % len(busy)]
         twice = min(_TWICE, count // 4) * (not simple)
         source[count - twice :], target[count - twice :] = source[:twice].clone(), target[:twice].clone()
         pieces.append(torch.stack([source, target]))
