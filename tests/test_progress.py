@@ -262,7 +262,15 @@ def test_where_no_bar_is_shown(what, each_step_is_shown, monkeypatch):
     monkeypatch.undo()
 
 
-def test_an_interrupt_leaves_the_terminal_as_it_was(each_step_is_shown):
+@pytest.fixture
+def interrupts():
+    """Interrupts raise KeyboardInterrupt, also in a process that a shell started in the background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_leaves_the_terminal_as_it_was(each_step_is_shown, interrupts):
     """Checked by at_terminal: streams are restored, no thread goes on, the cursor was never hidden."""
 
     def work() -> None:

@@ -151,16 +151,14 @@ def some_nodes(
         return zeros, torch.randperm(sum(sizes), generator=g)
     rows = chosen_rows(nodes, counted, sizes, num_labeled, g)
     order = torch.randperm(sum(sizes), generator=g)  # ids of an owner are not consecutive
-    place = order.argsort()
-    return {name: values_of_rows(value, rows)[place] for name, value in nodes.items()}, order
+    return {name: values_of_rows(value, rows)[order.argsort()] for name, value in nodes.items()}, order
 
 
 def values_of_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Returns these rows; repeated rows are scaled down by a few percent if their values are real numbers."""
     found, order = stored_ids(values)[rows].to(values.dtype), rows.argsort(stable=True)  # lazy ids stay lazy
-    begins = torch.searchsorted(rows[order], rows[order])
     times = torch.empty_like(rows)
-    times[order] = torch.arange(len(rows)) - begins
+    times[order] = torch.arange(len(rows)) - torch.searchsorted(rows[order], rows[order])
     if not values.is_floating_point() or not times.any() or len(found[:_VALUES].unique()) <= _VALUES:
         return found
     return found * (1 - 0.03 * times.clamp(max=10)).to(found.dtype).view(-1, *[1] * (found.dim() - 1))
