@@ -163,7 +163,7 @@ def check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder / name}.npy holds ids from {array.min()} to {array.max()}, not from 0 to {end - 1}")
 
 
-FORMAT = 14
+FORMAT = 13
 
 _PIECE = 1 << 25
 """Bytes of an attribute that are reordered at once."""

@@ -66,8 +66,8 @@ class CommInfo:
     """This rank's part of a graph, and its halo exchange.
 
     Attributes:
-        edge_index: edges into local nodes, int64 ``[2, E_p]``, by ascending target; on one rank, in the order of the graph.
-            Sources number local nodes first, then halo nodes, as returned by :meth:`gather`.
+        edge_index: edges into local nodes, int64 ``[2, E_p]``, targets ascending; sources number local nodes first, then halo
+            nodes, as returned by :meth:`gather`.
         n_id: original id of each local node, int64 ``[N_p]``.
         e_id: position of each edge in the edge list of the whole graph, int64 ``[E_p]``; edge weights are ``weight[e_id]``.
         counts: number of local nodes of each rank.

@@ -79,7 +79,7 @@ class EdgeCutPart:
     """Edges of one rank in local ids (local rows, then halo rows), and its halo nodes.
 
     Attributes:
-        edge_index: edges, ``[2, E_p]``, of :func:`id_dtype`; targets are local rows, sources local or halo rows.
+        edge_index: edges, ``[2, E_p]``, of :func:`id_dtype`; targets are local rows, ascending, sources local or halo rows.
         edge_ids: position of each edge in the whole graph's list, int64 ``[E_p]``, ascending for each target.
         halo: relabeled ids of the halo nodes, ascending and therefore grouped by owner, int64 ``[H_p]``. In order of first use,
             gathering and adding at the owners would cost more than readers would save.
@@ -91,14 +91,8 @@ class EdgeCutPart:
 
 
 def edge_cut_parts(edge_index: Ids, relabelling: Relabelling) -> Iterator[EdgeCutPart]:
-    """Yields the edges of each rank in the order of target rows, as in a CSR matrix; input in original ids, ``[2, E]``.
-
-    The only part of a graph keeps the order of edges, so that models that depend on it give the results of one device.
-    """
+    """Yields the edges of each rank in the order of target rows, as in a CSR matrix; input in original ids, ``[2, E]``."""
     offsets, new = relabelling.offsets, relabelling.new_ids()
-    if len(offsets) == 2:
-        yield EdgeCutPart(new[edge_index].astype(id_dtype(len(new))), np.arange(edge_index.shape[1]), new[:0])
-        return
     source, target = torch.from_numpy(new[edge_index])
     edges = CSR.from_coo(target, source, len(new), len(new))
     order, bounds = edges.edge_ids().numpy(), edges.indptr.numpy()[offsets]
@@ -169,11 +163,8 @@ def local_relabelling(edge_index: Ids, part: NDArray[np.integer], num_parts: int
     Communities are from one level of Louvain's method (Blondel et al. 2008, section 2), with at most `COMMUNITY` nodes. Each node
     in turn joins the community of its sources that increases modularity most. Only edges to the node are read: equivalent if
     edges have both directions, and half the work. Communities are ordered by their first nodes, which roughly preserves a good
-    order of the user. The result is deterministic. Ids are original ids. The only part of a graph keeps the order of nodes: a
-    model may depend on it.
+    order of the user. The result is deterministic. Ids are original ids.
     """
-    if num_parts == 1:
-        return Relabelling.from_assignment(part, 1)
     num_nodes = len(part)
     inside = edge_index[:, part[edge_index[0]] == part[edge_index[1]]]  # so that each community is on one rank
     source, target = torch.from_numpy(inside)

@@ -168,10 +168,7 @@ def test_round_trip(tmp_path, parts):
         batch = shard.batch
         assert batch.num_owned == batch.num_nodes == int((part == rank).sum())
         assert torch.equal(batch.n_id.sort().values, torch.from_numpy(np.flatnonzero(part == rank)))
-        if parts > 1:
-            assert (batch.edge_index[1].diff() >= 0).all()
-        else:
-            assert torch.equal(batch.edge_index, graph.edge_index)  # the only part keeps the order
+        assert (batch.edge_index[1].diff() >= 0).all()
         assert torch.equal(batch.x, graph.x[batch.n_id]) and torch.equal(batch.node_number, batch.n_id)
         rows = torch.cat([batch.n_id, halo_ids(tmp_path / "s", rank)])
         assert torch.equal(rows[batch.edge_index], graph.edge_index[:, batch.edge_number])

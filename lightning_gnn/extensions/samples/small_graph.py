@@ -19,7 +19,7 @@ from torch_geometric.data import HeteroData
 from typing_extensions import Self, override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, values_of_rows
-from lightning_gnn.data.shards import CutInfo, Graph, Shard
+from lightning_gnn.data.shards import CutInfo, Graph, Shard, in_order
 from lightning_gnn.extensions.node_types.shards import TypedShard
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.data import DATASETS, check_shard
@@ -111,8 +111,11 @@ class SampleGraph(SmallGraph):
     def shards(self, graph: Graph, layout: LayoutSpec) -> list[Shard]:
         graph = copy.copy(graph)
         tensors = self._take_samples(graph)
-        divided = super().merge_parts() if layout.parts == 1 else self
-        parts = SmallGraph.shards(divided, graph, layout)
+        if layout.parts == 1:
+            [part] = SmallGraph.shards(super().merge_parts(), graph, layout)
+            parts = [in_order(part, graph, **self.options)]
+        else:
+            parts = super().shards(graph, layout)
         ranks = range(self.data_ranks)
         return [self._with_samples(part, tensors, len(ranks), rank) for rank in ranks for part in parts]
 
