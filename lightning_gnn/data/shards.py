@@ -629,7 +629,7 @@ def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
 def in_order(shard: Shard, graph: Graph, input_type: NodeType | None = None) -> Shard:
     """Returns the only part of a graph with nodes and edges in the order of the graph, on which a model may depend."""
     whole = whole_graph(graph, input_type)
-    return replace(shard, batch=whole.batch, n_id=whole.n_id.clone(), e_id=whole.e_id.clone())  # steps place those of batches
+    return replace(shard, batch=whole.batch, n_id=whole.n_id.clone(), e_id=whole.e_id.clone())  # steps place the ids in a batch
 
 
 def only_shard(kind: type[Shard], batch: Graph, data: Graph, n_id: Tensor, e_id: Tensor, types: Types) -> Shard:
