@@ -1,4 +1,4 @@
-"""CPU ranks keep what they free while they train if there is enough; partitioners return it. Needs glibc."""
+"""CPU ranks keep freed memory in training if enough is available; partitioners return it. Requires glibc."""
 
 from __future__ import annotations
 
