@@ -69,7 +69,7 @@ def keeping_freed_memory() -> Iterator[bool]:
 _FRAGMENTED = 3.5
 """Maximal memory of a step with cached memory relative to a step without, in measurements.
 
-Freed blocks rarely fit later tensors: to align them, the C library looks for blocks that are larger than they are.
+To align a tensor, malloc needs a block larger than the tensor: a freed block often does not fit a tensor of the same size.
 """
 
 

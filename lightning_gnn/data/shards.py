@@ -344,7 +344,7 @@ class Shard(CutInfo):
     holders: Tensor | None = None
     targets: tuple[int, ...] | None = None
     join_ranks: ClassVar[Any] = None
-    """Method in place of :func:`~lightning_gnn.checks.trial.join_ranks`, for shards whose steps receive samples."""
+    """Method that checks call in place of :func:`~lightning_gnn.checks.trial.join_ranks`; None: the function is called."""
 
     @cached_property
     def plan(self) -> HaloPlan:

@@ -22,8 +22,7 @@ def describe_fixes(run: Any, finding: Any) -> str:
         return f"{anyway}\n{finding.why}"
     conv = type(run.module.get_submodule(name)).__name__
     fixes = f'register an adapter for {conv} (see docs/models.md, "Adapters")'
-    if run.samples is not None:
-        fixes += ", or set graph_ranks=1, so that each rank has the whole graph"
+    fixes = f"or {fixes}" if run.samples is None else f"{fixes}, or set graph_ranks=1, so that each rank has the whole graph"
     return (
         f"Check whether {conv} ('{name}') computes degrees, an adjacency or other edges from edge_index. On ranks, edge_index "
         "has local ids, and only edges to nodes of the rank. Pass such values as attributes of the graph, for example as a dense "
@@ -34,10 +33,10 @@ def describe_fixes(run: Any, finding: Any) -> str:
 def _own_conv(module: torch.nn.Module, where: str) -> str | None:
     """Returns the name of a conv of the user, if the description of a place names the conv or its part; else None."""
     found = re.search(r"'([^']*)' \(", where)
-    names = [] if found is None else found[1].split(".")
+    names, parts = [] if found is None else found[1].split("."), dict(module.named_modules())
     for size in range(1, len(names) + 1):
         name = ".".join(names[:size])
-        part = module.get_submodule(name)
+        part = parts.get(name)  # a quoted name may be of a parameter
         if isinstance(part, MessagePassing) and not type(part).__module__.startswith("torch_geometric."):
             return name
     return None
