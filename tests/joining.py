@@ -51,15 +51,19 @@ class Writes(L.Callback):
 
 
 def train(epochs: int, folder: Path, rank: int = -1, epoch: int = -1, **trainer: Any) -> None:
-    torch.set_default_dtype(torch.float64)
     L.seed_everything(1, verbose=False)
     graph = planted_partition(1000)
     graph.x = graph.x.double()
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = {"num_sanity_val_steps": 0, "enable_checkpointing": False, "precision": "64-true", **options, **trainer}
-    L.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[Writes(folder, rank, epoch)], **trainer).fit(
-        NodeClassifier(GCN(32, 16, 2, 8), lr=0.05), datamodule=GraphDataModule(graph, partition_dir=folder / "store")
-    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        L.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[Writes(folder, rank, epoch)], **trainer).fit(
+            NodeClassifier(GCN(32, 16, 2, 8), lr=0.05), datamodule=GraphDataModule(graph, partition_dir=folder / "store")
+        )
+    finally:
+        torch.set_default_dtype(before)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:140
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """The process of rank 1, as this process, rank 0, has met it; rank 2 is on another machine."""
+    monkeypatch.setattr(processes, "_current", None)
     monkeypatch.setattr(processes, "_pids", {})
     monkeypatch.setattr(processes, "_progress", {})
     process, store = subprocess.Popen(["sleep", "60"]), dist.HashStore()
