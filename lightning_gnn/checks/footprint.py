@@ -13,34 +13,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph
 from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, isolate, join_results, quiet, run_step, without_optimizers
-from lightning_gnn.checks.trial import Bind, join_ranks
+from lightning_gnn.checks.trial import Bind, join_ranks, limit_ids
 from lightning_gnn.comm.group import World
 from lightning_gnn.comm.in_process import InProcessWorld, Meeting
 from lightning_gnn.data.lazy_ids import stored_ids
-from lightning_gnn.data.shards import Cut, Shard
+from lightning_gnn.data.shards import Cut, Graph, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.layout import LayoutSpec, Replicas
+from lightning_gnn.partition.layout import Counts, LayoutSpec, Replicas, Types
+from lightning_gnn.partition.shard import Ids
 from lightning_gnn.private_torch import tree_leaves
 
+Numbers: TypeAlias = "int | Counts"
 
-def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: torch.nn.Module | None = None) -> int:
+
+def least_bytes(
+    rows: Numbers, halo_rows: Numbers, edges: Numbers, row_bytes: Numbers, module: torch.nn.Module | None = None
+) -> int:
     """Returns the minimal memory of a rank for any model: features, halo features, edges in CSR both ways, weights and gradients.
 
-    Activations are not included.
+    Activations are not included. Numbers of nodes and edges may be arrays, see :class:`Sizes`.
 
     Args:
         rows: number of local nodes, including replicas.
@@ -49,21 +54,21 @@ def least_bytes(rows: int, halo_rows: int, edges: int, row_bytes: int, module: t
         row_bytes: bytes of a node's features.
         module: module with the weights.
     """
-    columns = edges * 8  # columns, for A and its transpose
+    columns = np.sum(edges) * 8  # columns, for A and its transpose
     parameters = 0 if module is None else sum(2 * parameter.nbytes for parameter in module.parameters())
-    return (rows + halo_rows) * row_bytes + columns + parameters
+    return int(np.sum((rows + halo_rows) * row_bytes) + columns + parameters)
 
 
 SORTING_BYTES = 40
 """Bytes per edge while matrices are made from the edge list: a copy of its endpoints, its position, and its part."""
 
 _FORMS = (  # linearly independent sizes
-    Form((6, 18), (15, 45), (5, 6)),
-    Form((8, 16), (60, 100), (2, 12)),
-    Form((20, 30), (30, 90), (6, 24)),
-    Form((10, 25), (40, 20), (8, 16)),
-    Form((25, 12), (50, 120), (10, 9)),
-    Form((40, 30), (200, 90), (20, 14)),
+    Form((6, 18), (15, 45), (5, 6), varied=True),
+    Form((8, 16), (60, 100), (2, 12), varied=True),
+    Form((20, 30), (30, 90), (6, 24), varied=True),
+    Form((10, 25), (40, 20), (8, 16), varied=True),
+    Form((25, 12), (50, 120), (10, 9), varied=True),
+    Form((40, 30), (200, 90), (20, 14), varied=True),
 )
 
 
@@ -85,53 +90,63 @@ PHASES = ("setup", "forward", "backward", "evaluation")
 
 
 class Sizes(NamedTuple):
-    """Quantities that determine a rank's memory.
+    """Quantities that determine a rank's memory: numbers, or in general int64 arrays with a number per node or edge type.
 
     Attributes:
         rows: local nodes.
         halo_rows: halo nodes.
         sent_rows: rows that the rank sends to other ranks.
         edges: edges of the rank.
-        targets: labeled nodes, or edges, in the training mask.
+        targets: labeled nodes, or edges, in the training mask, of one type.
         held_edges: edges that the rank computes; in a vertex cut they differ from the edges of its local nodes.
     """
 
-    rows: int
-    halo_rows: int
-    sent_rows: int
-    edges: int
+    rows: Numbers
+    halo_rows: Numbers
+    sent_rows: Numbers
+    edges: Numbers
     targets: int
-    held_edges: int
+    held_edges: Numbers
 
     @classmethod
-    def of(cls, shard: Shard, targets: int, held_edges: int | None = None) -> Sizes:
+    def of(cls, shard: Shard, targets: int, held_edges: Numbers | None = None) -> Sizes:
         """Returns the sizes of a rank with its shard; by default it computes the edges of its local nodes."""
-        plan = shard.plan
-        edges = shard.batch.edge_index.size(1)
-        sent, held = sum(map(len, plan.send_rows)), edges if held_edges is None else held_edges
-        return cls(plan.num_owned, sum(plan.recv_counts), sent, edges, targets, held)
+        has_replicas = shard.rows != shard.counts
+        types = Types.none(np.array(shard.rows), np.array(shard.edges)) if has_replicas else shard.types
+        rows, halo_rows, sent_rows, edges = (each[shard.rank] for each in _count_types(types, shard.halos))
+        return cls(rows, halo_rows, sent_rows, edges, targets, edges if held_edges is None else held_edges)
 
     @classmethod
     def from_cut(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
         """Returns the sizes of every rank of a partitioned graph; with replicas, sent rows are assumed to equal halo rows."""
         targets = cut.mask_counts[counted_mask("train_mask", module)]
-        sent = sum(np.diff(np.searchsorted(halo, cut.offsets)) for halo in cut.halos)
-        sizes = cut.sizes(replicas)
-        held = [edges for *_, edges in sizes] if cut.holders is None else _held_edges([cut.holders], len(sizes))
-        read = zip(sizes, np.atleast_1d(sent), targets, held)
-        return [
-            cls(rows, halo_rows, int(sent_rows) if replicas is None else halo_rows, edges, count, held_edges)
-            for (rows, halo_rows, edges), sent_rows, count, held_edges in read
-        ]
+        if replicas is not None:
+            sizes = zip(cut.sizes(replicas), targets)
+            return [cls(rows, halo, halo, edges, count, edges) for (rows, halo, edges), count in sizes]
+        counts = _count_types(cut.types, cut.halos)
+        held_edges = counts[-1] if cut.holders is None else _held_edges(cut.types, cut.holders)
+        return [cls(*each) for each in zip(*counts, targets, held_edges)]
 
     def among(self, ranks: int) -> Sizes:
         """Returns the sizes of one of several ranks that share this rank's part; halo rows are kept, an upper bound."""
-        rows, halo_rows, sent_rows, *others = self
-        return Sizes(rows // ranks, halo_rows, sent_rows, *(each // ranks for each in others))
+        rows, halo_rows, sent_rows, edges, targets, held_edges = self
+        return Sizes(rows // ranks, halo_rows, sent_rows, edges // ranks, targets // ranks, held_edges // ranks)
 
 
-def _held_edges(holders: Sequence[Tensor], ranks: int) -> list[int]:
-    return torch.bincount(torch.cat(list(holders)).long(), minlength=ranks).tolist()
+def _count_types(types: Types, halos: Sequence[Ids]) -> tuple[Counts, Counts, Counts, Counts]:
+    """Returns local nodes, halo nodes, sent rows and edges of each rank and type, ``[P, node or edge types]`` each."""
+    rows, edges = (np.stack([*each.values()], 1) for each in (types.nodes, types.edges))
+    bounds = types.block_offsets()
+    of_owners = [np.diff(np.searchsorted(halo, bounds)).reshape(rows.shape) for halo in halos]
+    return rows, np.stack([each.sum(0) for each in of_owners]), np.sum(of_owners, 0), edges
+
+
+def _held_edges(types: Types, holders: Tensor) -> Counts:
+    """Returns the edges that each rank computes, by type, ``[P, edge types]``, given the rank of each edge ``[E]``."""
+    edges = np.stack([*types.edges.values()], 1)
+    kinds = np.repeat(np.tile(np.arange(edges.shape[1]), len(edges)), edges.ravel())
+    held = np.bincount(holders.numpy().astype(np.int64) * edges.shape[1] + kinds, minlength=edges.size)
+    return held.reshape(edges.shape)
 
 
 @dataclass(frozen=True)
@@ -279,7 +294,7 @@ def memory_of(*objects: Any) -> dict[int, int]:
             left += each.values()
         elif isinstance(each, (list, tuple, set, frozenset)):
             left += each
-        elif isinstance(each, Data):
+        elif isinstance(each, BaseData):
             left += each.to_dict().values()
         elif type(each).__module__.startswith("lightning_gnn."):
             left += vars(each).values()
@@ -294,10 +309,13 @@ class RankStep:
         shard: shard of the rank, on the CPU.
         world: all ranks.
         bind: function that binds a module to a rank's shard for the scheme.
+        graph: small graph that was split, whose ids are limited; None for the user's graph.
     """
 
-    def __init__(self, module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind) -> None:
-        self.module, self.shard, self.world = module, shard, world
+    def __init__(
+        self, module: pl.LightningModule, shard: Shard, world: InProcessWorld, bind: Bind, graph: Graph | None = None
+    ) -> None:
+        self.module, self.shard, self.world, self._graph = module, shard, world, graph
         self.binding, self._rows = join_ranks(module, shard, world, bind)
         self._counted = Counted(module)
         self._rows.place_state(module, world)
@@ -310,8 +328,11 @@ class RankStep:
 
     def run(self, counts: bool = False) -> None:
         """Run the step; with `counts`, record the memory that its forward pass saves."""
+        batch = self.shard.step_batch()
+        if self._graph is not None:
+            limit_ids(self.shard, batch, self._graph)
         with self._counted if counts else nullcontext(), self._rows.activate():
-            output = run_step(self.module, "training_step", self._rows.place(self.shard.step_batch()))
+            output = run_step(self.module, "training_step", self._rows.place(batch))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.module.automatic_optimization and isinstance(loss, Tensor):
             self._backward(loss)
@@ -354,7 +375,7 @@ class Predicted:
     def __init__(
         self,
         module: pl.LightningModule,
-        batch: Data,
+        batch: Graph,
         bind: Bind,
         layout: LayoutSpec,
         trainer: pl.Trainer | None = None,
@@ -366,29 +387,35 @@ class Predicted:
         for each in models if trainer is not None else ():
             trainer.precision_plugin.convert_module(each)  # type: ignore[union-attr]
         mask = counted_mask("train_mask", module)
-        sizes, found = [], []
+        sizes, found = list[Counts](), list[Footprint]()
         with isolate(), in_place_of(device or torch.device("cpu")):
-            for seed, form in enumerate(_FORMS):
-                small = make(batch, [mask], form, seed)
+            # A small graph gives an equation for each of its ranks; there are a few more than unknowns.
+            while len(found) < 2 * len(_FORMS) or len(found) < len(sizes[0]) + 5:
+                seed = len(found) // 2
+                small = make(batch, [mask], _FORMS[seed % len(_FORMS)], seed)
                 steps = _steps(models, small, bind, layout)
-                held: Sequence[int | None] = (None, None)
-                if steps[0][0].holders is not None:
-                    held = _held_edges([shard.holders for shard, _ in steps if shard.holders is not None], 2)
+                holders = [shard.holders for shard, _ in steps if shard.holders is not None]
+                held: Any = _held_edges(steps[0][0].types, torch.cat(holders)) if holders else (None, None)
                 for (shard, footprint), held_edges in zip(steps, held):
-                    sizes.append((*Sizes.of(shard, int(shard.batch[mask].sum()), held_edges), 1))
+                    sizes.append(_as_row(Sizes.of(shard, shard.mask_counts[mask][shard.rank], held_edges)))
                     found.append(footprint)
         self._pieces = found[0].pieces
         if any(len(each.pieces) != len(self._pieces) for each in found):
             raise RuntimeError("The number of tensors that a step stores depends on the graph. This does not affect training.")
         counted = [[each.edges, each.held_bytes, *(piece.bytes for piece in each.pieces)] for each in found]
-        # Bytes of each piece per local node, halo node and so on, and a constant term.
+        # Bytes of each piece per local node, halo node and so on, by type, and a constant term.
         self._per, *_ = np.linalg.lstsq(np.array(sizes, float), np.array(counted), rcond=None)
 
     def footprint(self, sizes: Sizes, working_bytes: int = 0) -> Footprint:
         """Returns the memory of a rank of these sizes; `working_bytes` is its memory in addition to its part of the graph."""
-        edges, held, *pieces = (np.array([*sizes, 1.0]) @ self._per).clip(0)
+        edges, held, *pieces = (_as_row(sizes) @ self._per).clip(0)
         kept = (replace(piece, bytes=size) for piece, size in zip(self._pieces, pieces))
         return Footprint(held + working_bytes, edges, tuple(kept))
+
+
+def _as_row(sizes: Sizes) -> Counts:
+    """Returns all numbers, and the factor 1 of a constant term."""
+    return np.hstack([*sizes, 1])
 
 
 def _steps(
@@ -399,7 +426,7 @@ def _steps(
     shards = small.shards(small.graph, layout)
 
     def on_rank(rank: int) -> Footprint:
-        step = RankStep(models[rank], shards[rank], InProcessWorld(rank, meeting), bind)
+        step = RankStep(models[rank], shards[rank], InProcessWorld(rank, meeting), bind, small.graph)
         with step.bound():
             step.run(counts=True)
         found = step.footprint()

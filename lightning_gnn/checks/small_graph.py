@@ -26,12 +26,14 @@ class Form:
         nodes, edges: numbers per part; an edge belongs to the part of its target.
         num_labeled: rows per part in the mask of the stage, if there are enough other rows.
         simple: whether all edges differ; otherwise some are duplicates.
+        varied: whether sizes of other types than the input type are random; otherwise they are close to these sizes.
     """
 
     nodes: tuple[int, int]
     edges: tuple[int, int]
     num_labeled: tuple[int, int]
     simple: bool = False
+    varied: bool = False
 
 
 FORM = Form((138, 43), (390, 97), (69, 37))

@@ -239,11 +239,8 @@ class Trial:
     ) -> OnRank:
         ran, on_one_device = OnRank(recorder.events), world is None
         batch: Any = shard.step_batch()
-        # For the user's embedding tables with a row per node, which may be smaller.
+        limit_ids(shard, batch, self.graph)
         with local_rows():
-            for store, known_ids, name in self._ids(shard, batch):
-                if len(known_ids) and int(known_ids.max()) + 1 < len(known_ids):
-                    store[name] = store[name] % (int(known_ids.max()) + 1)
             logged = LoggedValues(model, world, rows)
             if self._trainer is not None:
                 setattr(model, TRAINER, self._trainer.on_rank(world, logged))
@@ -288,12 +285,6 @@ class Trial:
         ran.logged = logged.values
         return ran
 
-    def _ids(self, shard: Shard, batch: Any) -> Iterator[tuple[Any, Tensor, str]]:
-        """Yields a store of the batch, its ids in the user's graph, and their attribute's name: each `n_id` and `e_id`."""
-        known = shard.stores(self.graph)
-        for kind, store in shard.stores(batch).items():
-            yield from ((store, known[kind][name], name) for name in ("n_id", "e_id") if name in known[kind])
-
     def _in_dtype(self) -> DtypeContext:
         """Returns a context manager in which a step creates tensors of the trial's dtype."""
         return DtypeContext(self._dtype or torch.get_default_dtype())
@@ -332,6 +323,23 @@ def _learn(optimizer: torch.optim.Optimizer, world: World | None) -> None:
         optimizer.zero_grad()
     if world is not None:
         world.all_gather_object(None)
+
+
+def limit_ids(shard: Shard, batch: Any, graph: Graph) -> None:
+    """Limit `n_id` and `e_id` of a batch to ids in the user's graph, for embedding tables with a row per node.
+
+    Args:
+        shard: shard of the batch.
+        batch: batch of a step on a small graph.
+        graph: the small graph, with ids of the user's graph, from which its rows were sampled.
+    """
+    known = shard.stores(graph)
+    with local_rows():
+        for kind, store in shard.stores(batch).items():
+            for name in {"n_id", "e_id"} & {*known[kind].keys()}:
+                ids = known[kind][name]
+                if len(ids) and (end := int(ids.max()) + 1) < len(ids):
+                    store[name] = store[name] % end
 
 
 def in_dtype(graph: _Graph, dtype: torch.dtype | None) -> _Graph:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch.plugins import Precision
+from torch_geometric.typing import NodeType
 from typing_extensions import Self
 
 from lightning_gnn.comm.group import World
@@ -37,7 +38,12 @@ class LearnedRows(torch.nn.Module, ABC):
 
     With several ranks, a strategy calls :meth:`distribute`, :meth:`begin_step`, :meth:`collect` and :meth:`release` on all ranks.
     ``state_dict`` has all rows.
+
+    Attributes:
+        node_type: node type of the rows in a ``HeteroData``.
     """
+
+    node_type: NodeType | None = None
 
     @property
     @abstractmethod

@@ -74,19 +74,20 @@ class Types:
 
     def ids(self, rows: Counts) -> Counts:
         """Returns the ids within their types of nodes given by their rows, ``[n]``, over all ranks."""
-        block, starts = self._blocks(rows)
+        block = self._blocks(rows)
         firsts = np.stack([self.offsets(name)[:-1] for name in self.nodes], 1).ravel()
-        return rows - starts[block] + firsts[block]
+        return rows - self.block_offsets()[block] + firsts[block]
 
     def numbers(self, rows: Counts) -> Counts:
         """Returns the type numbers of nodes given by their rows, ``[n]``."""
-        return self._blocks(rows)[0] % len(self.nodes)
+        return self._blocks(rows) % len(self.nodes)
 
-    def _blocks(self, rows: Counts) -> tuple[Counts, Counts]:
-        """Returns the block (rank and type) of each row, ``[n]``, and the first row of each block."""
-        per_part = np.stack(list(self.nodes.values()), 1)  # [P, types]
-        starts = np.concatenate([[0], np.cumsum(per_part)[:-1]])
-        return np.searchsorted(starts, rows, side="right") - 1, starts
+    def block_offsets(self) -> Counts:
+        """Returns the first row of each block, the nodes of a type on a rank, and the end, ``[P * node types + 1]``."""
+        return np.concatenate([[0], np.cumsum(np.stack(list(self.nodes.values()), 1))])
+
+    def _blocks(self, rows: Counts) -> Counts:
+        return np.searchsorted(self.block_offsets()[:-1], rows, side="right") - 1
 
     def by_name(self) -> dict[str, list[int]]:
         """Returns the nodes and edges of each type and rank, by type name."""

@@ -18,10 +18,8 @@ from typing_extensions import override
 from lightning_gnn import devices
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.group import World, raise_together
-from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
-from lightning_gnn.strategy.graph_kinds import predicts_memory
 from lightning_gnn.strategy.memory import PLENTY
 from lightning_gnn.strategy.scheme import Run
 
@@ -56,10 +54,9 @@ class Checks(pl.Callback):
 
     def memory_ahead(self, run: Run, cut: Cut) -> None:
         """Check the memory of this machine's CPU ranks, in the process that starts them."""
-        if predicts_memory(cut):
-            from lightning_gnn.strategy.memory_checks import check_memory
+        from lightning_gnn.strategy.memory_checks import check_memory
 
-            check_memory(run, cut)
+        check_memory(run, cut)
 
     def module_alike(self, run: Run, world: World) -> None:
         """Raises an error on all ranks if modules or Trainers differ between ranks."""
@@ -81,7 +78,7 @@ class Checks(pl.Callback):
 
             self._outcomes = outcomes_of_ranks(run, world, shard)
             self._seconds = report_outcomes(run, self._outcomes)
-        if predicts_memory(shard) and _may_lack_memory(run, shard):
+        if _may_lack_memory(run, shard):
             from lightning_gnn.strategy.memory_checks import check_own_memory
 
             check_own_memory(run, world, shard)
@@ -161,8 +158,9 @@ def _may_lack_memory(run: Run, shard: Shard) -> bool:
         return run.keeps_activations
     if run.world_size > 1 or not run.keeps_activations:
         return False
-    available = devices.available_bytes()
-    held = sum(stored_ids(each).nbytes for each in shard.batch.to_dict().values() if isinstance(each, Tensor))
+    from lightning_gnn.checks.footprint import memory_of
+
+    available, held = devices.available_bytes(), sum(memory_of(shard.batch).values())
     return available is not None and (run.samples is not None or available < PLENTY * held)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_model(module: torch.nn.Module, of: Shard | Cut, checkpoint_convs: bool) -> None:
     """Raises :class:`UnsupportedModelError` for a model that cannot run on the graph."""
-    if of.types.is_hetero and checkpoint_convs:
+    if checkpoint_convs and not supports_checkpoints(of):
         raise ValueError("checkpoint_convs=True does not support HeteroData. Remove it.")
     (feature("check_typed_module") if of.types.is_hetero else check_module)(module)
 
@@ -33,17 +33,22 @@ def bind(module: torch.nn.Module, shard: Shard, world: World, make: Callable[[Sh
     return Binding(module, context_of(module, shard, world, make))
 
 
-def make_small_graph(shard: Shard, samples: Any = None, stage: str = "fit") -> Callable[..., SmallGraph]:
-    """Returns a function that makes small graphs with the attributes of a shard, and with samples of a stage if given."""
+def make_small_graph(shard: Shard, samples: Any = None, stage: str = "fit", **options: Any) -> Callable[..., SmallGraph]:
+    """Returns a function that makes small graphs with the attributes of a shard, and with samples of a stage if given.
+
+    Args:
+        shard: part of the graph.
+        samples, stage, **options: see :class:`~lightning_gnn.extensions.samples.small_graph.SampleGraphs` and its `maker`.
+    """
     from lightning_gnn.checks.small_graph import small_graph
 
     types = shard.types
     make = partial(feature("typed_small_graph"), input_type=types.input_type) if types.is_hetero else small_graph
-    return make if samples is None else samples.maker(shard, stage, make=make)  # type: ignore[no-any-return]
+    return make if samples is None else samples.maker(shard, stage, make=make, **options)  # type: ignore[no-any-return]
 
 
-def predicts_memory(of: Shard | Cut) -> bool:
-    """Returns whether the memory of training can be predicted."""
+def supports_checkpoints(of: Shard | Cut) -> bool:
+    """Returns whether strategies support ``checkpoint_convs``."""
     return not of.types.is_hetero
 
 

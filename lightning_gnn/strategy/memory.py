@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from torch_geometric.data import Data
 
 from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.data.shards import Graph
 from lightning_gnn.strategy.scheme import Scheme, bind_module, twin_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MemoryAdvice:
     def steps(
         self,
         module: pl.LightningModule,
-        batch: Data,
+        batch: Graph,
         trainer: pl.Trainer | None = None,
         device: torch.device | None = None,
         cache_input_aggregation: bool = True,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.checks.record import (
     LOGGED_TOLERANCE,
@@ -38,12 +39,14 @@ from lightning_gnn.checks.stand_ins import QuietTrainer, copy_module, disable_co
 from lightning_gnn.checks.trial import STAGES, Trial, in_dtype, in_one_line
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.console import progress_bar, text_of, text_table
-from lightning_gnn.data.shards import Shard, whole_graph
+from lightning_gnn.data.shards import Graph, JoinedGraph, Predicted, Shard, whole_graph
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.extensions.samples.small_graph import first_samples, select_nodes, with_samples
 from lightning_gnn.lightning_packages import is_overridden
 from lightning_gnn.nn.context import UnsupportedModelError
+from lightning_gnn.partition.layout import NO_TYPES
+from lightning_gnn.partition.shard import Ids
 from lightning_gnn.strategies import registered
 from lightning_gnn.strategy.base import GNNStrategy
 from lightning_gnn.strategy.scheme import bind_module
@@ -208,8 +211,7 @@ def check_parity(
         seed: seed of the sample and of random numbers, which are equal for a node or an edge on any number of ranks.
 
     Raises:
-        ValueError: for an unknown strategy, a graph with node or edge types, no step to compare, or a model that a single device
-            does not support either.
+        ValueError: for an unknown strategy, no step to compare, or a model that a single device does not support either.
         RuntimeError: if no step of the module runs on a single device; the cause is the error.
     """
     began = time.perf_counter()
@@ -226,7 +228,7 @@ def check_parity(
             schemes.append(check.scheme(strategy))
             advance(1)
     graph, dtype = check.graph, "float64" if check.dtype is not None else "dtypes as they are"
-    sizes = len(graph.n_id), len(graph.e_id), check.graph_size
+    sizes = check.num_nodes, graph.num_edges, check.graph_size
     seconds = time.perf_counter() - began
     return ParityReport(schemes, devices * num_nodes, *sizes, dtype, check.tolerance, seconds, check.notes)
 
@@ -245,7 +247,7 @@ def explain_steps(
     :func:`check_parity` describes the arguments and the steps.
 
     Raises:
-        ValueError: for a graph with node or edge types, no step, or a scheme that does not support this number of ranks.
+        ValueError: for no step, or a scheme that does not support this number of ranks.
         RuntimeError: if a step does not run on parts of the graph; the cause is the error.
     """
     with isolate(), disable_compile(), silence():
@@ -287,29 +289,29 @@ class _Check:
         self, module: pl.LightningModule, datamodule: GraphDataModule, devices: int, num_nodes: int, nodes: int | None, seed: int
     ) -> None:
         self._module, graph = module, datamodule.load()
-        if isinstance(graph, HeteroData):
-            raise ValueError("lightning-gnn check does not support HeteroData. Compare the losses of fit with devices=1 and 2.")
-        self.graph_size = graph.x.size(0)
+        self.graph_size = JoinedGraph.of(graph).num_nodes
+        self._options = {"input_type": datamodule.masks_and_labels(graph).node_type} if isinstance(graph, HeteroData) else {}
         self.notes: list[str] = []
         self._concatenates = datamodule.sample_data is not None and datamodule.sample_data.concatenates
-        found = first_samples(datamodule, self.graph_size, graph.num_edges) if datamodule.has_samples else {}
+        found = first_samples(datamodule, graph) if datamodule.has_samples else {}
         values = max((sum(each.numel() for each in tensors.values()) for tensors, _ in found.values()), default=0)
-        self.graph = some_of(graph, nodes, seed, values // self.graph_size)
-        self._samples = {stage: select_nodes(*each, self.graph.n_id) for stage, each in found.items()}
+        self.graph, n_id = some_of(graph, nodes, seed, values, **self._options)
+        self._samples = {stage: select_nodes(*each, self.graph) for stage, each in found.items()}
         self._ranks, self._hosts, self._seed = devices * num_nodes, num_nodes, seed
         self._data = copy.copy(datamodule)
         self._data.trainer = self._data.sample_data = None
         source = copy.copy(self.graph)
-        if not source.x.size(1):  # added to a graph without features
+        if isinstance(source, Data) and not source.x.size(1):  # added to a graph without features
             del source.x
             source.num_nodes = len(source.n_id)
         self._data.source, self._data.source_kwargs, self._data.split = source, None, None
         if datamodule.partition is not None and not isinstance(datamodule.partition, str):
-            self._data.partition = np.asarray(datamodule.partition)[self.graph.n_id.numpy()]
+            self._data.partition = np.asarray(datamodule.partition)[n_id]
         self._data.setup("check")
-        if len(self.graph.n_id) < self.graph_size:
+        self.num_nodes = len(n_id)
+        if self.num_nodes < self.graph_size:
             self.notes.append(
-                f"A sample of {len(self.graph.n_id):,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
+                f"A sample of {self.num_nodes:,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
                 "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
             )
         if self._samples:
@@ -326,7 +328,7 @@ class _Check:
     def stages(self) -> list[str]:
         """Returns the stages whose steps the module has; raises ValueError if there is none."""
         module, stages = self._module, list[str]()
-        counts = whole_graph(self.graph).mask_counts
+        counts = whole_graph(self.graph, **self._options).mask_counts
         for stage, (step, mask) in STAGES.items():
             if not is_overridden(step, module):
                 continue
@@ -345,7 +347,7 @@ class _Check:
     def run_references(self) -> None:
         """Run the steps on a single device."""
         stages = self.stages()
-        tried: list[tuple[torch.dtype | None, Data, list[_Reference], dict[str, Exception]]] = []
+        tried: list[tuple[torch.dtype | None, Graph, list[_Reference], dict[str, Exception]]] = []
         given = self.graph
         for self.dtype in TOLERANCES:
             self.graph = in_dtype(given, self.dtype)
@@ -386,7 +388,7 @@ class _Check:
 
     def _small(self, stage: str, part: np.ndarray, holders: np.ndarray | None) -> SmallGraph:
         """Returns the compared graph, with samples of a stage if there are any, and its division."""
-        small = SmallGraph(self.graph, part, holders)  # type: ignore[arg-type]
+        small = SmallGraph(self.graph, part, holders, self._options)  # type: ignore[arg-type]
         return with_samples(small, *self._samples[stage], concatenates=self._concatenates) if self._samples else small
 
     def _reference(self, stage: str) -> _Reference:
@@ -408,6 +410,8 @@ class _Check:
     def _split(self, strategy: GNNStrategy) -> Callable[[Trial], list[Shard]]:
         """Returns a function that splits the graph of a trial for a scheme."""
         layout = strategy.scheme.layout(self._ranks, self._hosts)
+        if not layout.takes(isinstance(self.graph, HeteroData)):
+            raise ValueError(NO_TYPES)
         part, holders, _ = self._data.assign(self.graph, layout)
         return lambda trial: self._small(trial.stage, np.asarray(part), holders).shards(trial.graph, layout)
 
@@ -470,37 +474,51 @@ class _Check:
         return {group: max(values) for group, values in each.items() if values}
 
 
-def some_of(data: Data, num_nodes: int | None, seed: int = 0, more_values: int = 0) -> Data:
-    """Returns the graph, or a sample of it, with ``n_id`` and ``e_id``, the ids of its nodes and edges in the graph.
+def some_of(
+    data: Graph, num_nodes: int | None, seed: int = 0, more_values: int = 0, input_type: NodeType | None = None
+) -> tuple[Graph, Ids]:
+    """Returns the graph, or a sample of it, and the ids of its nodes; with types, of all nodes, type after type.
 
-    If `num_nodes` is None: the whole graph if ``x`` has at most `MAX_VALUES` entries and there are at most `MAX_EDGES` edges,
-    else a sample within both limits. Nodes have `more_values` in addition to ``x``.
+    In the graph, ``n_id`` and ``e_id`` are the original ids of nodes and edges.
+
+    Args:
+        data: the graph.
+        num_nodes: number of nodes. None: the whole graph if ``x`` and `more_values` have at most `MAX_VALUES` entries, and edges
+            are at most `MAX_EDGES`; else a sample within both limits.
+        seed: seed of the sample.
+        more_values: number of further values of all nodes.
+        input_type: predicted node type of a heterogeneous graph.
     """
     data = data.clone()
-    data.n_id, data.e_id = torch.arange(data.x.size(0)), torch.arange(data.edge_index.size(1))
-    if num_nodes is not None:
-        return ball(data, num_nodes, seed)
-    nodes = max(1, min(data.x.size(0), MAX_VALUES // max(1, data.x.size(1) + more_values)))
-    found = ball(data, nodes, seed)
-    while found.edge_index.size(1) > MAX_EDGES and nodes > 1:
-        nodes //= 2
-        found = ball(data, nodes, seed)
-    return found
+    for nodes in data.node_stores:
+        nodes.n_id = torch.arange(nodes.num_nodes)
+    for edges in data.edge_stores:
+        edges.e_id = torch.arange(edges.edge_index.size(1))
+    total = JoinedGraph.of(data).num_nodes
+    values = more_values + sum(nodes.x.numel() for nodes in data.node_stores if "x" in nodes)
+    size = max(1, min(total, MAX_VALUES * total // max(1, values))) if num_nodes is None else num_nodes
+    found, n_id = ball(data, size, seed, input_type)
+    while num_nodes is None and found.num_edges > MAX_EDGES and size > 1:
+        size //= 2
+        found, n_id = ball(data, size, seed, input_type)
+    return found, n_id
 
 
-def ball(data: Data, num_nodes: int, seed: int = 0) -> Data:
+def ball(data: Graph, num_nodes: int, seed: int = 0, input_type: NodeType | None = None) -> tuple[Graph, Ids]:
     """Returns a subgraph of `num_nodes` nodes: a training node, its neighbors in both directions, their neighbors, and so on.
 
     The last hop is sampled. If no neighbors are left, other nodes start further balls, training nodes first: one, then two, then
-    four.
+    four. The second result and `input_type` are described in :func:`some_of`.
     """
-    total = data.x.size(0)
+    joined = JoinedGraph.of(data)
+    total = joined.num_nodes
     if num_nodes >= total:
-        return data
+        return data, np.arange(total)
     rng = np.random.default_rng(seed)
-    source, target = data.edge_index.numpy()
+    source, target = joined.edge_index
+    labeled, _ = joined.masks_of(Predicted.of(data, input_type))
     order = rng.permutation(total)
-    order = order[np.argsort(~data.train_mask.numpy()[order], kind="stable")]
+    order = order[np.argsort(~labeled.get("train_mask", np.ones(total, bool))[order], kind="stable")]
     taken, starts = np.zeros(total, dtype=bool), 1
     new = np.empty(0, dtype=np.int64)
     while (room := num_nodes - int(taken.sum())) > 0:
@@ -514,4 +532,7 @@ def ball(data: Data, num_nodes: int, seed: int = 0) -> Data:
             starts *= 2
         new = new if len(new) <= room else rng.choice(new, room, replace=False)
         taken[new] = True
-    return data.subgraph(torch.from_numpy(taken))
+    chosen = torch.from_numpy(taken)
+    firsts = [*(joined.node_firsts or {}).values()]
+    of_types = dict(zip(joined.node_firsts or (), chosen.tensor_split(firsts[1:])))
+    return data.subgraph(of_types or chosen), taken.nonzero()[0]

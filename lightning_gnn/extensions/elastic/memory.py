@@ -19,7 +19,6 @@ from lightning_gnn.comm.shared_memory import machine_key
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.heap import peak_bytes
 from lightning_gnn.partition.shard import Ids
-from lightning_gnn.strategy.graph_kinds import predicts_memory
 from lightning_gnn.strategy.memory import memory_advice
 
 _PLENTY = 2
@@ -69,7 +68,7 @@ def has_room(
     if _fits(rooms, _PLENTY * growth * [room.peak for room in rooms]):
         return True
     shard, module = trainer.datamodule.shard, trainer.lightning_module
-    if not predicts_memory(shard):
+    if shard.types.is_hetero:  # sizes by type are unknown
         return True
     try:
         advice = memory_advice(strategy.scheme)

@@ -13,8 +13,7 @@ from lightning_gnn import devices
 from lightning_gnn.checks.footprint import Sizes
 from lightning_gnn.comm.group import raise_together
 from lightning_gnn.extensions.mesh.support import check_mesh
-from lightning_gnn.strategy.memory import memory_advice
-from lightning_gnn.strategy.memory_checks import in_gb, predicted_steps, sample_bytes
+from lightning_gnn.strategy.memory_checks import feature_bytes, in_gb, predicted_steps, sample_bytes, working_bytes
 
 FACTOR = 1.2
 """Factor on predicted peaks: Python, libraries and fragmented memory are not predicted."""
@@ -106,8 +105,6 @@ def _peak(strategy: Any, module: pl.LightningModule, trainer: pl.Trainer, data: 
     if not data.is_stored:
         data.partition_for(run.layout)
     cut = data.stored_cut()
-    if cut.types.is_hetero:
-        raise ValueError(f'graph_ranks="auto" does not support a HeteroData. Set {_number(strategy)}.')
     try:
         steps = predicted_steps(run, cut.shard(0))
     except RuntimeError as error:
@@ -119,12 +116,11 @@ def _peak(strategy: Any, module: pl.LightningModule, trainer: pl.Trainer, data: 
         firsts = range(0, strategy.world_size, sharing)
         return max(sum(peaks[rank % parts] for rank in range(first, first + sharing)) for first in firsts)
 
-    rows, edges = len(cut.n_id) // parts, len(cut.e_id) // parts
-    bound = peak_of([Sizes(rows, 0, 0, edges, 0, edges)] * parts)
+    rows, edges = (np.array([*map(cut.types.total, kinds)]) // parts for kinds in (cut.types.nodes, cut.types.edges))
+    bound = peak_of([Sizes(rows, 0 * rows, 0 * rows, edges, 0, edges)] * parts)
     if FACTOR * bound > free:
         return bound, parts > 1
     data.partition_for(run.layout)
     cut = data.stored_cut()
-    row_bytes = cut.attributes["node"]["x"][:1].nbytes + sample_bytes(run, cut)
-    working = memory_advice(run.scheme).working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+    working = working_bytes(run.scheme, cut, feature_bytes(cut) + sample_bytes(run, cut))
     return peak_of(Sizes.from_cut(cut, module), working), False

@@ -19,20 +19,28 @@ from lightning_gnn.checks.small_graph import (
     values_of_rows,
 )
 
+_NODES, _EDGES = (5, 41), (15, 201)
+"""Ranges of random numbers of nodes and edges of a part, without the end."""
+
 
 def typed_small_graph(
-    batch: HeteroData, masks: Collection[str], form: Form, seed: int, num_classes: int, input_type: NodeType
+    batch: HeteroData, masks: Collection[str], form: Form, seed: int = 0, num_classes: int = 0, *, input_type: NodeType
 ) -> SmallGraph:
     """Returns a small graph as :func:`~lightning_gnn.checks.small_graph.small_graph` does, for a graph with types.
 
     Args:
-        input_type: predicted node type. It has the form's number of nodes, and each edge type the form's number of edges. Other
-            types have a few more, so that no two sizes are equal.
+        input_type: predicted node type. It has the form's number of nodes, and each edge type the form's number of edges, unless
+            the form is varied. Other types have a few more, so that no two sizes are equal.
     """
     g = torch.Generator().manual_seed(seed)
     small, used, orders = HeteroData(), set[int](), dict[NodeType, Tensor]()
     others = [name for name in batch.node_types if name != input_type]
-    nodes = {name: _unlike(form.nodes, used) for name in (input_type, *others)}
+
+    def sizes_of_type(sizes: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
+        first, second = torch.randint(*limits, (2,), generator=g).tolist() if form.varied else sizes
+        return _unlike((first, second), used)
+
+    nodes = {input_type: _unlike(form.nodes, used), **{name: sizes_of_type(form.nodes, _NODES) for name in others}}
     parts = []
     for name in batch.node_types:
         values = {each: value for each, value in batch[name].items() if isinstance(value, Tensor)}
@@ -48,7 +56,7 @@ def typed_small_graph(
         parts.append((order.argsort() >= nodes[name][0]).long())
     for kind in batch.edge_types:
         source, target = kind[0], kind[2]
-        edges = _unlike(form.edges, used)
+        edges = sizes_of_type(form.edges, _EDGES)
         shuffled = torch.randperm(sum(edges), generator=g)
         rows = random_edges(nodes[source], nodes[target], edges, source == target, g, form.simple)[:, shuffled]
         small[kind].edge_index = torch.stack([orders[source][rows[0]], orders[target][rows[1]]])

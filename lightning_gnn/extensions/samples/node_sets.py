@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
-from lightning_gnn.data.shards import CutInfo, Shard
+from lightning_gnn.data.shards import CutInfo, Graph, Shard
 from lightning_gnn.data.sources import MASKS
 from lightning_gnn.extensions.samples.formats import ALL_NODES
 
@@ -22,6 +22,13 @@ def rows_of_parts(of: CutInfo) -> dict[str, list[np.ndarray]]:
         name if types.is_hetero else ALL_NODES: np.split(of.n_id[types.place(name)].numpy(), types.offsets(name)[1:-1])
         for name in types.nodes
     }
+
+
+def count_nodes(graph: Graph) -> dict[str, int]:
+    """Returns the number of nodes of a graph, by node type."""
+    if isinstance(graph, HeteroData):
+        return {name: graph[name].num_nodes for name in graph.node_types}
+    return {ALL_NODES: graph.num_nodes}
 
 
 def local_sizes(shard: Shard) -> dict[str, int]:

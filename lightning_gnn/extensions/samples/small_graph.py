@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -25,7 +24,7 @@ from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.data import DATASETS, check_shard
 from lightning_gnn.extensions.samples.formats import ALL_NODES, SampleFormat
 from lightning_gnn.extensions.samples.loader import SampleBatch, make_batch
-from lightning_gnn.extensions.samples.node_sets import TypedSampleBatch, local_sizes, rows_of_parts
+from lightning_gnn.extensions.samples.node_sets import TypedSampleBatch, count_nodes, local_sizes, rows_of_parts
 from lightning_gnn.extensions.samples.order import RankBatch, positions_of
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.registry import feature
@@ -159,39 +158,44 @@ def with_samples(small: SmallGraph, tensors: Mapping[str, Tensor], form: SampleF
     return SampleGraph(graph, small.part, small.holders, small.options, form=form, total=count, **options)
 
 
-def first_samples(data: Any, num_nodes: int, num_edges: int) -> dict[str, tuple[dict[str, Tensor], SampleFormat]]:
+def first_samples(data: Any, graph: Graph) -> dict[str, tuple[dict[str, Tensor], SampleFormat]]:
     """Returns tensors ``[B, ...]`` of the first samples by stage, and their format.
 
     Args:
         data: :class:`~lightning_gnn.GraphDataModule` with samples.
-        num_nodes, num_edges: size of its graph.
+        graph: its graph.
     """
+    sizes = count_nodes(graph)
     found = {}
     for stage, name in DATASETS.items():
         if name in data.sample_data.sizes:
-            items, form = data.sample_data.first(name, data.seed, num_nodes, num_edges, COUNT)
+            items, form = data.sample_data.first(name, data.seed, sizes, graph.num_edges, COUNT)
             found[stage] = form.stack([form.local_rows(index, item, None) for index, item in enumerate(items)]), form
     return found
 
 
-def select_nodes(tensors: Mapping[str, Tensor], form: SampleFormat, nodes: Tensor) -> tuple[dict[str, Tensor], SampleFormat]:
-    """Returns samples of some nodes, given the ids of the nodes, and their format."""
+def select_nodes(tensors: Mapping[str, Tensor], form: SampleFormat, graph: Graph) -> tuple[dict[str, Tensor], SampleFormat]:
+    """Returns samples of the nodes of a subgraph, whose ``n_id`` are the ids of the nodes, and their format."""
+    n_id: Any = graph.n_id_dict if isinstance(graph, HeteroData) else {ALL_NODES: graph.n_id}
     rows = {
-        name: tensors[name] if dim is None else tensors[name].index_select(dim, nodes) for name, dim in form.node_dims.items()
+        name: tensors[name] if dim is None else tensors[name].index_select(dim, n_id[form.tensors[name].node_type])
+        for name, dim in form.node_dims.items()
     }
-    return rows, form.resize({ALL_NODES: len(nodes)})
+    return rows, form.resize({kind: len(ids) for kind, ids in n_id.items()})
 
 
 def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[Shard]:
     """Returns the shards of a graph whose steps receive the first training samples of a datamodule, as many as in a batch."""
     samples, of = data.sample_data, shards[0]
     check_shard(of)
-    count = samples.samples_per_rank(data.batch_size, data_ranks)
-    items, form = samples.first("samples", data.seed, len(of.n_id), len(of.e_id), count)
+    count, parts = samples.samples_per_rank(data.batch_size, data_ranks), rows_of_parts(of)
+    sizes = {kind: sum(map(len, ids)) for kind, ids in parts.items()}
+    items, form = samples.first("samples", data.seed, sizes, len(of.e_id), count)
     found: list[Shard] = []
-    for shard, rows in zip(shards, np.split(of.n_id.numpy(), of.offsets[1:-1])):
-        tensors = form.stack([form.local_rows(index, item, {ALL_NODES: rows}) for index, item in enumerate(items)])
-        options = {"form": form.resize({ALL_NODES: len(rows)}), "total": len(items), "concatenates": samples.concatenates}
+    for shard in shards:
+        rows = {kind: ids[shard.rank] for kind, ids in parts.items()}
+        tensors = form.stack([form.local_rows(index, item, rows) for index, item in enumerate(items)])
+        options = {"form": form.resize(local_sizes(shard)), "total": len(items), "concatenates": samples.concatenates}
         found.append(SampleShard.of(shard, tensors=tensors, **options))
     return found
 
@@ -222,9 +226,7 @@ def random_samples(
         **options: fields of :class:`SampleGraph`.
     """
     small, g = make(batch, masks, form, seed, num_classes), torch.Generator().manual_seed(seed)
-    graph, tensors = small.graph, {}
-    is_typed = isinstance(graph, HeteroData)
-    sizes = {kind: graph[kind].num_nodes for kind in graph.node_types} if is_typed else {ALL_NODES: sum(form.nodes)}
+    tensors, sizes = {}, count_nodes(small.graph)
     for name, value in items[0].items():
         dim = sample_form.tensors[name].node_dim
         if dim is None:
@@ -262,11 +264,14 @@ class SampleGraphs:
         ranks = self._shape.data_ranks
         return min(self._samples.samples_per_rank(self._data.batch_size, ranks), -(-self._samples.sizes["samples"] // ranks))
 
-    def row_bytes(self, of: CutInfo) -> int:
-        """Returns the bytes of a node in the training samples of a data rank's batch."""
+    def row_bytes(self, of: CutInfo) -> list[int]:
+        """Returns the bytes of a node in the training samples of a data rank's batch, by node type."""
+        found = dict.fromkeys(rows_of_parts(of), 0)
         _, form = self._first("fit", of, 1)
-        tensors = [each.resize({ALL_NODES: 1}) for each in form.tensors.values() if each.node_dim is not None]
-        return self.batch_size() * sum(each.dtype.itemsize * prod(each.shape) for each in tensors)
+        for each in form.resize(dict.fromkeys(found, 1)).tensors.values():
+            if each.node_dim is not None:
+                found[each.node_type] += self.batch_size() * each.dtype.itemsize * prod(each.shape)
+        return [*found.values()]
 
     def _first(self, stage: str, of: CutInfo, count: int) -> tuple[list[dict[str, Tensor]], SampleFormat]:
         """Returns the first samples of a stage and their format."""

@@ -246,8 +246,6 @@ def _full_graph(candidate: Candidate, job: _Job) -> Advice:
     data = copy.copy(job.data)  # other users of the datamodule are not affected
     data.partition_for(strategy.scheme.layout(ranks, hosts if ranks % hosts == 0 else 1))
     cut = data.stored_cut()
-    if cut.types.is_hetero:
-        raise ValueError('Rehearsals do not support HeteroData. Name a strategy: "dgcl", "vertex_cut", "spmm_1d" or "sampling".')
     shards = [cut.shard(rank) for rank in range(ranks)]
     if data.has_samples:
         shards = sample_shards(data, shards, job.machine.ranks // ranks)
@@ -278,7 +276,7 @@ def _predict(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) ->
     step, busy = timing(with_trainer_messages(events), job.machine), rehearsal.compute_seconds
     overhead = job.overhead * job.machine.crowding
     of_vertex_cut = cut.report.get("replication_factor")
-    rows = sum(owned + halo for owned, halo, _ in cut.sizes())
+    rows = len(cut.n_id) + sum(map(len, cut.halos))
     return Advice(
         candidate,
         seconds=steps * step.seconds + overhead,

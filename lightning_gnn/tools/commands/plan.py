@@ -18,6 +18,7 @@ from lightning_gnn.extensions.plans.relation import Relation
 from lightning_gnn.extensions.plans.topology import MAX_DEVICES, Topology
 from lightning_gnn.strategies.dgcl.strategy import DGCLScheme
 from lightning_gnn.strategy.memory import memory_advice
+from lightning_gnn.strategy.memory_checks import feature_bytes, working_bytes
 from lightning_gnn.tools.advising.advice import quiet_trainer
 from lightning_gnn.tools.commands.graph_cli import JSON, GraphCLI, Option, in_a_line
 from lightning_gnn.tools.commands.plan_report import PlanReport, memory_table, report_lines
@@ -97,8 +98,7 @@ class PlanCLI(GraphCLI):
             steps = advice.steps(self.module, cut.shard(0).batch, quiet_trainer(), None, self.strategy.cache_input_aggregation)
         except RuntimeError as error:
             return [], str(error)
-        row_bytes = cut.attributes["node"]["x"][:1].nbytes
-        working = advice.working_bytes(np.diff(cut.offsets).tolist(), row_bytes)
+        working = working_bytes(self.scheme, cut, feature_bytes(cut))
         footprints = [steps.footprint(each, working) for each in Sizes.from_cut(cut, self.module, self.layout.replicas)]
         return [(str(rank), each.peak(), each.peak(recompute=True)) for rank, each in enumerate(footprints)], ""
 

@@ -13,13 +13,14 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from common import quiet_trainer
+from common import campaign, quiet_trainer
 from conftest import RankFailed
 from lightning.pytorch.trainer.states import TrainerFn
+from node_set_runs import DOWN, ON, TYPED_MODELS, UP, TypedModule, TypedSamples, graph_of_node_sets
 from sample_runs import CONCATENATED, MODELS, NODES, SampleModule, Samples
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, SpMM2DStrategy
+from lightning_gnn import CoverStrategy, DGCLStrategy, GraphDataModule, SpMM1DStrategy, SpMM2DStrategy, VertexCutStrategy
 from lightning_gnn.strategy.run_config import run_config
 
 
@@ -58,13 +59,18 @@ def train(
 
 
 def peaks_of(
-    ranks: int, data: GraphDataModule | None = None, strategy: Any = DGCLStrategy, name: str = "graph_conv", **options: Any
+    ranks: int,
+    data: GraphDataModule | None = None,
+    strategy: Any = DGCLStrategy,
+    name: str = "graph_conv",
+    module: L.LightningModule | None = None,
+    **options: Any,
 ) -> dict[int, float]:
     """Returns the predicted peaks of all numbers of graph ranks in MB, from the error if none fits."""
     strategy = strategy(graph_ranks="auto", **options)
     trainer = quiet_trainer(strategy, ranks)
     trainer.state.fn = TrainerFn.FITTING
-    module = SampleModule((MODELS | CONCATENATED)[name]()).double()
+    module = module or SampleModule((MODELS | CONCATENATED)[name]()).double()
     found: dict[int, float] = {}
     with mock.patch("lightning_gnn.devices.available_bytes", lambda: 1), pytest.raises(ValueError, match="1.2 times") as error:
         strategy.before_ranks_start(trainer, [module, data or data_of()])
@@ -96,6 +102,31 @@ def test_choice_for_concatenated_samples(ranks):
     assert peaks[1] > 1.5 * peaks_of(2)[1] and peaks[2] == pytest.approx(peaks[1], rel=0.1)
     for _, _, numbers in ranks.run(2, train, "auto", int(1.3e6 * peaks[1]), name):
         assert numbers == (1, 2, 1, 1)
+
+
+def node_sets() -> GraphDataModule:
+    """Many edges between sites and mesh nodes with equal numbers, and along the mesh; parts have few halo nodes."""
+    graph, nodes = graph_of_node_sets(), torch.arange(17).repeat(100)
+    ends = {UP: (nodes, nodes), ON: (nodes, (nodes + 1) % 17), DOWN: (nodes, nodes)}
+    for kind, pair in ends.items():
+        graph[kind].edge_index, graph[kind].edge_attr = torch.stack(pair), torch.ones(1700, 2).double()
+    return GraphDataModule(graph, samples=TypedSamples(), global_batch_size=4)
+
+
+@pytest.mark.parametrize("strategy", [DGCLStrategy, *campaign(VertexCutStrategy, SpMM1DStrategy)])
+def test_choice_for_node_sets(strategy, caplog):
+    module = TypedModule(TYPED_MODELS["graph_conv"]()).double()
+    peaks = peaks_of(2, node_sets(), strategy, module=module)
+    assert [*peaks] == [1, 2] and peaks[2] < 0.8 * peaks[1]
+    for free, number in ((1.25e6 * peaks[1], 1), (1.19e6 * peaks[1], 2)):
+        chosen, data = strategy(graph_ranks="auto"), node_sets()
+        trainer = quiet_trainer(chosen, 2)
+        trainer.state.fn = TrainerFn.FITTING
+        with mock.patch("lightning_gnn.devices.available_bytes", lambda free=free: int(free)):
+            chosen.before_ranks_start(trainer, [module, data])
+        cut = data.stored_cut()
+        assert chosen.graph_ranks == number and len(cut.halos) == number and isinstance(cut.graph(), HeteroData)
+        assert f"Selected graph_ranks={number} of 2 ranks" in caplog.text
 
 
 def test_choice_ahead(caplog):

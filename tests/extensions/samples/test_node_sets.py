@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+import copy
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import campaign
-from node_set_runs import NODES, SITES, TYPED_MODELS, UP, TypedSamples, graph_of_node_sets, train_typed_samples
+from common import campaign, quiet_trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from node_set_runs import (
+    FEATURES,
+    NODES,
+    SITES,
+    TARGETS,
+    TYPED_MODELS,
+    UP,
+    TypedModule,
+    TypedSamples,
+    graph_of_node_sets,
+    train_typed_samples,
+)
 
-from lightning_gnn import GraphDataModule, SpMM1DStrategy, VertexCutStrategy
+from lightning_gnn import DGCLStrategy, GraphDataModule, SpMM1DStrategy, VertexCutStrategy, advise, check_parity
+from lightning_gnn.checks.footprint import Sizes, _steps
+from lightning_gnn.checks.small_graph import Form
+from lightning_gnn.comm.traffic import Meter
+from lightning_gnn.extensions.samples.small_graph import first_samples, sample_shards, select_nodes
 from lightning_gnn.partition.layout import LayoutSpec
+from lightning_gnn.strategy.graph_kinds import make_small_graph
+from lightning_gnn.strategy.memory_checks import predicted_steps, sample_bytes
+from lightning_gnn.strategy.scheme import bind_module
 
 
 @cache
@@ -110,6 +130,106 @@ def test_batches_of_parts(form, tmp_path):
             seen[name] += found.tolist()
             assert batch[name].num_nodes == len(found) < {"site": SITES, "mesh": NODES}[name]
     assert sorted(seen["site"]) == [*range(SITES)] and sorted(seen["mesh"]) == [*range(NODES)]
+
+
+# Memory, check and advise ######################################################
+
+
+@pytest.mark.parametrize("name", ["interaction", *campaign("graph_conv", "sage", "hetero")])
+def test_memory_of_small_graphs_predicts_larger_graphs(name, tmp_path):
+    """Predictions are made from steps with as many samples as the batch of a data rank."""
+    module, strategy = TypedModule(TYPED_MODELS[name]()).double(), DGCLStrategy(graph_ranks=2)
+    trainer, data = quiet_trainer(strategy, 4), module_of(TypedSamples(), tmp_path, batch_size=3)
+    trainer.state.fn = TrainerFn.FITTING
+    data.prepare_for(strategy.layout())
+    shard, run = data.stored_cut().shard(0), strategy._run_for_checks(module, trainer, data)
+    steps = predicted_steps(run, shard)
+    small = make_small_graph(shard, run.samples, whole_batch=True)(shard.batch, [], Form((700, 1200), (4000, 7000), (10, 10)))
+    bind = partial(bind_module, DGCLStrategy(topology=None).scheme, meter=Meter())
+    ran = _steps([module, copy.deepcopy(module)], small, bind, LayoutSpec("edge_cut", 2))
+    for of_rank, found in ran:
+        expected = steps.footprint(Sizes.of(of_rank, 0))
+        for phase in ("setup", "forward", "backward", "evaluation"):
+            assert getattr(expected.peak(), phase) == pytest.approx(getattr(found.peak(), phase), rel=0.02)
+
+
+def test_sample_bytes_by_type(tmp_path):
+    strategy, data = DGCLStrategy(graph_ranks=2), module_of(TypedSamples(), tmp_path, batch_size=3)
+    trainer = quiet_trainer(strategy, 4)
+    trainer.state.fn = TrainerFn.FITTING
+    data.prepare_for(strategy.layout())
+    run = strategy._run_for_checks(TypedModule(TYPED_MODELS["sage"]()), trainer, data)
+    found = dict(zip(data.stored_cut().types.nodes, sample_bytes(run, data.stored_cut()).tolist()))
+    assert found == {"site": 3 * (8 * FEATURES + 2 * 8 * TARGETS + 1), "mesh": 3 * 8 * FEATURES}
+
+
+@pytest.mark.parametrize("nodes", [None, 40])
+def test_check(nodes, tmp_path):
+    data = module_of(TypedSamples(), tmp_path, val_samples=TypedSamples(), predict_samples=TypedSamples())
+    module = TypedModule(TYPED_MODELS["interaction"]()).double()
+    report = check_parity(module, data, ["dgcl", "vertex_cut", "spmm_1d", "sampling"], nodes=nodes)
+    assert report.ok and [each.verdict for each in report.schemes] == [*["same"] * 3, "not compared"]
+    assert (report.nodes, report.of_nodes) == (nodes or SITES + NODES, SITES + NODES)
+    assert all(each.steps == ["training_step", "validation_step", "predict_step"] for each in report.schemes[:3])
+
+
+def test_checked_nodes_keep_their_values():
+    graph, samples = graph_of_node_sets(), TypedSamples()
+    chosen = {"site": torch.tensor([3, 30, 7]), "mesh": torch.tensor([16, 2])}
+    for name, ids in chosen.items():
+        graph[name].n_id = ids
+    given = first_samples(GraphDataModule(graph_of_node_sets(), samples=samples, batch_size=2), graph_of_node_sets())["fit"]
+    tensors, form = select_nodes(*given, graph)
+    assert torch.equal(tensors["site.y"], samples.y[:3][:, :, chosen["site"]])
+    assert torch.equal(tensors["mesh.x"], samples.z[:3][:, chosen["mesh"]]) and tensors["hour"].tolist() == [0, 1, 2]
+    assert form.tensors["mesh.x"].shape == (2, FEATURES)
+
+
+class Centered(TypedModule):
+    """Subtracts the mean of a rank's own rows, in the backward of a function that row semantics do not see."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return wrong_values(self.model(batch)).square().mean()
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad - grad.mean()
+
+
+def wrong_values(x: torch.Tensor) -> torch.Tensor:
+    return _Wrong.apply(x)
+
+
+def test_check_finds_wrong_steps(tmp_path):
+    [found] = check_parity(Centered(TYPED_MODELS["sage"]()).double(), module_of(TypedSamples(), tmp_path), ["dgcl"]).schemes
+    assert found.verdict == "differs" and found.finding is not None and found.finding.step == "training_step"
+
+
+def test_advice(tmp_path):
+    """Ranks of the rehearsal have the rows of their nodes; messages of data ranks are sums of gradients only."""
+    data, module = module_of(TypedSamples(), tmp_path, batch_size=2), TypedModule(TYPED_MODELS["sage"]()).double()
+    found = {str(each.candidate): each for each in advise(module, data, devices=2)}
+    alone, divided = found["dgcl graph_ranks=1 plan=p2p"], found["dgcl graph_ranks=2 plan=p2p"]
+    assert alone.applies and divided.applies and found["vertex_cut graph_ranks=2"].applies
+    gradients = sum(each.nbytes for each in module.parameters())
+    assert alone.steps == 3 and alone.bytes_sent == 3 * 2 * gradients  # 9 samples in batches of 4
+    assert divided.bytes_sent > alone.bytes_sent * divided.steps / alone.steps and 1 < divided.replication <= 2
+    assert not any("cover" in name and each.applies for name, each in found.items())
+    data.prepare_for(DGCLStrategy(graph_ranks=2).layout())
+    shards = [data.stored_cut().shard(rank) for rank in range(2)]
+    for shard in sample_shards(data, shards, 1):
+        batch, samples = shard.step_batch(), TypedSamples()
+        assert torch.equal(batch["site"].y, samples.y[:2][:, :, batch["site"].n_id])
+        assert torch.equal(batch["mesh"].x, samples.z[:2][:, batch["mesh"].n_id])
+
+
+# Node dimensions ##############################################################
 
 
 def test_node_dims_of_a_type(tmp_path):
