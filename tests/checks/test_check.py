@@ -361,8 +361,9 @@ def test_messages_are_told_with_line_operation_rows_and_bytes():
 @examples(20)
 @given(num_nodes=st.integers(1, 60), seed=st.integers(0, 3))
 def test_samples_are_induced_and_have_training_nodes(num_nodes, seed):
-    graph = some_of(prepare_graph(awkward_graph()), None)
-    found, again = ball(graph, num_nodes, seed), ball(graph, num_nodes, seed)
+    graph, every = some_of(prepare_graph(awkward_graph()), None)
+    (found, ids), (again, _) = ball(graph, num_nodes, seed), ball(graph, num_nodes, seed)
+    assert every.tolist() == [*range(len(graph.x))] and ids.tolist() == found.n_id.tolist()
     assert len(found.x) == num_nodes and found.train_mask.any() and torch.equal(found.n_id, again.n_id)
     inside = torch.isin(graph.edge_index, found.n_id).all(0)
     assert torch.equal(found.e_id, inside.nonzero().view(-1))

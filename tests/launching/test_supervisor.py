@@ -15,7 +15,7 @@ import torch
 
 from lightning_gnn import DGCLStrategy
 from lightning_gnn.comm.group import CommunicationError
-from lightning_gnn.comm.processes import Progress, current_progress
+from lightning_gnn.comm.processes import REPORTED, Progress, current_progress
 from lightning_gnn.launching import RankFailedError
 from lightning_gnn.launching.failures import Failure
 from lightning_gnn.launching.processes import ProcessLauncher
@@ -41,6 +41,16 @@ def test_ends_within_bounds_even_what_ignores_sigterm():
     supervisor.end(grace=0.5)
     assert time.monotonic() - began < 5 and not supervisor.running()
     assert [c.exit_code() for c in children] == [-9, -15, 0]
+
+
+def test_helpers_of_ended_ranks_write_no_line():
+    """The supervisor marks a rank before it ends it; a rank that ends by itself has its own mark."""
+    children = [child(1, "import time; time.sleep(60)")[0], child(2, "pass")[0]]
+    children[1].exit_code = lambda: 0
+    for each in children:
+        each.progress = Progress()
+    Supervisor(children).end(grace=0.1)
+    assert [each.progress.ending == REPORTED for each in children] == [True, False]
 
 
 def test_the_cause_comes_before_its_consequences():

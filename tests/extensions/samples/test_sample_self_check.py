@@ -250,6 +250,7 @@ def test_fixes_without_samples_and_for_convs_of_pyg():
 
     assert fixes("the output of 'first' (GraphConv)") == "To train anyway: DGCLStrategy(self_check=False).\nWhy."
     assert fixes("the loss") == fixes("the gradient of 'first.lin_rel.weight'") == fixes("the output of 'first' (GraphConv)")
+    assert fixes("the loss") == fixes("the gradient of 'first.lin_rel.weight' (GraphConv)")
     assert fixes("the loss") == fixes("the output of 'first' (SpreadConv)", 1, SpreadConv)  # a part has all edges
     assert "Check whether SpreadConv ('first')" in fixes("the output of 'first.map' (Linear)", 2, SpreadConv)
 
