@@ -97,8 +97,10 @@ class StepMemory(pl.Callback):
             if free is None or kept <= free:
                 self._in_use.enter_context(keeping_freed_memory())
             else:
-                needed = f"{free / 1e9:.3g} GB are available, and reuse_buffers=True may take {kept / 1e9:.3g} GB"
-                rank_zero_info(f"Steps return freed memory to the system: {needed}")
+                rank_zero_info(
+                    f"Ignored reuse_buffers=True, which may take {kept / 1e9:.3g} GB: {free / 1e9:.3g} GB are available. Steps "
+                    "are slower, because they return freed memory to the system."
+                )
 
 
 peaks: list[int] = []

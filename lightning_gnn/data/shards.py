@@ -626,7 +626,7 @@ def whole_graph(data: Graph, input_type: NodeType | None = None) -> Shard:
     return only_shard(Shard, batch, data, batch.n_id, batch.e_id, types)
 
 
-def in_order(shard: Shard, graph: Graph, input_type: NodeType | None = None) -> Shard:
+def restore_order(shard: Shard, graph: Graph, input_type: NodeType | None = None) -> Shard:
     """Returns the only part of a graph with nodes and edges in the order of the graph, on which a model may depend."""
     whole = whole_graph(graph, input_type)
     return replace(shard, batch=whole.batch, n_id=whole.n_id.clone(), e_id=whole.e_id.clone())  # steps place the ids in a batch

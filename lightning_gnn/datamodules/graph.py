@@ -36,7 +36,7 @@ from lightning_gnn.comm.entries import spread_entry
 from lightning_gnn.comm.group import World, raise_together
 from lightning_gnn.console import handed_over
 from lightning_gnn.data.loading import GraphSource, Source, Versions, check_same_graph, graph_digests, seed_rngs, source_name
-from lightning_gnn.data.shards import Cut, Graph, JoinedGraph, Predicted, Shard, in_order, whole_graph
+from lightning_gnn.data.shards import Cut, Graph, JoinedGraph, Predicted, Shard, restore_order, whole_graph
 from lightning_gnn.data.sources import EDGE_MASKS, checked_fractions, counted_mask, left_out_of, prepare_graph
 from lightning_gnn.data.store import (
     FORMAT,
@@ -401,7 +401,7 @@ class GraphDataModule(LightningDataModule):
                 shape = getattr(self.trainer.strategy, "mesh_shape", self.trainer.strategy)
                 shard = cut.shard(getattr(shape, "graph_rank", self.trainer.global_rank), layout.replicas, with_edges)
                 if self.has_samples and layout.parts == 1:
-                    shard = in_order(shard, cut.graph(), self.input_type)
+                    shard = restore_order(shard, cut.graph(), self.input_type)
         self._shard_of = folder, layout
         return shard
 

@@ -94,6 +94,7 @@ def report_outcomes(run: Run, outcomes: Outcomes) -> float:
             rank_zero_warn(
                 f"The self-check could not run {step} on a small graph ({outcome.not_run}), so its results on "
                 f"{run.world_size} ranks were not compared. Compare the losses of fit with devices=1."
+                f"{'' if run.samples is None else run.samples.advice}"
             )
     if same:
         rank_zero_info(f"Self-check passed in {seconds:.2f} s: {', '.join(same)} of {name} match one device")

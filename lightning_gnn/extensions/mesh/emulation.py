@@ -72,7 +72,7 @@ class EmulatedMesh:
         self.data = _Axis(world, places[:, world.rank % places.size(1)].tolist())
 
 
-class _EqualDraws:
+class _SharedDraws:
     """Random numbers of a check, in which each rank draws the numbers of all ranks."""
 
     def inside(self, *_: Any) -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def join_sample_ranks(shard: Any, module: torch.nn.Module, world: InProcessWorld
         bind: function that binds a module to a rank's shard for the scheme.
     """
     mesh = EmulatedMesh(world, shard.data_ranks) if shard.data_ranks > 1 else None
-    ranks = SampleRanks(world, mesh, _EqualDraws(), shard, shard.copies)
+    ranks = SampleRanks(world, mesh, _SharedDraws(), shard, shard.copies)
     ranks.full_batch = shard.total
     binding = bind(module, ranks.shard, ranks.graph_ranks)
     return binding, ranks.rows_for(binding.context)

@@ -18,7 +18,7 @@ from torch_geometric.data import HeteroData
 from typing_extensions import Self, override
 
 from lightning_gnn.checks.small_graph import Form, SmallGraph, small_graph, values_of_rows
-from lightning_gnn.data.shards import CutInfo, Graph, Shard, in_order
+from lightning_gnn.data.shards import CutInfo, Graph, Shard, restore_order
 from lightning_gnn.extensions.node_types.shards import TypedShard
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.data import DATASETS, check_shard
@@ -112,7 +112,7 @@ class SampleGraph(SmallGraph):
         tensors = self._take_samples(graph)
         if layout.parts == 1:
             [part] = SmallGraph.shards(super().merge_parts(), graph, layout)
-            parts = [in_order(part, graph, **self.options)]
+            parts = [restore_order(part, graph, **self.options)]
         else:
             parts = super().shards(graph, layout)
         ranks = range(self.data_ranks)
@@ -258,6 +258,13 @@ class SampleGraphs:
     def trains(self) -> bool:
         """Whether there are training samples, and memory can be predicted."""
         return self.has("fit")
+
+    @property
+    def advice(self) -> str:
+        """Text for steps that do not run, for example on samples of this shape."""
+        if self._samples.concatenates:
+            return ""
+        return " Samples are stacked, x [B, N, F]. For layers of x [N, F], set GraphDataModule(..., concatenate=True)."
 
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from common import quiet_trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from sample_runs import CONCATENATED, MODELS, NODES, OVER_TIME, STEPS, SampleModule, Samples, graph_of_samples
+from sample_runs import CONCATENATED, FEATURES, MODELS, NODES, OVER_TIME, STEPS, TARGETS, SampleModule, Samples, graph_of_samples
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphConv
@@ -29,6 +29,7 @@ from lightning_gnn.nn.context import UnsupportedModelError
 from lightning_gnn.partition.layout import LayoutSpec
 from lightning_gnn.strategy.memory import memory_advice
 from lightning_gnn.strategy.scheme import bind_module
+from lightning_gnn.strategy.self_checks import outcome_of, report_outcomes
 
 
 class Tested(SampleModule):
@@ -154,6 +155,35 @@ class OfKinds(torch.nn.Module):
 def test_whole_numbers_are_in_range():
     found = checks(Tested(OfKinds()).double(), data_of(Kinds()))
     assert not any(each.problem or each.not_run or each.refused for each in found.values())
+
+
+class OfRows(torch.nn.Module):
+    """A cell for ``[N, F]``, as in PyG Temporal: its initial state is a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(FEATURES + 2, TARGETS).double()
+
+    def forward(self, batch: Data) -> Tensor:
+        return self.lin(torch.cat([batch.x, batch.x.new_zeros(len(batch.x), 2)], 1))
+
+
+@pytest.mark.parametrize("concatenate", [False, True])
+def test_layers_of_matrices_need_concatenated_samples(concatenate):
+    """The warning about a step that does not run on stacked samples names the option."""
+    module, strategy = Tested(OfRows()), DGCLStrategy()
+    trainer, data = quiet_trainer(strategy, 2), data_of(Samples(), concatenate=concatenate)
+    trainer.state.fn = TrainerFn.FITTING
+    data.prepare_for(strategy.layout())
+    run, shard = strategy._run_for_checks(module, trainer, data), data.stored_cut().shard(0)
+    outcome = outcome_of(run, shard, "fit")
+    assert (outcome.not_run is None) == concatenate
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        report_outcomes(run, {"fit": outcome})
+    texts = [str(each.message) for each in found if "could not run" in str(each.message)]
+    assert len(texts) == (not concatenate)
+    assert all("dimensions: got 3 and 2" in text and text.endswith("GraphDataModule(..., concatenate=True).") for text in texts)
 
 
 # Memory #######################################################################
