@@ -42,10 +42,12 @@ class Explanation:
 
     Attributes:
         step: name of the module's method.
+        num_ranks: number of ranks.
         messages, bytes_sent: for each sender in order of time, the messages and bytes sent by each rank, by rank.
     """
 
     step: str
+    num_ranks: int
     messages: dict[Sender, list[int]] = field(default_factory=dict)
     bytes_sent: dict[Sender, list[int]] = field(default_factory=dict)
     _followed: dict[int, tuple[World, Ranks]] = field(default_factory=dict)
@@ -55,12 +57,13 @@ class Explanation:
     @contextmanager
     def following(self, world: World, ranks: Ranks) -> Iterator[None]:
         """Context manager that counts messages of this rank as messages of the explained step."""
-        self._followed[world.rank] = world, ranks
+        rank = world.global_rank(world.rank)
+        self._followed[rank] = world, ranks
         try:
             with _RowsOfArguments(ranks):
                 yield
         finally:
-            del self._followed[world.rank]
+            del self._followed[rank]
 
     @contextmanager
     def backward(self, rank: int) -> Iterator[None]:
@@ -79,7 +82,7 @@ class Explanation:
         sender = self._sender(world, ranks.sends, rank in self._in_backward)
         num_bytes = message.nbytes if isinstance(message, Tensor) else len(pickle.dumps(message))
         for counts, number in ((self.messages, 1), (self.bytes_sent, num_bytes)):
-            counts.setdefault(sender, [0] * world.size)[rank] += number
+            counts.setdefault(sender, [0] * self.num_ranks)[rank] += number
 
     def _sender(self, world: World, operation: Operation | None, in_backward: bool) -> Sender:
         direction = "backward" if in_backward else "forward"

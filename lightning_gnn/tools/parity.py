@@ -172,6 +172,7 @@ def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
     return made
 
 
+_ALL_RANKS = "Without a number of graph_ranks, all ranks divide the graph of each sample, and data ranks were not compared."
 STEPS = 3
 """Number of training steps of approximate schemes; in the first, caches send everything."""
 MAX_VALUES = 20_000_000
@@ -314,8 +315,6 @@ class _Check:
                 f"A sample of {self.num_nodes:,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
                 "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
             )
-        if self._samples:
-            self.notes.append(f"All {self._ranks} ranks divide the graph of each sample; data ranks were not compared.")
         if draws_random_numbers(module):
             self.notes.append("Dropout was off: each rank draws its own in training, so digits differ.")
         self.dtype: torch.dtype | None = torch.float64
@@ -386,10 +385,11 @@ class _Check:
         small = self._small(stage, np.zeros(0), None)
         return Trial(prepared, small.graph, stage, trainer, dtype, small.whole, explanation)
 
-    def _small(self, stage: str, part: np.ndarray, holders: np.ndarray | None) -> SmallGraph:
+    def _small(self, stage: str, part: np.ndarray, holders: np.ndarray | None, data_ranks: int = 1) -> SmallGraph:
         """Returns the compared graph, with samples of a stage if there are any, and its division."""
         small = SmallGraph(self.graph, part, holders, self._options)  # type: ignore[arg-type]
-        return with_samples(small, *self._samples[stage], concatenates=self._concatenates) if self._samples else small
+        options: dict[str, Any] = {"concatenates": self._concatenates, "data_ranks": data_ranks}
+        return with_samples(small, *self._samples[stage], **options) if self._samples else small
 
     def _reference(self, stage: str) -> _Reference:
         trial = self._trial(stage)
@@ -399,7 +399,7 @@ class _Check:
 
     def explain(self, stage: str, strategy: GNNStrategy) -> Explanation:
         """Returns the messages that ranks send each other in a step under a scheme."""
-        explanation = Explanation(STAGES[stage][0])
+        explanation = Explanation(STAGES[stage][0], self._ranks)
         trial = self._trial(stage, explanation)
         try:
             self._on_parts(strategy, self._split(strategy), trial, 1)
@@ -409,15 +409,30 @@ class _Check:
 
     def _split(self, strategy: GNNStrategy) -> Callable[[Trial], list[Shard]]:
         """Returns a function that splits the graph of a trial for a scheme."""
-        layout = strategy.scheme.layout(self._ranks, self._hosts)
+        graph_ranks = self._graph_ranks(strategy)
+        layout = strategy.scheme.layout(graph_ranks, self._hosts if graph_ranks % self._hosts == 0 else 1)
         if not layout.takes(isinstance(self.graph, HeteroData)):
             raise ValueError(NO_TYPES)
         part, holders, _ = self._data.assign(self.graph, layout)
-        return lambda trial: self._small(trial.stage, np.asarray(part), holders).shards(trial.graph, layout)
+        data_ranks = self._ranks // graph_ranks
+        return lambda trial: self._small(trial.stage, np.asarray(part), holders, data_ranks).shards(trial.graph, layout)
+
+    def _graph_ranks(self, strategy: GNNStrategy) -> int:
+        """Returns the number of ranks that divide the graph; raises ValueError if it does not divide the number of ranks."""
+        graph_ranks = strategy.graph_ranks
+        if not self._samples or not isinstance(graph_ranks, int):
+            return self._ranks
+        if self._ranks % graph_ranks:
+            raise ValueError(f"The number of ranks must be a multiple of graph_ranks={graph_ranks}.")
+        return graph_ranks
 
     def scheme(self, strategy: GNNStrategy) -> SchemeParity:
         """Returns the comparison of a scheme with a single device."""
-        label, in_batches = strategy.strategy_name, strategy.trains_on_batches
+        label, in_batches, graph_ranks = strategy.strategy_name, strategy.trains_on_batches, strategy.graph_ranks
+        if isinstance(graph_ranks, int):
+            label = f"{label} graph_ranks={graph_ranks}"
+        elif self._samples and _ALL_RANKS not in self.notes:
+            self.notes.append(_ALL_RANKS)
         approximation, not_compared = strategy.approximation, ""
         if in_batches:
             not_compared = (

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from common import campaign
 from sample_runs import CONCATENATED, MODELS, SampleModule, Samples, graph_of_samples
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnn import AutoStrategy, DGCLStrategy, GraphDataModule, advise, check_parity, compare, register_row_rule
+from lightning_gnn import (
+    AutoStrategy,
+    DGCLStrategy,
+    GraphDataModule,
+    VertexCutStrategy,
+    advise,
+    check_parity,
+    compare,
+    register_row_rule,
+)
 from lightning_gnn.tools.advising.advice import repeat_groups
 from lightning_gnn.tools.advising.rehearsal import Send, Take
 from lightning_gnn.tools.commands.check import check
@@ -48,6 +58,46 @@ def test_right_steps(options):
     assert report.nodes == options.get("nodes", 40)
     assert any("predict_step was skipped" in note for note in report.notes)
     assert any("data ranks were not compared" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("concatenate", [False, *campaign(True)])
+def test_meshes_are_compared(concatenate):
+    """Data ranks have different samples, and one has fewer; without graph_ranks, all ranks divide the graph."""
+    meshes = [DGCLStrategy(graph_ranks=1), VertexCutStrategy(graph_ranks=2), DGCLStrategy(graph_ranks=3), DGCLStrategy()]
+    report = check_parity(Module("norms" if concatenate else "gcn"), data_of(concatenate=concatenate), meshes, devices=4)
+    labels = ["dgcl graph_ranks=1", "vertex_cut graph_ranks=2", "dgcl graph_ranks=3", "dgcl"]
+    assert [each.scheme for each in report.schemes] == labels
+    assert [each.verdict for each in report.schemes] == ["same", "same", "not compared", "same"]
+    assert "must be a multiple of graph_ranks=3" in report.schemes[2].not_compared
+    tolerance = 1e-8 if concatenate else 1e-12  # of gradients that are zero but for rounding, before a norm
+    assert all(max(each.differences.values()) < tolerance for each in report.schemes if each.verdict == "same")
+
+
+class OfDataRank(Module):
+    """Subtracts the mean over the samples of a data rank, although the operation has a rule for rows."""
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.log("val_loss", torch.ops.sample_tools.wrong_values(self.model(batch)).square().mean())
+
+
+def test_errors_of_data_ranks_are_found():
+    found = check_parity(OfDataRank(), data_of(), [DGCLStrategy(graph_ranks=1), DGCLStrategy(graph_ranks=2)]).schemes
+    assert [each.verdict for each in found] == ["differs", "same"]
+
+
+def test_messages_of_data_ranks():
+    """Two groups send each halo row; sums over data ranks are messages, too."""
+    found = {number: explain_steps(Module(), data_of(), DGCLStrategy(graph_ranks=number), devices=4)[0] for number in (1, 2)}
+    alone = explain_steps(Module(), data_of(), DGCLStrategy(graph_ranks=2), devices=2)[0]
+    halos = {
+        number: [sent for each, sent in step.bytes_sent.items() if each.operation.startswith("Halo exchange")]
+        for number, step in (*found.items(), (0, alone))
+    }
+    assert not halos[1] and found[1].bytes_sent  # sums for the loss
+    assert len(halos[2]) == len(halos[0]) and all(len(sent) == 4 and min(sent) > 0 for sent in halos[2])
+    for of_mesh, of_group in zip(halos[2], halos[0], strict=True):  # the groups have two samples of three, and one
+        for both, expected in zip(map(sum, zip(of_mesh[:2], of_mesh[2:], strict=True)), of_group, strict=True):
+            assert expected <= both < 1.1 * expected  # each group sends degrees
 
 
 def test_concatenated_samples_are_compared():
