@@ -117,14 +117,23 @@ class Sizes(NamedTuple):
         return cls(rows, halo_rows, sent_rows, edges, targets, edges if held_edges is None else held_edges)
 
     @classmethod
-    def from_cut(cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None) -> list[Sizes]:
-        """Returns the sizes of every rank of a partitioned graph; with replicas, sent rows are assumed to equal halo rows."""
+    def from_cut(
+        cls, cut: Cut, module: torch.nn.Module, replicas: Replicas | None = None, reads_holders: bool = True
+    ) -> list[Sizes]:
+        """Returns the sizes of every rank of a partitioned graph.
+
+        Args:
+            cut: the graph.
+            module: module of the training step.
+            replicas: replicas of the layout; sent rows are then assumed to equal halo rows.
+            reads_holders: whether a vertex cut's file of all edges is read; if not, `held_edges` are the edges of local nodes.
+        """
         targets = cut.mask_counts[counted_mask("train_mask", module)]
         if replicas is not None:
             sizes = zip(cut.sizes(replicas), targets)
             return [cls(rows, halo, halo, edges, count, edges) for (rows, halo, edges), count in sizes]
         counts = _count_types(cut.types, cut.halos)
-        held_edges = counts[-1] if cut.holders is None else _held_edges(cut.types, cut.holders)
+        held_edges = _held_edges(cut.types, cut.holders) if reads_holders and cut.holders is not None else counts[-1]
         return [cls(*each) for each in zip(*counts, targets, held_edges)]
 
     def among(self, ranks: int) -> Sizes:
@@ -144,9 +153,9 @@ def _count_types(types: Types, halos: Sequence[Ids]) -> tuple[Counts, Counts, Co
 def _held_edges(types: Types, holders: Tensor) -> Counts:
     """Returns the edges that each rank computes, by type, ``[P, edge types]``, given the rank of each edge ``[E]``."""
     edges = np.stack([*types.edges.values()], 1)
-    kinds = np.repeat(np.tile(np.arange(edges.shape[1]), len(edges)), edges.ravel())
-    held = np.bincount(holders.numpy().astype(np.int64) * edges.shape[1] + kinds, minlength=edges.size)
-    return held.reshape(edges.shape)
+    pieces = np.split(holders.numpy(), np.cumsum(edges)[:-1])  # edges of a type whose targets have one owner
+    held = np.stack([np.bincount(piece, minlength=len(edges)) for piece in pieces])
+    return held.reshape(*edges.shape, -1).sum(0).T
 
 
 @dataclass(frozen=True)

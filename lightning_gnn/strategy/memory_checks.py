@@ -30,13 +30,14 @@ def check_memory(run: Run, cut: Cut) -> None:
     if run.device.type != "cpu" or available is None:
         return
     replicas, module, here = run.layout.replicas, run.module, [rank % run.layout.parts for rank in run.here]
-    every, row_bytes = Sizes.from_cut(cut, module, replicas), feature_bytes(cut)
+    every, row_bytes = Sizes.from_cut(cut, module, replicas, reads_holders=False), feature_bytes(cut)
     sizes = [every[part] for part in here]
     working = working_bytes(run.scheme, cut, row_bytes)
     needed = sum(least_bytes(each.rows, each.halo_rows, each.edges, row_bytes, module) + working for each in sizes)
-    learned = {each.node_type or cut.types.input_type: each.row_bytes for each in learned_rows(module, cut)}
-    in_addition = sample_bytes(run, cut) + [learned.get(name, 0) for name in cut.types.nodes]
-    needed += int(sum(np.sum(each.rows * in_addition) for each in sizes))
+    in_addition = dict(zip(cut.types.nodes, sample_bytes(run, cut).tolist()))
+    for table in learned_rows(module, cut):
+        in_addition[table.node_type or cut.types.input_type] += table.row_bytes
+    needed += int(sum(np.sum(each.rows * [*in_addition.values()]) for each in sizes))
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:
@@ -46,7 +47,8 @@ def check_memory(run: Run, cut: Cut) -> None:
             f"without activations, but {available / 1e9:.3g} GB are available. {memory_advice(run.scheme).less(run.world_size)}"
         )
     if run.keeps_activations and available < PLENTY * needed:
-        warn_of_memory(run, cut.shard(here[0]), sizes, available, working)
+        predicted = Sizes.from_cut(cut, module, replicas)
+        warn_of_memory(run, cut.shard(here[0]), [predicted[part] for part in here], available, working)
 
 
 def check_own_memory(run: Run, world: World, shard: Shard) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from test_hetero_sampling import CITES, SIZES, WRITES, typed_graph
 from test_typed_self_check import Wrong, made, neighbours
 from torch_geometric.data import HeteroData
 
-from lightning_gnn import DGCLStrategy, GraphDataModule, advise, check_parity
+from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule, advise, check_parity
 from lightning_gnn.checks.footprint import Footprint, Sizes, _held_edges, _steps
 from lightning_gnn.checks.small_graph import SmallGraph
 from lightning_gnn.comm.traffic import Meter
@@ -104,7 +105,7 @@ def test_memory_of_small_graphs_predicts_larger_graphs(name, strategy):
             assert getattr(expected.peak(), phase) == pytest.approx(getattr(found.peak(), phase), rel=tolerance)
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, available: int) -> list[str]:
+def heard(monkeypatch: pytest.MonkeyPatch, available: int, model: torch.nn.Module | None = None) -> list[str]:
     """Returns warnings before two ranks start, given the available bytes."""
     monkeypatch.setattr("lightning_gnn.devices.available_bytes", lambda: available)
     strategy = DGCLStrategy(self_check=False)
@@ -112,7 +113,7 @@ def heard(monkeypatch: pytest.MonkeyPatch, available: int) -> list[str]:
     trainer.state.fn = TrainerFn.FITTING
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        strategy.before_ranks_start(trainer, [module("mixed"), data_of()])
+        strategy.before_ranks_start(trainer, [model or module("mixed"), data_of()])
     return [str(each.message) for each in found if "predicted to need" in str(each.message)]
 
 
@@ -130,6 +131,18 @@ def test_fit_predicts_memory(monkeypatch):
     assert "checkpoint_convs" not in said  # which does not support types
     with pytest.raises(ValueError, match="The 2 ranks on this machine need at least .* but 1e-06 GB are available"):
         heard(monkeypatch, 1000)
+
+
+def test_tables_take_memory_for_the_nodes_of_their_type(monkeypatch):
+    """Tables of equal types add up; other memory is at most a hundredth of these."""
+    model = module("mixed")
+    kinds = ("topic", "topic", "author")
+    model.tables = torch.nn.ModuleList(DistributedEmbedding(SIZES[kind], 20_000, node_type=kind) for kind in kinds)
+    needed = sum(SIZES[kind] * table.row_bytes for kind, table in zip(kinds, model.tables, strict=True))
+    with pytest.raises(ValueError, match=r"need at least [\d.]+ GB") as error:
+        heard(monkeypatch, 1000, model)
+    found = float(re.search(r"need at least ([\d.]+) GB", str(error.value))[1])
+    assert needed < 1e9 * found * 1.01 < 1.03 * needed
 
 
 # Check and advise #############################################################
