@@ -151,5 +151,5 @@ def test_a_host_without_network(tmp_path, seconds):
     sizes = check_losses(tmp_path, 30)
     assert sizes[2] == {3} and all(size == {2} for epoch, size in sizes.items() if epoch > 3), finished.output
     saved = r"found no quorum .*The state at the start of epoch 3 is in .*elastic\.ckpt"
-    end = "was late, stopped or cut off" if seconds < 100 else saved
-    assert finished.code and re.search(rf"\[1\].*{end}", finished.output), finished.output
+    end = f"was late, stopped or cut off|{saved}" if seconds < 100 else saved  # it may give up before
+    assert finished.code and re.search(rf"\[1\].*({end})", finished.output), finished.output
