@@ -59,7 +59,7 @@ def plain_loop(
     load: Callable[[], Data],
     layout: str,
     epochs: int,
-    variant: str,
+    variant: str = "",
 ) -> dict[str, Any]:
     """Loop of a PyG user on one device; GCNConv normalizes once (``cached=True``)."""
     memory = PeakMemory()
