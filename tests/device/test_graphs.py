@@ -322,7 +322,7 @@ DAILY = ["late_epochs", "counter_that_matters_late", "closure_that_counts", "swi
 LATER = [[name] for name in changing_steps.CASES if name not in DAILY]
 
 
-@pytest.mark.parametrize("names", [*campaign(*([each] for each in LATER)), DAILY])
+@pytest.mark.parametrize("names", [*campaign(*LATER), DAILY])
 def test_changing_steps_equal_others(ranks, names):
     assert ranks.run(1, changing, names, timeout=250) == [{}]
 
