@@ -26,6 +26,13 @@ L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=
 """
 
 
+def test_files_of_tests_have_different_names():
+    """Otherwise pytest imports one of them in a run of all tests, and reports an error for the other."""
+    files = (REPOSITORY / "tests").rglob("test_*.py")
+    names = [file.name for file in files if not (file.parent / "__init__.py").exists()]
+    assert sorted(names) == sorted({*names})
+
+
 def loaded(script: str = "") -> tuple[set[str], float]:
     """Returns the modules that a fresh process has loaded since it has imported Lightning and PyG, and the CPU seconds that
     importing this package took."""
