@@ -29,12 +29,12 @@ def _batch_norm(mode: RowsMode, func: Any, args: Any, kwargs: Any, row_args: Any
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if given["training"] or mean is None:
-            if count <= 1:
+            if count == 1:
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
             running, (mean, var) = (mean, var), (wide.mean(dims), None)
             centered = wide - mean.view(shape)
             var = centered.square().mean(dims)
-            if running[0] is not None:
+            if running[0] is not None and count:  # torch's keeps them without rows
                 with torch.no_grad():
                     for kept, value in zip(running, (mean, var * (count / (count - 1)))):
                         kept.copy_(torch.lerp(kept, value.to(kept.dtype), given["momentum"]))
