@@ -1,7 +1,7 @@
 # make demo   a PyG model on two processes, on a graph made on the spot
 # make test   linter, type checker and daily tests, about 8 minutes: the core, and the conformance of each scheme
 # make test-edge  full tests of schemes, extensions and tools, some minutes more
-# make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, about an hour
+# make test-all  the same with the campaign: more cases, examples, programs of strangers and real graphs, more than two hours
 # make test-install PYTHON=python3.12  what is built, in an empty environment of that Python: installed, and tried
 # make docs   the site, in build/site, with the tutorials, which run for some minutes; a broken link is an error
 PYTHON ?= python3
