@@ -33,8 +33,7 @@ from lightning_gnn.data.shards import Cut, Graph, Shard
 from lightning_gnn.data.sources import counted_mask
 from lightning_gnn.kernels.run import in_place_of
 from lightning_gnn.nn.helpers import graph_in_use
-from lightning_gnn.partition.layout import Counts, LayoutSpec, Replicas, Types
-from lightning_gnn.partition.shard import Ids
+from lightning_gnn.partition.layout import Counts, LayoutSpec, Replicas
 from lightning_gnn.private_torch import tree_leaves
 
 Numbers: TypeAlias = "int | Counts"
@@ -111,9 +110,10 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, shard: Shard, targets: int, held_edges: Numbers | None = None) -> Sizes:
         """Returns the sizes of a rank with its shard; by default it computes the edges of its local nodes."""
-        has_replicas = shard.rows != shard.counts
-        types = Types.none(np.array(shard.rows), np.array(shard.edges)) if has_replicas else shard.types
-        rows, halo_rows, sent_rows, edges = (each[shard.rank] for each in _count_types(types, shard.halos))
+        if shard.rows != shard.counts:  # with replicas
+            plan, edges = shard.plan, shard.edges[shard.rank]
+            return cls(plan.num_owned, sum(plan.recv_counts), sum(map(len, plan.send_rows)), edges, targets, held_edges or edges)
+        rows, halo_rows, sent_rows, edges = (each[shard.rank] for each in shard.types.count(shard.halos))
         return cls(rows, halo_rows, sent_rows, edges, targets, edges if held_edges is None else held_edges)
 
     @classmethod
@@ -132,30 +132,14 @@ class Sizes(NamedTuple):
         if replicas is not None:
             sizes = zip(cut.sizes(replicas), targets)
             return [cls(rows, halo, halo, edges, count, edges) for (rows, halo, edges), count in sizes]
-        counts = _count_types(cut.types, cut.halos)
-        held_edges = _held_edges(cut.types, cut.holders) if reads_holders and cut.holders is not None else counts[-1]
+        counts = cut.types.count(cut.halos)
+        held_edges = cut.types.count_held(cut.holders) if reads_holders and cut.holders is not None else counts[-1]
         return [cls(*each) for each in zip(*counts, targets, held_edges)]
 
     def among(self, ranks: int) -> Sizes:
         """Returns the sizes of one of several ranks that share this rank's part; halo rows are kept, an upper bound."""
         rows, halo_rows, sent_rows, edges, targets, held_edges = self
         return Sizes(rows // ranks, halo_rows, sent_rows, edges // ranks, targets // ranks, held_edges // ranks)
-
-
-def _count_types(types: Types, halos: Sequence[Ids]) -> tuple[Counts, Counts, Counts, Counts]:
-    """Returns local nodes, halo nodes, sent rows and edges of each rank and type, ``[P, node or edge types]`` each."""
-    rows, edges = (np.stack([*each.values()], 1) for each in (types.nodes, types.edges))
-    bounds = types.block_offsets()
-    of_owners = [np.diff(np.searchsorted(halo, bounds)).reshape(rows.shape) for halo in halos]
-    return rows, np.stack([each.sum(0) for each in of_owners]), np.sum(of_owners, 0), edges
-
-
-def _held_edges(types: Types, holders: Tensor) -> Counts:
-    """Returns the edges that each rank computes, by type, ``[P, edge types]``, given the rank of each edge ``[E]``."""
-    edges = np.stack([*types.edges.values()], 1)
-    pieces = np.split(holders.numpy(), np.cumsum(edges)[:-1])  # edges of a type whose targets have one owner
-    held = np.stack([np.bincount(piece, minlength=len(edges)) for piece in pieces])
-    return held.reshape(*edges.shape, -1).sum(0).T
 
 
 @dataclass(frozen=True)
@@ -404,7 +388,7 @@ class Predicted:
                 small = make(batch, [mask], _FORMS[seed % len(_FORMS)], seed)
                 steps = _steps(models, small, bind, layout)
                 holders = [shard.holders for shard, _ in steps if shard.holders is not None]
-                held: Any = _held_edges(steps[0][0].types, torch.cat(holders)) if holders else (None, None)
+                held: Any = steps[0][0].types.count_held(torch.cat(holders)) if holders else (None, None)
                 for (shard, footprint), held_edges in zip(steps, held):
                     sizes.append(_as_row(Sizes.of(shard, shard.mask_counts[mask][shard.rank], held_edges)))
                     found.append(footprint)

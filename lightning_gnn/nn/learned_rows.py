@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch.plugins import Precision
-from torch_geometric.typing import NodeType
 from typing_extensions import Self
 
 from lightning_gnn.comm.group import World
@@ -38,17 +37,11 @@ class LearnedRows(torch.nn.Module, ABC):
 
     With several ranks, a strategy calls :meth:`distribute`, :meth:`begin_step`, :meth:`collect` and :meth:`release` on all ranks.
     ``state_dict`` has all rows.
-
-    Attributes:
-        node_type: node type of the rows in a ``HeteroData``.
     """
 
-    node_type: NodeType | None = None
-
-    @property
     @abstractmethod
-    def row_bytes(self) -> int:
-        """Bytes of a node's row, with its optimizer state."""
+    def row_bytes(self, of: Shard | Cut) -> list[int]:
+        """Returns the bytes of a node's row, with its optimizer state, by node type of a graph."""
 
     @abstractmethod
     def check_fits(self, name: str, of: Shard | Cut) -> None:

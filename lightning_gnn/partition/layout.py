@@ -5,7 +5,7 @@ P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
@@ -76,18 +76,34 @@ class Types:
         """Returns the ids within their types of nodes given by their rows, ``[n]``, over all ranks."""
         block = self._blocks(rows)
         firsts = np.stack([self.offsets(name)[:-1] for name in self.nodes], 1).ravel()
-        return rows - self.block_offsets()[block] + firsts[block]
+        return rows - self._block_offsets()[block] + firsts[block]
 
     def numbers(self, rows: Counts) -> Counts:
         """Returns the type numbers of nodes given by their rows, ``[n]``."""
         return self._blocks(rows) % len(self.nodes)
 
-    def block_offsets(self) -> Counts:
+    def _block_offsets(self) -> Counts:
         """Returns the first row of each block, the nodes of a type on a rank, and the end, ``[P * node types + 1]``."""
         return np.concatenate([[0], np.cumsum(np.stack(list(self.nodes.values()), 1))])
 
+    def count(self, halos: Sequence[Counts]) -> tuple[Counts, Counts, Counts, Counts]:
+        """Returns local nodes, halo nodes, sent rows and edges of each rank and type, ``[P, node or edge types]`` each.
+
+        `halos` are the rows of the halo nodes of each rank, ascending.
+        """
+        rows, edges = (np.stack([*each.values()], 1) for each in (self.nodes, self.edges))
+        of_owners = [np.diff(np.searchsorted(halo, self._block_offsets())).reshape(rows.shape) for halo in halos]
+        return rows, np.stack([each.sum(0) for each in of_owners]), np.sum(of_owners, 0), edges
+
+    def count_held(self, holders: Tensor) -> Counts:
+        """Returns the edges that each rank computes, by type, ``[P, edge types]``, given the rank of each edge ``[E]``."""
+        edges = np.stack([*self.edges.values()], 1)
+        pieces = np.split(holders.numpy(), np.cumsum(edges)[:-1])  # edges of a type whose targets have one owner
+        held = np.stack([np.bincount(piece, minlength=len(edges)) for piece in pieces])
+        return held.reshape(*edges.shape, -1).sum(0).T
+
     def _blocks(self, rows: Counts) -> Counts:
-        return np.searchsorted(self.block_offsets()[:-1], rows, side="right") - 1
+        return np.searchsorted(self._block_offsets()[:-1], rows, side="right") - 1
 
     def by_name(self) -> dict[str, list[int]]:
         """Returns the nodes and edges of each type and rank, by type name."""

@@ -34,10 +34,8 @@ def check_memory(run: Run, cut: Cut) -> None:
     sizes = [every[part] for part in here]
     working = working_bytes(run.scheme, cut, row_bytes)
     needed = sum(least_bytes(each.rows, each.halo_rows, each.edges, row_bytes, module) + working for each in sizes)
-    in_addition = dict(zip(cut.types.nodes, sample_bytes(run, cut).tolist()))
-    for table in learned_rows(module, cut):
-        in_addition[table.node_type or cut.types.input_type] += table.row_bytes
-    needed += int(sum(np.sum(each.rows * [*in_addition.values()]) for each in sizes))
+    in_addition = sample_bytes(run, cut) + sum(np.array(each.row_bytes(cut)) for each in learned_rows(module, cut))
+    needed += int(sum(np.sum(each.rows * in_addition) for each in sizes))
     if needed > available:
         parts = "their parts of the graph"
         if replicas is not None:
@@ -73,8 +71,8 @@ def feature_bytes(cut: Cut) -> Counts:
 
 def sample_bytes(run: Run, of: Shard | Cut) -> Counts:
     """Returns the bytes of a node in the training samples of a rank's batch, by node type."""
-    has_samples = run.samples is not None and run.keeps_activations
-    return np.array(run.samples.row_bytes(of) if has_samples else [0] * len(of.types.nodes))
+    is_known = run.samples is not None and run.keeps_activations
+    return np.array(run.samples.row_bytes(of) if is_known else [0] * len(of.types.nodes))
 
 
 def working_bytes(scheme: Scheme, cut: Cut, row_bytes: Counts) -> int:

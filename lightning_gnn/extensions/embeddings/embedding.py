@@ -305,10 +305,10 @@ class DistributedEmbedding(LearnedRows):
             self._local = self._local.map(lambda rows: rows.to(self._dtype))
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
-    @property
     @override
-    def row_bytes(self) -> int:
-        return len(self._names) * self.dim * self._dtype.itemsize
+    def row_bytes(self, of: Shard | Cut) -> list[int]:
+        own = self.node_type or of.types.input_type
+        return [len(self._names) * self.dim * self._dtype.itemsize * (name == own) for name in of.types.nodes]
 
     # Reading ##################################################################
 
