@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_gnn import devices
 from lightning_gnn.callbacks.loggers import log_values
 from lightning_gnn.comm.group import World, raise_together
+from lightning_gnn.data.lazy_ids import stored_ids
 from lightning_gnn.data.shards import Cut, Shard
 from lightning_gnn.datamodules.graph import GraphDataModule
 from lightning_gnn.strategy.memory import PLENTY
@@ -158,9 +159,8 @@ def _may_lack_memory(run: Run, shard: Shard) -> bool:
         return run.keeps_activations
     if run.world_size > 1 or not run.keeps_activations:
         return False
-    from lightning_gnn.checks.footprint import memory_of
-
-    available, held = devices.available_bytes(), sum(memory_of(shard.batch).values())
+    available, values = devices.available_bytes(), (each for store in shard.batch.stores for each in store.values())
+    held = sum(stored_ids(each).nbytes for each in values if isinstance(each, Tensor))
     return available is not None and (run.samples is not None or available < PLENTY * held)
 
 
