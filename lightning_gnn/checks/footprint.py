@@ -110,10 +110,11 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, shard: Shard, targets: int, held_edges: Numbers | None = None) -> Sizes:
         """Returns the sizes of a rank with its shard; by default it computes the edges of its local nodes."""
+        counts: Any = (each[shard.rank] for each in shard.types.count(shard.halos))
         if shard.rows != shard.counts:  # with replicas
-            plan, edges = shard.plan, shard.edges[shard.rank]
-            return cls(plan.num_owned, sum(plan.recv_counts), sum(map(len, plan.send_rows)), edges, targets, held_edges or edges)
-        rows, halo_rows, sent_rows, edges = (each[shard.rank] for each in shard.types.count(shard.halos))
+            plan = shard.plan
+            counts = plan.num_owned, sum(plan.recv_counts), sum(map(len, plan.send_rows)), shard.edges[shard.rank]
+        rows, halo_rows, sent_rows, edges = counts
         return cls(rows, halo_rows, sent_rows, edges, targets, edges if held_edges is None else held_edges)
 
     @classmethod

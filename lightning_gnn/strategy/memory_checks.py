@@ -83,8 +83,7 @@ def working_bytes(scheme: Scheme, cut: Cut, row_bytes: Counts) -> int:
 
 def predicted_steps(run: Run, shard: Shard) -> Predicted:
     """Returns the memory of training steps; raises as :class:`~lightning_gnn.checks.footprint.Predicted` does."""
-    make = make_small_graph(shard, run.samples, whole_batch=True) if run.samples is not None else make_small_graph(shard)
-    advice = memory_advice(run.scheme)
+    make, advice = make_small_graph(shard, run.samples, whole_batch=True), memory_advice(run.scheme)
     return advice.steps(run.module, shard.batch, run.trainer, run.device, run.cache_input_aggregation, make=make)
 
 

@@ -69,7 +69,7 @@ def test_meshes_are_compared(concatenate):
     assert [each.scheme for each in report.schemes] == labels
     assert [each.verdict for each in report.schemes] == ["same", "same", "not compared", "same"]
     assert "must be a multiple of graph_ranks=3" in report.schemes[2].not_compared
-    tolerance = 1e-8 if concatenate else 1e-12  # of gradients that are zero but for rounding, before a norm
+    tolerance = 1e-8 if concatenate else 1e-12  # for concatenated samples, gradients before a norm are only rounding errors
     assert all(max(each.differences.values()) < tolerance for each in report.schemes if each.verdict == "same")
 
 
