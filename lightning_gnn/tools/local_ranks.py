@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_gnn.comm.listening import LISTENER_VARIABLE, listen_for_ranks
 
@@ -18,6 +20,21 @@ LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 """Environment variables that launchers set for a rank."""
+
+
+@contextmanager
+def as_single_rank() -> Iterator[None]:
+    """Context in which a Trainer with a single device runs in this process, which may be one of several ranks."""
+    before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 class Machine(NamedTuple):

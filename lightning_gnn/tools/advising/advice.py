@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch_geometric.nn.models import GCN
 
 from lightning_gnn.checks.footprint import PHASES, Peak
@@ -42,6 +43,7 @@ from lightning_gnn.strategies.dgcl.strategy import DGCLStrategy
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.machine import Machine, timing, with_trainer_messages
 from lightning_gnn.tools.advising.rehearsal import Event, Rehearsal, Send, Take, rehearse
+from lightning_gnn.tools.local_ranks import as_single_rank
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def advise_on(
     """
     wanted = [*candidates(machine.ranks, machine.topology.uniform, data.sample_data)] if only is None else only
     found = []
-    with progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as advance:
+    with as_single_rank(), progress_bar(f"Rehearsing steps of {machine.ranks} ranks", len(wanted), "strategies") as advance:
         overhead = overhead_seconds() if overhead is None else overhead
         job = _Job(module, data, machine, trainer or quiet_trainer(), overhead)
         for candidate in wanted:
@@ -342,8 +344,11 @@ def _in_batches(candidate: Candidate, job: _Job) -> Advice:
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
     """Returns a Trainer with a single CPU device, without output, checkpoints and validation."""
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(accelerator="cpu", devices=1, limit_val_batches=0, num_sanity_val_steps=0, **{**silent, **options})
+    silent: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    silent |= {"limit_val_batches": 0, "num_sanity_val_steps": 0}
+    return pl.Trainer(accelerator="cpu", devices=1, plugins=LightningEnvironment(), **{**silent, **options})
 
 
 @contextmanager
@@ -432,7 +437,7 @@ def extrapolate(
     if data.has_samples:
         raise ValueError(f"Advice with samples supports at most {MAX_DEVICES} ranks, got {ranks}. Use fewer ranks.")
     wanted, rehearsed = set(map(str, choose_candidates(schemes, ranks, machines[-1].topology.uniform))), []
-    with progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as advance:
+    with as_single_rank(), progress_bar("Rehearsing, to extrapolate", len(machines), "numbers of ranks") as advance:
         overhead = overhead_seconds()
         for machine in machines:
             only = [each for each in candidates(machine.ranks, machine.topology.uniform) if str(each) in wanted]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,14 @@ from common import CLASSES, OwnConv, assert_same, awkward_graph, build, campaign
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_gnn
 from lightning_gnn import DGCLStrategy, GraphDataModule, NodeClassifier
 from lightning_gnn.comm.traffic import Meter
 from lightning_gnn.extensions.plans.presets import dgx1
 from lightning_gnn.extensions.plans.wiring import machines, uniform
+from lightning_gnn.launching import script
 from lightning_gnn.strategies import register
 from lightning_gnn.strategy.scheme import bind_module
 from lightning_gnn.tools.advising.advice import (
@@ -278,6 +281,22 @@ class Broken(NodeClassifier):
 def test_what_does_not_run_is_told():
     found = lightning_gnn.advise(Broken(build("gcn"), num_classes=CLASSES), GraphDataModule(awkward_graph()), devices=2)
     assert all(not each.applies and "no such layer" in each.reason for each in found)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_rank_of_a_script_or_of_a_launcher_predicts_too(monkeypatch, started):
+    # Ranks that a script's Trainer started run the script again, and torchrun's ranks run all of it.
+    variables = {"LOCAL_RANK": "1", "RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {} if started else {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(script._script, "size", 2 if started else None)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    one = [choose_candidates([name], 2)[0] for name in ("dgcl", "sampling")]
+    found = advise_on(Machine.of(2, cores=1), classifier(), GraphDataModule(awkward_graph()), only=one)
+    assert [each.reason for each in found] == ["", ""]
+    assert variables.items() <= os.environ.items() and rank_zero_only.rank == 1
+    assert started is ("MASTER_PORT" not in os.environ)
 
 
 def test_machines_one_does_not_have():
