@@ -130,8 +130,9 @@ class SampleRun(SampleRanks):
         in_use: ExitStack = steps.in_use
         steps.add_callbacks(SampleChecks(self.world, self._data.sizes))
         in_use.callback(setattr, self._data, "place", self._data.place)
-        if self._mesh is not None:
-            setattr(self._module, MESH, self._mesh.device_mesh)
+        if self.world.size > 1:
+            mesh = self._mesh or Mesh(self.world, self.world.size)  # of one data rank, for users only
+            setattr(self._module, MESH, mesh.device_mesh)
             in_use.callback(setattr, self._module, MESH, None)
         return self.shard
 

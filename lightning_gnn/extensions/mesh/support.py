@@ -12,7 +12,7 @@ def check_graph_ranks(graph_ranks: Any) -> None:
 
 
 def check_mesh(strategy: Any, samples: Any) -> None:
-    """Raises ValueError if a strategy cannot divide its ranks, or samples, among groups of graph ranks.
+    """Raises ValueError if a strategy cannot divide its ranks among data ranks, or samples.
 
     Args:
         strategy: strategy of this package.
@@ -33,12 +33,12 @@ def check_mesh(strategy: Any, samples: Any) -> None:
         )
     if shape.data_ranks == 1:
         return
-    groups = f"graph_ranks={graph_ranks} with {size} ranks makes {shape.data_ranks} groups"
+    ranks = f"graph_ranks={graph_ranks} with {size} ranks gives {shape.data_ranks} data ranks"
     if samples is None:
         raise ValueError(
-            f"{groups}, which need different samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or "
-            "remove graph_ranks."
+            f"{ranks}, which need samples, but the datamodule has none. Pass GraphDataModule(graph, samples=...), or remove "
+            "graph_ranks."
         )
     plan = getattr(strategy.scheme, "plan", None)
     if plan not in (None, "auto", "p2p", "spst"):
-        raise ValueError(f"plan={plan!r} is not supported with several groups: {groups}. Remove one of them.")
+        raise ValueError(f'plan={plan!r} does not support several data ranks: {ranks}. Set plan="p2p", or remove graph_ranks.')

@@ -30,8 +30,8 @@ class SampleChecks(pl.Callback):
         for rank, found in enumerate(by_rank):
             if found != by_rank[0]:
                 raise ValueError(
-                    f"Datasets must be equal on all ranks, got {found} samples on rank {rank} and {by_rank[0]} on rank 0. Read "
-                    "the same files on all ranks."
+                    f"Datasets must have the same numbers of samples on all ranks, got {found} on rank {rank} and {by_rank[0]} "
+                    "on rank 0. Read the same files on all ranks."
                 )
 
     @override
@@ -62,6 +62,7 @@ class SampleChecks(pl.Callback):
                 if sample != expected:
                     raise ValueError(
                         f"Sample {sample[0]} must be equal on all graph ranks, but differs between ranks {first} and {rank} in "
-                        f"epoch {trainer.current_epoch}. Read the same files, and draw random numbers of torch, numpy or random "
-                        "in __getitem__, where they are equal on graph ranks."
+                        f"epoch {trainer.current_epoch}. Read the same files on all ranks. In __getitem__, use the global "
+                        "generators of torch, NumPy (such as np.random.rand) and random, which are seeded for each sample. Seed "
+                        "your own generators with the index."
                     )

@@ -231,6 +231,8 @@ class VertexCutStrategy(GNNStrategy):
         scheme = VertexCutScheme(partition, num_machines, host_weight, cache, monitor, cache_within_hosts)
         super().__init__(scheme, **options)
         self.dropout_seed_every_n_epochs = dropout_seed_every_n_epochs
+        if cache is not None:
+            self.samples_unsupported_reason = "its cache keeps rows of the last step, of other samples. Set cache=None."
 
     @override
     def check_model(self, module: torch.nn.Module, of: Shard | Cut) -> None:
@@ -294,7 +296,6 @@ class CachedVertexCutStrategy(VertexCutStrategy):
     """
 
     strategy_name = "vertex_cut_cached"
-    samples_unsupported_reason = "its cache keeps rows of the last step, of other samples. Use VertexCutStrategy."
 
     @classmethod
     @override

@@ -35,6 +35,7 @@ class AutoStrategy(GNNStrategy):
     """
 
     strategy_name = "auto_gnn"
+    samples_unsupported_reason = 'it predicts full-graph steps. Use DGCLStrategy(graph_ranks="auto").'
 
     @classmethod
     @override
@@ -68,8 +69,6 @@ class AutoStrategy(GNNStrategy):
         machine = Machine.of(ranks, hosts, self.topology, available_cores())
         exact = [each for each in candidates(ranks) if each.exact]
         data = self.check_data(getattr(module.trainer, "datamodule", None))
-        if data.has_samples:
-            return 'auto_gnn does not support samples. Use strategy="dgcl", or DGCLStrategy(graph_ranks="auto").'
         self.advice = advise_on(machine, module, data, module.trainer, exact, overhead=0.0)  # the same for all
         first, *others = self.advice
         if not first.applies:

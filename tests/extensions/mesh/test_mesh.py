@@ -196,12 +196,16 @@ def test_device_mesh(ranks):
     assert found == [(("data", "graph"), [[0, 1], [2, 3]], rank // 2, rank % 2) for rank in range(4)]
 
 
+def test_device_mesh_of_one_data_rank(ranks):
+    assert ranks.run(2, look, {}, {}) == [(("data", "graph"), [[0, 1]], 0, rank) for rank in range(2)]
+
+
 @pytest.mark.parametrize(
     ("options", "data", "message"),
     [
         ({"graph_ranks": 2}, {}, "must be a multiple of graph_ranks, got 3 ranks and graph_ranks=2. Set devices to 2"),
-        ({"graph_ranks": 1, "plan": "swap"}, {"global_batch_size": 3}, "plan='swap' is not supported with several groups"),
-        ({"graph_ranks": 1}, {"samples": None, "global_batch_size": None}, "need different samples, but the datamodule has"),
+        ({"graph_ranks": 1, "plan": "swap"}, {"global_batch_size": 3}, "plan='swap' does not support several data ranks"),
+        ({"graph_ranks": 1}, {"samples": None, "global_batch_size": None}, "3 data ranks, which need samples, but"),
         ({"graph_ranks": 1}, {}, "global_batch_size must be divisible by the number of data ranks, got 4 and 3"),
     ],
 )
@@ -218,6 +222,7 @@ def test_errors(ranks, options, data, message):
         (SamplingStrategy(), "it trains on sampled neighborhoods of one graph"),
         (GossipStrategy(), "its workers train on clusters of one graph"),
         (CachedVertexCutStrategy(), "its cache keeps rows of the last step"),
+        (VertexCutStrategy(cache=0.1), "its cache keeps rows of the last step"),
     ],
 )
 def test_unsupported_strategies(strategy, reason):
@@ -286,7 +291,7 @@ def train_odd(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("size", "Datasets must be equal on all ranks, got {'samples': 3} samples on rank 1 and {'samples': 4} on rank 0"),
+        ("size", "same numbers of samples on all ranks, got {'samples': 3} on rank 1 and {'samples': 4} on rank 0"),
         ("values", "Sample 2 must be equal on all graph ranks, but differs between ranks 0 and 1 in epoch 0"),
     ],
 )
