@@ -208,7 +208,7 @@ class SampleLoader(GraphLoader):
         self._shard, self._epoch, self._copies, self._place = shard, epoch, copies, place
         self._form = form.resize(local_sizes(shard))
         self._keys = _Keys(order, data_rank)
-        self._position, self._resumed = (0, 0), (-1, 0)
+        self._position, self._resumed = (0, 0), (-1, 0, 0)
         self._loader: DataLoader[Any] = DataLoader(
             _Items(samples, form, rows, seed),
             batch_sampler=self._keys,  # type: ignore[arg-type]
@@ -227,17 +227,24 @@ class SampleLoader(GraphLoader):
         self._epoch = lambda: epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the epoch and the number of batches that have been read in it."""
-        return dict(zip(("epoch", "batches"), self._position))
+        """Returns the epoch, the number of batches that have been read in it, and the number of samples of a global batch."""
+        return {**dict(zip(("epoch", "batches"), self._position)), "samples": self.order.global_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Skip the batches that have been read, without loading them, if the next iteration is in the same epoch."""
-        self._resumed = state["epoch"], state["batches"]
+        self._resumed = state["epoch"], state["batches"], state["samples"]
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch()
-        (of, read), self._resumed = self._resumed, (-1, 0)
-        first = read if of == epoch and read < len(self) else 0
+        (of, read, size), self._resumed = self._resumed, (-1, 0, 0)
+        first = read if of == epoch else 0
+        if first and size != self.order.global_size:
+            raise ValueError(
+                f"Within an epoch, a run must continue with the same number of samples per global batch, got "
+                f"{self.order.global_size}, and the checkpoint has {size}. Set global_batch_size={size}, or continue from a "
+                "checkpoint at the end of an epoch."
+            )
+        first = first if first < len(self) else 0
         self._position, self._keys.epoch, self._keys.first = (epoch, first), epoch, first
         batches = self.order.batches(epoch, self.data_rank, first)
         for number, ((tensors, digests), rank_batch) in enumerate(zip(self._loader, batches), first):

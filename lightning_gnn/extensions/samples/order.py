@@ -57,7 +57,12 @@ class GlobalOrder:
     seed: int = 0
 
     def __len__(self) -> int:
-        return -(-self.num_samples // (self.batch_size * self.data_ranks))
+        return -(-self.num_samples // self.global_size)
+
+    @property
+    def global_size(self) -> int:
+        """Number of samples of a full global batch."""
+        return self.batch_size * self.data_ranks
 
     def permutation(self, epoch: int) -> Tensor:
         """Returns the dataset indices of an epoch, int64 ``[num_samples]``."""
@@ -67,7 +72,7 @@ class GlobalOrder:
 
     def batches(self, epoch: int, data_rank: int, first: int = 0) -> Iterator[RankBatch]:
         """Yields the samples of a data rank in each global batch of an epoch, from batch `first` on."""
-        order, size = self.permutation(epoch), self.batch_size * self.data_ranks
+        order, size = self.permutation(epoch), self.global_size
         for number in range(first, len(self)):
             batch = order[number * size : (number + 1) * size]
             positions = positions_of(data_rank, self.data_ranks, len(batch))
@@ -80,8 +85,8 @@ def split_by_time(samples: Any, fractions: Sequence[float] = (0.7, 0.1, 0.2), ga
     Args:
         samples: map-style dataset in the order of time, or a folder of arrays (see `GraphDataModule`).
         fractions: fractions of training, validation and test samples.
-        gap: number of samples that are left out between two splits. With windows of T steps in and out, ``gap=T - 1`` separates
-            the time steps of the splits.
+        gap: number of samples that are left out between two splits. With windows of T input steps and H output steps,
+            ``gap=T + H - 1`` gives splits without common time steps.
 
     Raises:
         ValueError: fractions or the gap are invalid, or a split with a fraction above 0 gets no sample.

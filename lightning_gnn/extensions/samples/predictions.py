@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.rows.placement import RowPlacement
+from lightning_gnn.rows.placement import RowPlacement, RowSet
 from lightning_gnn.steps.predictions import PredictedRows, RowFile, as_array, file_name
 
 
@@ -34,6 +34,9 @@ class SampleFiles:
         order, self._batches = trainer.predict_dataloaders.order, int(sum(trainer.num_predict_batches))
         self._samples = min(order.num_samples, self._batches * order.batch_size * order.data_ranks)
         self._world, self._folder = world, folder
+        data = trainer.datamodule
+        held = [data.shard.counts, data.shard.edge_counts] if data.sample_data.concatenates else []
+        self._rows_of_copies = {int(sum(counts)) for counts in held}
         self._files = dict[str, tuple[RowFile, Tensor]]()
         self.info: Any = None
         self._first = 0
@@ -43,17 +46,24 @@ class SampleFiles:
         self._first += 0 if self.info is None else self.info.total
         self.info = info
 
+    def has_copies(self, rows: RowSet) -> bool:
+        """Returns whether rows are the nodes or edges of concatenated samples."""
+        return rows.known_total is not None and rows.known_total in {self.info.total * count for count in self._rows_of_copies}
+
     def write(self, path: str, x: Tensor, nodes: RowPlacement) -> Tensor:
         """Write this rank's block of a tensor; returns the samples of the batch on all ranks, memory-mapped. Collective.
 
         Args:
             path: position of the tensor in the output of a step.
-            x: ``[B, ..., nodes of the rank, ...]``.
+            x: ``[B, ..., nodes of the rank, ...]``; or of concatenated samples, ``[B · nodes of the rank, ...]``.
             nodes: placement of the nodes.
         """
         dim, rows, name = nodes.dim, nodes.rows, file_name(path)
         array = as_array(x.detach().narrow(dim, 0, rows.owned))
-        shape = (self._samples, *array.shape[1:dim], rows.total, *array.shape[dim + 1 :])
+        per_sample = 1 if dim else rows.total // self.info.total  # entries of the first dimension
+        shape = (self._samples * per_sample, *array.shape[1:])
+        if dim:
+            shape = (*shape[:dim], rows.total, *shape[dim + 1 :])
         if name not in self._files:
             file = RowFile(self._world, self._folder / f"{name}.npy")
             file.on_all(partial(file.create, array.dtype, shape))
@@ -68,7 +78,9 @@ class SampleFiles:
 
         def write() -> None:
             target = np.lib.format.open_memmap(file.part, "r+")
-            for position, block in zip(self.info.positions.tolist(), array):
+            if not dim:
+                target[self._first * per_sample + places] = array
+            for position, block in zip(self.info.positions.tolist() if dim else (), array):
                 np.moveaxis(target[self._first + position], dim - 1, 0)[places] = np.moveaxis(block, dim - 1, 0)
             target.flush()
 
@@ -76,7 +88,7 @@ class SampleFiles:
         last = self._first + self.info.total
         if last == self._samples:
             file.on_all(file.appear)
-        return every[self._first : last]
+        return every[self._first * per_sample : last * per_sample]
 
     def remove_parts(self) -> None:
         """Remove incomplete files."""
@@ -89,7 +101,7 @@ class SampleFiles:
 
 
 class _RowsInFiles(PredictedRows):
-    """Combines predictions: files for tensors ``[B, ..., nodes, ...]``, and values on all ranks for others."""
+    """Combines predictions: files for tensors with rows of samples and nodes, and values on all ranks for others."""
 
     def __init__(self, files: SampleFiles, world: Any, rows: Any, *_: Any) -> None:
         super().__init__(world, rows, "all")
@@ -99,11 +111,12 @@ class _RowsInFiles(PredictedRows):
     def _join(self, path: str, leaf: Any) -> Any:
         x = leaf if isinstance(leaf, Tensor) else self._exports.get(id(leaf), (None, None))[1]
         nodes, *samples = self._rows.placements_of(x, compares=True) if isinstance(x, Tensor) else [None]
-        if not isinstance(x, Tensor) or not isinstance(nodes, RowPlacement) or nodes.dim == 0 or isinstance(leaf, list):
+        if not isinstance(x, Tensor) or not isinstance(nodes, RowPlacement) or isinstance(leaf, list):
             return super()._join(path, leaf)
         info = self._files.info
         of_mesh = [isinstance(each, RowPlacement) and (each.dim, each.rows.known_total) == (0, info.total) for each in samples]
-        if not all(of_mesh) or len(x) != len(info.indices):
+        is_stacked = nodes.dim > 0 and all(of_mesh) and len(x) == len(info.indices)
+        if not is_stacked and (nodes.dim or not self._files.has_copies(nodes.rows)):
             return super()._join(path, leaf)
         found = self._files.write(path, x, nodes)
         return found.numpy() if isinstance(leaf, np.ndarray) else found

@@ -47,13 +47,19 @@ class Measured(SampleModule):
 
 
 def run(
-    rank: int, world_size: int, graph_ranks: int, folder: Path | None = None, resume: Path | None = None, **options: Any
+    rank: int,
+    world_size: int,
+    graph_ranks: int,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    size: int = 4,
+    **options: Any,
 ) -> dict[str, Any]:
     """Trains on 12 samples, three batches per epoch."""
     L.seed_everything(0, verbose=False)
     module = Measured().double()
     samples = Samples(4, size=12)
-    data = GraphDataModule(graph_of_samples(), samples=samples, val_samples=samples, global_batch_size=4)
+    data = GraphDataModule(graph_of_samples(), samples=samples, val_samples=samples, global_batch_size=size)
     strategy: Any = DGCLStrategy(graph_ranks=graph_ranks, timeout=60) if graph_ranks else "auto"
     callbacks = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
     trainer = quiet_trainer(
@@ -89,6 +95,15 @@ def test_checkpoints(ranks, tmp_path):
             assert found["step"] == 6
         batches = [sorted(chain(*each)) for each in zip(*(found["batches"] for found in of_ranks[:: graph_ranks or 1]))]
         assert batches == [sorted(each) for each in whole["batches"][4:]]
+
+
+def test_another_batch_size_is_an_error_within_an_epoch(tmp_path):
+    """Batches that were read would otherwise be counted as batches of another size, and samples repeated or skipped."""
+    run(0, 1, 0, folder=tmp_path, max_epochs=1)
+    of_step = {number: next(iter(tmp_path.glob(f"step={number}*.ckpt"))) for number in (1, 3)}
+    with pytest.raises(ValueError, match="per global batch, got 6, and the checkpoint has 4. Set global_batch_size=4"):
+        run(0, 1, 0, resume=of_step[1], size=6)
+    assert run(0, 1, 0, resume=of_step[3], size=6)["step"] == 5
 
 
 class OnGraph(SampleModule):

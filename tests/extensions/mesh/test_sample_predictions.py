@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import campaign, quiet_trainer
 from conftest import RankFailed
-from sample_runs import MODELS, NODES, TARGETS, SampleModule, Samples, graph_of_samples
+from sample_runs import CONCATENATED, MODELS, NODES, TARGETS, SampleModule, Samples, graph_of_samples
 from torch_geometric.data import Data
 
 from lightning_gnn import DGCLStrategy, GraphDataModule, VertexCutStrategy
@@ -94,6 +94,43 @@ def test_files(ranks, tmp_path, world_size, graph_ranks, kind):
     files = {file.name: torch.from_numpy(np.load(file)) for file in (tmp_path / "predictions").iterdir()}
     assert files["steps.npy"].shape == (SIZE, TIMES, NODES, TARGETS) and files["last_1.npy"].dtype == torch.float32
     torch.testing.assert_close(files, {f"{name}.npy": each for name, each in of_all.items()}, rtol=1e-10, atol=1e-10)
+
+
+class Concatenated(SampleModule):
+    def predict_step(self, batch: Data, batch_idx: int) -> Any:
+        x = self.model(batch)
+        ends = x[batch.edge_index[0]] - x[batch.edge_index[1]]
+        return {"nodes": x, "edges": ends, "some": x[:, 0][batch.seen]}
+
+
+def predict_concatenated(rank: int, world_size: int, graph_ranks: int, folder: Path) -> list[Any]:
+    L.seed_everything(0, verbose=False)
+    data = GraphDataModule(graph_of_samples(), predict_samples=Samples(size=SIZE), global_batch_size=4, concatenate=True)
+    strategy: Any = DGCLStrategy(graph_ranks=graph_ranks, timeout=60, predictions="file") if graph_ranks else "auto"
+    gathered, gather = [], RowsMode.gather_rows
+
+    def gather_rows(self: RowsMode, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        gathered.append(x.dim())
+        return gather(self, x, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowsMode, "gather_rows", gather_rows)
+        run = quiet_trainer(strategy, world_size, self_check=False, default_root_dir=folder)
+        found = run.predict(Concatenated(CONCATENATED["concatenated_gcn"]()).double(), datamodule=data)
+    assert gathered == ([1] * 3 if graph_ranks else [])  # only the selected nodes
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "graph_ranks"), [(2, 2), (2, 1), *campaign((4, 2))])
+def test_files_of_concatenated_samples(ranks, tmp_path, world_size, graph_ranks):
+    """Files have the rows of all samples, one after the other; selected rows are returned on all ranks."""
+    expected = predict_concatenated(0, 1, 0, tmp_path / "one")
+    for found in ranks.run(world_size, predict_concatenated, graph_ranks, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    files = {file.stem: torch.from_numpy(np.load(file)) for file in (tmp_path / "predictions").iterdir()}
+    of_all = {name: torch.cat([batch[name] for batch in expected]) for name in ("nodes", "edges")}
+    assert of_all["nodes"].shape == (SIZE * NODES, TARGETS)
+    torch.testing.assert_close(files, of_all, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
