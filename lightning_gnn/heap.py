@@ -98,8 +98,8 @@ class StepMemory(pl.Callback):
                 self._in_use.enter_context(keeping_freed_memory())
             else:
                 rank_zero_info(
-                    f"Ignored reuse_buffers=True, which may take {kept / 1e9:.3g} GB: {free / 1e9:.3g} GB are available. Steps "
-                    "are slower, because they return freed memory to the system."
+                    f"reuse_buffers=True has no effect: ranks of this machine may need {kept / 1e9:.3g} GB, and {free / 1e9:.3g} "
+                    "GB are available. Steps are slower, because they return freed memory to the system (docs/memory.md)."
                 )
 
 

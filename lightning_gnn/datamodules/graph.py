@@ -123,7 +123,8 @@ class GraphDataModule(LightningDataModule):
             ``"auto"``. For a vertex cut: one of the names in
             :class:`~lightning_gnn.strategies.vertex_cut.strategy.VertexCutStrategy`; default the choice of the strategy, also for
             a folder.
-        seed: seed of the random split and of the partitioner; added to torch's seed for the draws of the source.
+        seed: seed of the random split, the partitioner, the order of samples, and random numbers in ``__getitem__`` of samples;
+            added to torch's seed for the draws of the source.
         input_type: node type of a ``HeteroData`` whose nodes are predicted. Default: the type with a ``train_mask``, or the
             target type of the predicted edges.
         partition_dir: partition directory, a local folder or a URL such as ``"s3://bucket/partitions"``, whose entries are stored

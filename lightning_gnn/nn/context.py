@@ -145,7 +145,8 @@ class GraphContext:
         if rows != owned:
             raise UnsupportedModelError(
                 f"'{layer}' was given {rows} node rows, but this rank has {owned} local nodes. Convs must be called with one row "
-                "per node of the batch, in its order. Samples need concatenate=True if a layer needs [N, F], such as GATConv."
+                "per node of the batch, in its order. With samples, x is [B, N, F]; for layers of x [N, F], such as GATConv, set "
+                "GraphDataModule(..., concatenate=True)."
             )
 
     def check_expanded_rows(self, rows: int, layer: str) -> None:

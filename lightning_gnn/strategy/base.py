@@ -97,9 +97,9 @@ class GNNStrategy(RankStrategy):
         min_ranks: with `elastic`, least number of ranks that continue.
         balance: with `elastic`, whether nodes move from slow ranks to fast ranks while the model trains. Speeds are measured on
             CPU ranks, or given: the relative speed of each rank, such as ``[1.0, 0.5]``.
-        graph_ranks: number of ranks among which the graph is divided. The number of ranks is a multiple, and the samples of
-            :class:`~lightning_gnn.GraphDataModule` are divided among groups of `graph_ranks` ranks. None: all ranks. ``"auto"``:
-            the smallest number whose predicted peak memory times 1.2 is free; requires ``global_batch_size``.
+        graph_ranks: number of ranks that divide the graph. The number of ranks is a multiple, and data ranks of `graph_ranks`
+            ranks each divide the samples of :class:`~lightning_gnn.GraphDataModule`. None: all ranks. ``"auto"``: the smallest
+            number for which 1.2 times the predicted peak memory is free; requires ``global_batch_size``.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 

@@ -141,7 +141,7 @@ def _ways(run: Run, sum_peaks: Callable[..., int], available: int, checkpoints: 
             yield f"{more}, at most {in_gb(least)} on {each}"
             break
     by_batches = 'strategy="sampling", which trains on batches'
-    yield by_batches if run.samples is None else "a smaller batch_size; more graph_ranks; more ranks"
+    yield by_batches if run.samples is None else run.samples.ways_to_fit
 
 
 def in_gb(count: float) -> str:

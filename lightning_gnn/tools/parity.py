@@ -172,7 +172,7 @@ def explanation_table(explanations: Sequence[Explanation], title: str) -> Table:
     return made
 
 
-_ALL_RANKS = "Without a number of graph_ranks, all ranks divide the graph of each sample, and data ranks were not compared."
+_ALL_RANKS = "Strategies without a number of graph_ranks were compared with one data rank: all ranks divided the graph."
 STEPS = 3
 """Number of training steps of approximate schemes; in the first, caches send everything."""
 MAX_VALUES = 20_000_000
@@ -207,9 +207,9 @@ def check_parity(
         strategies: names, or strategies with arguments; default: all registered strategies that support this number of ranks.
         devices: devices per machine, as in the Trainer.
         num_nodes: number of machines, as in the Trainer; ranks are `devices` times `num_nodes`.
-        nodes: number of nodes of a sample, see :func:`~lightning_gnn.tools.parity.ball`. Default: the whole graph, or a sample if
-            it is too large.
-        seed: seed of the sample and of random numbers, which are equal for a node or an edge on any number of ranks.
+        nodes: number of nodes of a subgraph, see :func:`~lightning_gnn.tools.parity.ball`. Default: the whole graph, or a
+            subgraph if it is too large.
+        seed: seed of the subgraph and of random numbers, which are equal for a node or an edge on any number of ranks.
 
     Raises:
         ValueError: for an unknown strategy, no step to compare, or a model that a single device does not support either.
@@ -312,8 +312,8 @@ class _Check:
         self.num_nodes = len(n_id)
         if self.num_nodes < self.graph_size:
             self.notes.append(
-                f"A sample of {self.num_nodes:,} of {self.graph_size:,} nodes was compared: a ball around training nodes, "
-                "and all edges between its nodes. Set another number with nodes=N, or --nodes N."
+                f"A subgraph of {self.num_nodes:,} of {self.graph_size:,} nodes was compared: training nodes, their neighbors, "
+                "and all edges between these nodes. Set another number with nodes=N, or --nodes N."
             )
         if draws_random_numbers(module):
             self.notes.append("Dropout was off: each rank draws its own in training, so digits differ.")
@@ -492,15 +492,15 @@ class _Check:
 def some_of(
     data: Graph, num_nodes: int | None, seed: int = 0, more_values: int = 0, input_type: NodeType | None = None
 ) -> tuple[Graph, Ids]:
-    """Returns the graph, or a sample of it, and the ids of its nodes; with types, of all nodes, type after type.
+    """Returns the graph, or a subgraph, and the ids of its nodes; with types, of all nodes, type after type.
 
     In the graph, ``n_id`` and ``e_id`` are the original ids of nodes and edges.
 
     Args:
         data: the graph.
         num_nodes: number of nodes. None: the whole graph if ``x`` and `more_values` have at most `MAX_VALUES` entries, and edges
-            are at most `MAX_EDGES`; else a sample within both limits.
-        seed: seed of the sample.
+            are at most `MAX_EDGES`; else a subgraph within both limits.
+        seed: seed of the subgraph.
         more_values: number of further values of all nodes.
         input_type: predicted node type of a heterogeneous graph.
     """

@@ -54,7 +54,7 @@ def test_right_models_pass_on_cora(shared, kind):
     else:
         module = UserModule(build("gat", 1433, 7), 7)
         report = check_parity(module, data, ["dgcl", "spmm_15d", "vertex_cut"], devices=3, nodes=700)
-        assert "A sample of 700 of 2,708 nodes" in str(report)
+        assert "A subgraph of 700 of 2,708 nodes" in str(report)
     assert report.ok, str(report)
     assert {each.verdict for each in report.schemes} == {"same"} and report.dtype == "float64"
     for each in report.schemes:

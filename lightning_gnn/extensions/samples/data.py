@@ -74,8 +74,9 @@ class SampleData:
         dims = {flat_name(name): dim for name, dim in dims.items()}
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError(
-                f"{', '.join(self._datasets)} must have a batch_size per data rank or a global_batch_size, and not both, got "
-                f"batch_size={batch_size}, global_batch_size={global_batch_size}. Remove or set one."
+                f"GraphDataModule with {', '.join(self._datasets)} requires batch_size (samples per data rank) or "
+                f"global_batch_size (samples of all data ranks together), got batch_size={batch_size}, "
+                f"global_batch_size={global_batch_size}. Set one of them."
             )
         self.global_batch_size, self._shuffle, self._node_dims = global_batch_size, shuffle, dims
         self._loading: dict[str, Any] = {
@@ -140,8 +141,8 @@ class SampleData:
                 kind, _, own_name = taken[0].rpartition(".")
                 where = f"data[{kind!r}].{own_name}" if kind else f"data.{own_name}"
                 raise ValueError(
-                    f"{', '.join(taken)} of {name}[0] must have another name: the graph or the batch has it, too. Rename it, or "
-                    f"remove it from the graph, del {where}, or from the samples."
+                    f"{', '.join(taken)} of {name}[0] must have another name: the graph or the batch has it, too. Remove it from "
+                    f"the samples if it is equal in all samples; else rename it, or remove it from the graph, del {where}."
                 )
             folder, samples = self._convert(name, form, rows, partition, lock), self._datasets[name]
             own = None if folder is not None or partition is None else {kind: ids[shard.rank] for kind, ids in rows.items()}

@@ -129,9 +129,14 @@ class SampleFormat:
         tensors = {}
         for name, value in values.items():
             shape, kind = tuple(value.shape), _type_of(f"{dataset}[0]", name, sizes)
-            size = sizes.get(kind, -1)  # of values outside of types
+            size = sizes.get(kind, -1)  # -1 outside of types
             dim = given[name] if name in given else _default_dim(f"{dataset}[0]", name, shape, size, num_edges, kind)
             if dim is not None:
+                if kind not in sizes:
+                    raise ValueError(
+                        f"node_dims[{name!r}] must be None, got {dim}: {name} of {dataset}[0] does not belong to a node type: "
+                        "it is one value per sample. Remove it."
+                    )
                 if not -len(shape) <= dim < len(shape) or shape[dim] != size:
                     raise ValueError(
                         f"node_dims[{_key(name, kind)}] must be a dimension of size N={size}, got {dim}: {name} of {dataset}[0] "
@@ -144,10 +149,13 @@ class SampleFormat:
             named = {name: each for name, each in tensors.items() if each.node_type == kind} or tensors
             if all(tensor.node_dim is None for tensor in named.values()):
                 shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+                dims = {
+                    _key(name, kind): each.shape.index(sizes[kind]) for name, each in named.items() if sizes[kind] in each.shape
+                }
+                given_dims = next((f", or pass node_dims={{{key}: {dim}}}" for key, dim in dims.items()), "")
                 raise ValueError(
                     f"{dataset}: no tensor of sample 0 has N={sizes[kind]} entries along its node dimension (got {shapes}). "
-                    "Check the number of nodes, or pass node_dims, such as GraphDataModule(..., "
-                    f"node_dims={{{_key('x', kind)}: 1}})."
+                    f"Check the number of nodes{given_dims}."
                 )
         return cls(dataset, tensors)
 
@@ -227,17 +235,16 @@ def _default_dim(where: str, name: str, shape: tuple[int, ...], num_nodes: int, 
     dim = 0 if len(shape) == 1 else -2
     if shape[dim] == num_nodes:
         return dim
-    best = shape.index(num_nodes) if num_nodes in shape else None
-    advice = f"such as GraphDataModule(..., node_dims={{{_key(name, kind)}: {best}}})"
     if shape[dim] == num_edges:
         raise ValueError(
             f"{name} of {where} has shape {list(shape)}, and the graph has {num_edges} edges. Samples do not support tensors "
-            f"with one row per edge. If they are one value per sample, pass node_dims, {advice}."
+            f"with one row per edge. If {name} is equal in all samples, remove it from the samples and add it to the graph. If "
+            f"it is one value per sample, pass GraphDataModule(..., node_dims={{{_key(name, kind)}: None}})."
         )
     if num_nodes in shape:
         rank_zero_warn(
             f"{name} of {where} has shape {list(shape)}: one value per sample, since dimension {dim} does not have N={num_nodes} "
-            f"entries. If another dimension has the nodes, pass node_dims, {advice}."
+            f"entries. If another dimension has the nodes, pass node_dims={{{_key(name, kind)}: {shape.index(num_nodes)}}}."
         )
     return None
 

@@ -264,7 +264,16 @@ class SampleGraphs:
         """Text for steps that do not run, for example on samples of this shape."""
         if self._samples.concatenates:
             return ""
-        return " Samples are stacked, x [B, N, F]. For layers of x [N, F], set GraphDataModule(..., concatenate=True)."
+        return (
+            " With samples, x is [B, N, F]; for layers of x [N, F], such as GATConv, set GraphDataModule(..., concatenate=True). "
+            "Models with one parameter per node do not run on a small graph."
+        )
+
+    @property
+    def ways_to_fit(self) -> str:
+        """Text of arguments with which a rank needs less memory."""
+        size = "batch_size" if self._samples.global_batch_size is None else "global_batch_size"
+        return f"a smaller {size}; a larger graph_ranks, with more ranks if needed"
 
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""

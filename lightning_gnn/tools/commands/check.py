@@ -25,8 +25,8 @@ class CheckCLI(GraphCLI):
         "trainer.strategy, trainer.devices and trainer.num_nodes. The exit status is 0 if all is the same."
     )
     options: ClassVar = {
-        "nodes": Option(int, "Of a sample of the graph. (default: the whole graph, if it is not too large)"),
-        "seed": Option(int, "Of the sample and of random numbers. (default: 0)", 0),
+        "nodes": Option(int, "Of a subgraph. (default: the whole graph, if it is not too large)"),
+        "seed": Option(int, "Of the subgraph and of random numbers. (default: 0)", 0),
         "schemes": Option(list[str], "Only these, such as [dgcl,spmm_15d]. (default: all)"),
         "explain": Option(bool, "Compare nothing: list what ranks send under trainer.strategy. (default: false)", False),
         "json": JSON,
@@ -57,7 +57,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def _size(cli: CheckCLI) -> tuple[int, int, int | None, int]:
-    """Returns ranks per machine, machines, nodes of the sample, and the seed."""
+    """Returns ranks per machine, machines, nodes of the subgraph, and the seed."""
     return cli.ranks // cli.hosts, cli.hosts, cli.config.nodes, cli.config.seed
 
 

@@ -249,9 +249,10 @@ WHOLE = {"x": torch.zeros(SITES, 1)}
         ({"site": WHOLE, "mesh": torch.zeros(3)}, r"mesh of samples\[0\] must have another name"),
         ({"site": WHOLE, "sea": {"x": torch.zeros(3)}}, r"must have tensors of node types \['mesh', 'site'\], got sea.x"),
         ({"site": WHOLE, UP: {"w": torch.zeros(90)}}, r"must have tensors of node types .*, got site__to__mesh.w"),
-        ({"site": {"x": torch.zeros(SITES - 1, 2)}}, rf"no tensor of sample 0 has N={SITES} .*\('site', 'x'\): 1"),
+        ({"site": {"x": torch.zeros(SITES - 1, 2)}}, rf"no tensor of sample 0 has N={SITES} .*site.x \[{SITES - 1}, 2\]"),
         ({"site": {"x": torch.zeros(3)}, "mesh": {"x": torch.zeros(NODES)}}, rf"no tensor of .* N={SITES} .*site.x"),
         ({"site": WHOLE, "mesh": {"x": torch.zeros(SITES)}}, rf"no tensor of sample 0 has N={NODES} .*mesh.x \[{SITES}\]"),
+        ({"site": {"x": torch.zeros(2, 3, SITES)}}, rf"has N={SITES} .*or pass node_dims={{\('site', 'x'\): 2}}"),
         ({"hour": 1.0}, "no tensor of sample 0 has N="),
     ],
 )
