@@ -242,6 +242,7 @@ def capabilities(name: str, kind: Any) -> Iterator[tuple[str, str]]:
     yes_or_no = {True: "yes", False: "no"}
     yield "exact training", "yes" if not strategy.approximation else f"no: {strategy.approximation}"
     yield "HeteroData", yes_or_no[layout(strategy, 1).takes_types]
+    yield "samples", yes_or_no[strategy.samples_unsupported_reason is None]
     yield "links", supported_links(strategy)
     yield "embeddings", yes_or_no[supports_embeddings(strategy)]
     yield "edge features", next((text for start, text in EDGE_FEATURES.items() if name.startswith(start)), "yes")

@@ -2,7 +2,7 @@
 
 python examples/mesh_simulation.py [--devices 4 --graph-ranks 2] [--picture mesh.png]
 
-Ranks form a mesh, too: graph ranks have parts of the plate, data ranks have different states. Losses equal one device.
+Graph ranks have parts of the plate, data ranks have different states. Losses equal the losses of one device.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 python examples/observations.py [--devices 4 --graph-ranks 2] [--picture observations.png]
 
 A sample is one field, observed at other sites each time. Graph ranks have parts of both sites and mesh, data ranks have different
-fields. Losses equal one device, although each sample has another number of observations.
+fields. Losses equal the losses of one device, although each sample has another number of observations.
 """
 
 import argparse

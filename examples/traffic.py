@@ -2,7 +2,7 @@
 
 python examples/traffic.py [--devices 4 --graph-ranks 2] [--picture traffic.png]
 
-Ranks form a mesh: graph ranks have parts of the road network, data ranks have different windows. Losses equal one device.
+Graph ranks have parts of the road network, data ranks have different windows. Losses equal the losses of one device.
 """
 
 import argparse

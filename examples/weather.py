@@ -3,7 +3,7 @@
 python examples/weather.py [--devices 4 --graph-ranks 2] [--picture weather.png]
 
 A sample is the weather at the nodes of the grid. Graph ranks have parts of the globe, of both grid and mesh, and data ranks have
-different weathers. Losses equal one device, although the loss is a root of a mean, which is not the mean of the ranks' roots.
+different samples. Losses equal the losses of one device, although a root of a mean is not the mean of the ranks' roots.
 """
 
 import argparse
