@@ -206,10 +206,11 @@ def _serve(connection: socket.socket) -> None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
-            pid = os.fork()
-            if pid:
-                os.write(writer, pid.to_bytes(8, "big"))
+            if os.fork():
                 os._exit(0)  # whoever has asked adopts it
+            if request.pop("new_session"):
+                os.setsid()  # before its pid is known: a signal to its group would reach the group of the tests
+            os.write(writer, os.getpid().to_bytes(8, "big"))
             while os.getppid() == between:
                 os.sched_yield()
             _become(files=dict(zip(request.pop("files"), files)), **request)
@@ -224,14 +225,11 @@ def _become(
     arguments: list[str],
     cwd: str,
     environment: dict[str, str],
-    new_session: bool,
     unbuffered: bool,
     interruptible: bool,
     files: dict[int, int],
 ) -> None:
     """Is a Python that was called with these arguments, to its end."""
-    if new_session:
-        os.setsid()
     _open(files)
     signal.signal(signal.SIGINT, signal.default_int_handler if interruptible else signal.SIG_IGN)
     os.chdir(cwd)

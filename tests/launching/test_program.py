@@ -134,3 +134,10 @@ def test_ranks_of_code_and_of_standard_input(tmp_path):
     told = "\n".join(output(tmp_path, "-", given=TRAINS, PYTHONPATH=str(REPOSITORY)))
     assert "runs this program again, and that is not possible: it was read from standard input" in told
     assert "Trainer(strategy='dgcl_notebook')" in told
+
+
+def test_forked_pythons_have_a_session_of_their_own_before_their_pid_is_known():
+    """Jupyter sends signals to the group that a kernel has when it is started, which could be the group of the tests."""
+    for _ in range(10):
+        with subprocess.Popen([sys.executable, "-c", "pass"], start_new_session=True) as started:
+            assert os.getpgid(started.pid) == started.pid
