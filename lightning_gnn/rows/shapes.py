@@ -39,7 +39,18 @@ from lightning_gnn.rows.mode import (
     tensors_in,
     user_line,
 )
-from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED, Placement, RowCount, RowPlacement, RowSet, View
+from lightning_gnn.rows.placement import (
+    ATTRIBUTE,
+    FROM_ROWS,
+    OF_SAMPLES,
+    REPLICATED,
+    LocalSize,
+    Placement,
+    RowCount,
+    RowPlacement,
+    RowSet,
+    View,
+)
 
 # Sizes ########################################################################
 
@@ -138,12 +149,68 @@ _MANY = 1_000_003
 """Number of rows for a selection of unknown size: a prime, which no product of other sizes equals."""
 _SOME = 1_009
 """Size in place of 0, also a prime: strides and products of sizes of an empty tensor do not show its rows."""
+_SAMPLES = 99_991, 99_989
+"""Numbers of local samples in the mode of nodes, primes: the results of data ranks must not depend on their number of samples."""
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
 _EXPANDS = {"expand", "broadcast_to"}
 
 
 def _int(value: Any) -> Any:
     return int(value) if is_count(value) else value
+
+
+class _Sizes:
+    """Sizes of a row tensor, in which a placeholder stands for the number of local samples, and another for 0.
+
+    Args:
+        mode: mode of the rows.
+        x: row tensor.
+        of: its placement.
+        given: sizes in the arguments of a function.
+
+    Attributes:
+        empty: whether a dimension without rows and samples has size 0.
+    """
+
+    def __init__(self, mode: RowsMode, x: Tensor, of: RowPlacement, given: Sequence[Any]) -> None:
+        self._shape, self._dim, self._samples = [int(size) for size in x.shape], of.dim, 0
+        samples = x.__dict__.get(OF_SAMPLES) if mode.attribute == ATTRIBUTE else None
+        at = samples.dim if isinstance(samples, RowPlacement) else None
+        beside = [size for place, size in enumerate(self._shape) if place not in (of.dim, at)]
+        self.empty = 0 in beside
+        known = [*beside, *(int(size) for size in given if isinstance(size, int) and not isinstance(size, LocalSize))]
+        self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
+        if isinstance(samples, RowPlacement):
+            times = samples.rows.entries_per_row
+            self._samples = samples.rows.count // max(1, times)
+            if at != of.dim:
+                self._shape[samples.dim] = times * self._prime
+
+    def mark(self, size: Any) -> Any:
+        """Returns a size with placeholders."""
+        return size.times * self._prime if isinstance(size, LocalSize) else size
+
+    def total(self, rows: RowSet) -> int:
+        """Returns the number of rows of all ranks of the axis."""
+        found = rows.entries_of or rows.repeats_of
+        return rows.total if found is None else self.total(found[0]) * self.mark(found[1])
+
+    def shape(self, total: int) -> tuple[int, ...]:
+        """Returns the shape of the tensor with the rows of all ranks of the axis."""
+        sizes = (*self._shape[: self._dim], total, *self._shape[self._dim + 1 :])
+        return tuple(int(each) or _SOME * self.empty for each in sizes)
+
+    def local(self, size: int) -> int:
+        """Returns the size on this rank."""
+        times, left = divmod(size, self._prime)
+        if times and not left:
+            return LocalSize.of(times * self._samples, times)
+        return 0 if self.empty and size % _SOME == 0 else size
+
+
+def _count_of(mode: RowsMode, rows: RowSet) -> int:
+    """Returns the number of local rows; in the mode of samples, as a size for the mode of nodes."""
+    return rows.count if mode.node_mode is None else LocalSize.of(rows.count, rows.entries_per_row)
 
 
 def _frozen(value: Any) -> Any:
@@ -185,23 +252,24 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
-    rows, dim, sizes, empty = of.rows, of.dim, map_leaves(args[1:], _int), 0 in (*x.shape[: of.dim], *x.shape[of.dim + 1 :])
-    if empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
+    rows, dim, made = of.rows, of.dim, _Sizes(mode, x, of, given)
+    sizes = map_leaves(args[1:], lambda size: made.mark(_int(size)))
+    if made.empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
         sizes = map_leaves(sizes, lambda size: size or -1)
     key = _frozen(sizes), _frozen(tuple(kwargs.items()))
     # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
-        total = total or rows.total
-        shape = tuple(int(each) or _SOME * empty for each in (*x.shape[:dim], total, *x.shape[dim + 1 :]))  # of this axis
+        total = total or made.total(rows)
+        shape = made.shape(total)
         views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
-        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes)
+        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes, made)
     if name in _RESHAPES | _EXPANDS:
         size, at, _ = views[0]
-        local = [*_restore_zeros(size[:at], empty), x.size(dim), *_restore_zeros(size[at + 1 :], empty)]
+        local = [*map(made.local, size[:at]), _count_of(mode, rows), *map(made.local, size[at + 1 :])]
         results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
     elif name in _PARTS | {"narrow"} and views[0][0] == shape:
         results = (x.view_as(x),)
@@ -216,14 +284,11 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _restore_zeros(sizes: Sequence[int], empty: bool = True) -> list[int]:
-    return [0 if empty and size % _SOME == 0 else size for size in sizes]
-
-
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any) -> Any:
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, made: _Sizes) -> Any:
     """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
 
-    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`.
+    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`. `made` has
+    their placeholders.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
@@ -238,39 +303,39 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape):
         new = func(torch.empty(shape, device="meta"), *sizes, **map_leaves(kwargs, _int)).shape
-        found = _repeats_of(of, shape, new)
+        found = _repeats_of(of, shape, new, made)
         if found is None and prod(shape[:dim]) == 1:
             at = next((place for place, size in enumerate(new) if size != 1), 0)
-            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]))
+            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]), made)
             found = None if entries is None else entries.at(at)
         if found is not None:
-            local = [*new[: found.dim], found.rows.count, *new[found.dim + 1 :]]
-            return mode.place(x.reshape(local if x.numel() else _restore_zeros(local)), found)
+            sizes = [*map(made.local, new[: found.dim]), _count_of(mode, found.rows), *map(made.local, new[found.dim + 1 :])]
+            return mode.place(x.reshape(sizes), found)
     return mode.on_all_rows(func, args, kwargs)
 
 
-def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int]) -> RowPlacement | None:
+def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int], made: _Sizes) -> RowPlacement | None:
     """Returns the placement after a reshape that joins the rows with dimensions before them, or splits them; else None."""
     rows, times = of.rows.repeats_of or (of.rows, 1)
     if rows.replicas or of.local_ids:
         return None
-    before, after = prod(shape[: of.dim]) * times, prod(shape[of.dim + 1 :])
+    before, after = prod(shape[: of.dim]) * made.mark(times), prod(shape[of.dim + 1 :])
     for at, size in enumerate(new):
-        repeats, left = divmod(size, rows.total)
+        repeats, left = divmod(size, made.total(rows))
         if repeats and not left and prod(new[:at]) * repeats == before and prod(new[at + 1 :]) == after:
-            return rows.repeat(repeats).at(at)
+            return rows.repeat(made.local(repeats)).at(at)
     return None
 
 
-def _entries_of(rows: RowSet, before: int, after: int) -> RowSet | None:
+def _entries_of(rows: RowSet, before: int, after: int, made: _Sizes) -> RowSet | None:
     """Returns the row set after a reshape from `before` to `after` entries per row; None if it has none.
 
     Entries may become separate rows, or the rows that they were.
     """
     if after and before % after == 0 and before != after:
-        return rows.flatten_entries(before // after)
+        return rows.flatten_entries(made.local(before // after))
     of, times = rows.entries_of or (None, 0)
-    return of if before * times == after else None
+    return of if before * made.mark(times) == after else None
 
 
 def _keep_ids(new: RowPlacement, before: RowPlacement) -> RowPlacement:
@@ -609,6 +674,9 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
         selection = _choose_rows(mode, rows, item)
         if selection is None:
             return None
+        if mode.node_mode is not None:  # samples, which graph ranks have in the same places
+            with mode.node_mode.reading():
+                mode.node_mode.place(selection.places, REPLICATED)
         out = x.index_select(dim, selection.places)
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)

@@ -98,7 +98,8 @@ class SampleMode(RowsMode):
             of = rows_of(x)
             if of is not None and of.dim == placement.dim:  # samples and nodes are along one dimension
                 with self._nodes.pause():
-                    x = place(self._nodes.gather_rows(x, of, operation), FROM_ROWS)
+                    x = self._nodes.gather_rows(x, of, operation)
+                place(x, FROM_ROWS)
         return super().gather_rows(x, placement, operation)
 
     @override
