@@ -313,6 +313,7 @@ class RowsMode(TorchFunctionMode):
         self.see: Callable[[Any, Any], None] | None = None
         self._axes: list[str] = []  # axes in use before this mode was entered
         self.twice_at = ""  # line of the last gradient with create_graph=True
+        self.calling: tuple[RowsMode, ...] = ()  # mode of samples whose rule runs torch's engine by the rule of this mode
         # Tensors from before the run by object id, and whether they were found to be equal on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         ranks._where = user_line
@@ -351,6 +352,15 @@ class RowsMode(TorchFunctionMode):
             yield
         finally:
             axis.attribute = before
+
+    @contextmanager
+    def called_by(self, mode: RowsMode) -> Iterator[None]:
+        """Context manager in which torch's engine runs for a mode of samples, too."""
+        self.calling = (mode,)
+        try:
+            yield
+        finally:
+            self.calling = ()
 
     @contextmanager
     def activate(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -926,9 +927,11 @@ def _run_backward(mode: RowsMode, outputs: Any, starts: Any, inputs: Any, option
     starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
     again, retain = bool(options.get("create_graph")), options.get("retain_graph")
     unused = accumulate_grad or bool(options.get("allow_unused", options.get("materialize_grads")))
-    if again:
-        mode.twice_at = user_line()
-    with mode.activate(in_backward=True, in_rule=True), mode.differentiating():
+    with ExitStack() as modes:
+        for each in (mode, *mode.calling):
+            each.twice_at = user_line() if again else each.twice_at
+            modes.enter_context(each.activate(in_backward=True, in_rule=True))
+            modes.enter_context(each.differentiating())
         return run_backward(
             outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
         )
@@ -956,7 +959,11 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     hooks = {x: hooks_on_gradient(x)[0] or {} for x in inputs if isinstance(x, torch.nn.Parameter)}
     removed = {x: {key: each.pop(key) for key in [*each]} for x, each in hooks.items()}
     try:
-        found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
+        if mode.node_mode is None:
+            found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
+        else:  # the mode of nodes runs torch's engine
+            with mode.node_mode.called_by(mode):
+                found = torch.autograd.grad(**{**options, "outputs": outputs, "inputs": inputs, "grad_outputs": scaled})
     finally:
         for x, each in hooks.items():
             each.update(removed[x])
@@ -1007,14 +1014,15 @@ def _register_hook(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
     def on_gradient(grad: Tensor) -> Any:
-        whole = _sum_gradient(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
-        with mode.activate():
-            changed = hook(whole)
-        if changed is None:
-            return None
-        if isinstance(of, RowPlacement):
-            return _zero_replicas(align_rows(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
-        return changed / mode.ranks.size
+        with mode.reading():
+            whole = _sum_gradient(mode, grad.view_as(grad), of, "gradient for a hook")  # the view has a placement of its own
+            with mode.activate():
+                changed = hook(whole)
+            if changed is None:
+                return None
+            if isinstance(of, RowPlacement):
+                return _zero_replicas(align_rows(mode, changed, of.rows, x.dim() - of.dim, "hook"), of)
+            return changed / mode.ranks.size
 
     return func(x, on_gradient)
 
