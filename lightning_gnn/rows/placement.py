@@ -211,8 +211,14 @@ class RowSet:
         return selection[1]
 
     @property
+    def original(self) -> RowSet:
+        """Rows that were flattened or repeated; else these rows."""
+        of = self.entries_of or self.repeats_of
+        return self if of is None else of[0].original
+
+    @property
     def entries_per_row(self) -> int:
-        """Number of entries of each original row, if the rows are flattened entries or repeated rows; else 1."""
+        """Number of entries of each original row."""
         of = self.entries_of or self.repeats_of
         return 1 if of is None else of[0].entries_per_row * of[1]
 

@@ -174,14 +174,15 @@ class _Sizes:
     """
 
     def __init__(self, mode: RowsMode, x: Tensor, of: RowPlacement, given: Sequence[Any]) -> None:
-        self._shape, self._dim, self._samples = [int(size) for size in x.shape], of.dim, 0
+        self._shape, self._dim, self._prime = [int(size) for size in x.shape], of.dim, 0
         samples = x.__dict__.get(OF_SAMPLES) if mode.attribute == ATTRIBUTE else None
         at = samples.dim if isinstance(samples, RowPlacement) else None
         beside = [size for place, size in enumerate(self._shape) if place not in (of.dim, at)]
         self.empty = 0 in beside
-        known = [*beside, *(int(size) for size in given if isinstance(size, int) and not isinstance(size, LocalSize))]
-        self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
         if isinstance(samples, RowPlacement):
+            known = [*beside, of.rows.original.known_total or 0]
+            known += [int(size) for size in given if isinstance(size, int) and not isinstance(size, LocalSize)]
+            self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
             times = samples.rows.entries_per_row
             self._samples = samples.rows.count // max(1, times)
             if at != of.dim:
@@ -189,7 +190,7 @@ class _Sizes:
 
     def mark(self, size: Any) -> Any:
         """Returns a size with placeholders."""
-        return size.times * self._prime if isinstance(size, LocalSize) else size
+        return size.times * self._prime if self._prime and isinstance(size, LocalSize) else size
 
     def total(self, rows: RowSet) -> int:
         """Returns the number of rows of all ranks of the axis."""
@@ -203,9 +204,8 @@ class _Sizes:
 
     def local(self, size: int) -> int:
         """Returns the size on this rank."""
-        times, left = divmod(size, self._prime)
-        if times and not left:
-            return LocalSize.of(times * self._samples, times)
+        if self._prime and size and size % self._prime == 0:
+            return LocalSize.of(size // self._prime * self._samples, size // self._prime)
         return 0 if self.empty and size % _SOME == 0 else size
 
 

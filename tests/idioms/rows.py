@@ -577,7 +577,7 @@ def norms_of_rows() -> Case:
     return Case(Classifier(Normed(*norms)), graph())
 
 
-@idiom(source="torch InstanceNorm1d", refused="InstanceNorm1d.*statistics over all nodes")
+@idiom(source="torch InstanceNorm1d: statistics over all nodes")
 def torch_instance_norm() -> Case:
     class Turned(torch.nn.Module):
         def __init__(self) -> None:
