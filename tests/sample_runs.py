@@ -316,7 +316,9 @@ class SampleModule(L.LightningModule):
         self.log("end_loss", batch.y.mean(), on_step=False, on_epoch=True, batch_size=len(batch.hour))
 
     def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self.log("val_loss", F.l1_loss(self.model(batch), batch.y), batch_size=len(batch.x))
+        loss = F.l1_loss(self.model(batch), batch.y)
+        self.log("val_loss", loss, batch_size=len(batch.x))
+        self.log("inferred_loss", loss)  # weighted by the batch size that Lightning infers on one device
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
         return self.model(batch)

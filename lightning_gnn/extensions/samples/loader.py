@@ -165,7 +165,9 @@ def make_batch(
         node_dims = {name: each.node_dim for name, each in form.tensors.items()}
         tensors = {name: _concatenate(value, node_dims[name]) for name, value in tensors.items()}
     batch = SampleBatch(kinds_of(shard.batch), left_out_of(shard.batch))
-    for name, value in (*graph_values(shard).items(), *tensors.items()):
+    # First the tensor from which Lightning infers the batch size on one device: samples, or the nodes of all copies.
+    first = tensors if copies is None else {"batch": shard.batch.batch, **tensors}
+    for name, value in {**first, **graph_values(shard)}.items():
         batch[name] = value
     batch.sample_info = SampleInfo(*rank_batch, node_dims, *compared)
     return batch

@@ -67,6 +67,10 @@ class TypedSampleBatch(HeteroData):
             kind, _, of_kind = name.rpartition(".")
             yield (self[kind][of_kind] if kind else getattr(self, name)), kind, dim
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yields the tensors of the samples, from which Lightning infers the batch size on one device."""
+        return (x for x, *_ in self.sample_tensors)
+
 
 def typed_batch(shard: Shard, tensors: Mapping[str, Tensor], info: Any) -> TypedSampleBatch:
     """Returns a batch of samples on a part of a graph with types.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from common import campaign, quiet_trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from node_set_runs import (
     FEATURES,
     NODES,
@@ -100,6 +101,7 @@ def test_batches_of_the_whole_graph(tmp_path):
         assert torch.equal(batch[kind].edge_attr, graph[kind].edge_attr)
     dims = {"site.x": 1, "site.y": 2, "site.seen": 1, "mesh.x": 1, "hour": None}
     assert batch.sample_info.node_dims == dims
+    assert [extract_batch_size(each) for each in batches] == [2, 2, 2, 2, 1]
 
 
 def write_folder(folder: Path, samples: TypedSamples) -> Path:

@@ -18,6 +18,7 @@ from common import examples, quiet_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import Subset
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCNConv
@@ -294,6 +295,21 @@ def test_batches_of_the_whole_graph(tmp_path):
     batches[0].note = 1
     again = next(iter(loader))
     assert torch.equal(again.x, X[:3]) and "note" not in again
+
+
+@pytest.mark.parametrize(
+    ("concatenate", "change", "sizes"),
+    [(False, {}, [4, 3]), (True, {}, [4 * N, 3 * N]), (False, {"a": 1.0}, [4, 3]), (True, {"a": 1.0}, [4 * N, 3 * N])],
+)
+def test_lightning_infers_a_batch_size_that_is_proportional_to_the_samples(concatenate, change, sizes, tmp_path):
+    """Its size is the weight of a step in the mean of an epoch. Items have ``x [T, N, F]``, and may begin with a number."""
+
+    class Begins(Items):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**change, **super().__getitem__(index)}
+
+    batches = loader_of(module_of(Begins(), tmp_path, batch_size=4, concatenate=concatenate))
+    assert [extract_batch_size(batch) for batch in batches] == sizes
 
 
 def test_the_number_of_nodes_is_not_the_number_of_samples():
