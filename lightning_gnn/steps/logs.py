@@ -201,8 +201,15 @@ class GlobalLogs:
         """Compare the values of a full-graph step between ranks; unequal numbers, such as seconds, are averaged."""
         device = self._world.device
         local = torch.stack([torch.as_tensor(call.value, dtype=torch.float64).detach().to(device).reshape(()) for call in calls])
-        names = [call.name for call in calls]
-        values = self._gather(torch.cat([local.view(1, -1), local.new_zeros(3, len(calls))]), names)[:, 0]
+        sizes = local.new_tensor([float(self._own_size(call)) for call in calls])
+        channels = torch.stack([local, sizes, local, local])
+        values, sizes, *_ = self._gather(channels, [call.name for call in calls]).unbind(1)
+        for call, of_ranks in zip(calls, sizes.unbind(1)):
+            if self._rows is not None and self._rows.batch_size is not None and bool((of_ranks != of_ranks[0]).any()):
+                raise ValueError(
+                    f"self.log({call.name!r}, ..., batch_size=...) must be given one size on all ranks, got {of_ranks.tolist()}. "
+                    "Pass the number of samples of the global batch, such as len(batch.x) or batch.x.size(0)."
+                )
         differ = ~((values == values[0]) | (values.isnan() & values[0].isnan())).all(0)
         for call, differs, of_ranks in zip(calls, differ.tolist(), values.unbind(1)):
             if not differs:

@@ -303,3 +303,25 @@ def test_different_datasets(ranks, kind, message):
 
 def test_random_samples(ranks):
     ranks.run(4, train_odd, "noise")
+
+
+class LogsLocalSizes(SampleModule):
+    """Passes the number of samples of its data rank as `batch_size`; the last batch has samples of one data rank only."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.sample_info.indices))
+        return loss
+
+
+def log_local_sizes(rank: int, world_size: int) -> None:
+    module, data = LogsLocalSizes(MODELS["gcn"]()).double(), GraphDataModule(graph_of_samples(), samples=Samples(), batch_size=2)
+    quiet_trainer(DGCLStrategy(graph_ranks=1, timeout=60), world_size).fit(module, datamodule=data)
+
+
+def test_sizes_in_logs_that_differ_between_ranks(ranks):
+    """Ranks would log different means of an epoch."""
+    with pytest.raises(RankFailed) as failed:
+        ranks.run(2, log_local_sizes)
+    message = "self.log('loss', ..., batch_size=...) must be given one size on all ranks, got [1.0, 0.0]. Pass the number"
+    assert all(message in line for line in failed.value.errors.values()), failed.value.errors
