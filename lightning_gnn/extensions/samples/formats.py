@@ -31,7 +31,7 @@ def _flat_values(item: Any) -> Iterator[tuple[str, Any]]:
     """Yields the values of an item by name, also those in dicts of node types."""
     if isinstance(item, (Data, HeteroData)):
         stores = {"": item.stores[0], **({} if isinstance(item, Data) else dict((*item.node_items(), *item.edge_items())))}
-        tensors = {kind: {name: x for name, x in store.items() if isinstance(x, Tensor)} for kind, store in stores.items()}
+        tensors = {kind: {name: x for name, x in store.items() if name != "num_nodes"} for kind, store in stores.items()}
         item = {**tensors.pop(""), **tensors}
     for name, value in item.items():
         if isinstance(value, Mapping):
@@ -208,8 +208,11 @@ def digest_of(item: Any) -> int:
     """Returns a checksum of the names and values of an item."""
     found = 0
     for name, value in values_of(item, "item").items():
-        array = value.contiguous().numpy() if isinstance(value, Tensor) else np.ascontiguousarray(value)
-        found = zlib.crc32(array.reshape(-1).view(np.uint8).data, zlib.crc32(f"{name} {array.shape}".encode(), found))
+        if isinstance(value, Tensor):  # NumPy does not support all dtypes
+            content = value.detach().reshape(-1).view(torch.uint8).numpy()
+        else:
+            content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        found = zlib.crc32(content.data, zlib.crc32(f"{name} {tuple(value.shape)}".encode(), found))
     return found
 
 

@@ -30,7 +30,7 @@ from lightning_gnn.data.sources import prepare_graph
 from lightning_gnn.extensions.samples import folders
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import FolderSamples
-from lightning_gnn.extensions.samples.formats import SampleFormat
+from lightning_gnn.extensions.samples.formats import SampleFormat, digest_of
 from lightning_gnn.extensions.samples.loader import SampleBatch
 from lightning_gnn.extensions.samples.order import GlobalOrder, positions_of
 from lightning_gnn.partition.layout import LayoutSpec, Replicas
@@ -333,7 +333,7 @@ class Arrays(Items):
 
     def __getitem__(self, index: int) -> Any:
         if self.of_pyg:
-            return Data(x=X[index], y=Y[index], note="left out")
+            return Data(x=X[index], y=Y[index], num_nodes=N)
         arrays = {"x": X[index].numpy().copy(), "y": Y[index].numpy().copy()}
         for array in arrays.values():
             array.flags.writeable = False
@@ -348,6 +348,33 @@ def test_items_as_data_and_as_arrays(of_pyg, parts, tmp_path):
     batch = next(iter(loader))
     own = batch.n_id[: batch.num_owned]
     assert torch.equal(batch.x, X[:2][:, :, own]) and torch.equal(batch.y, Y[:2][:, own])
+
+
+class DataItems(Items):
+    """Items as ``Data`` with a number, an array, and other attributes."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__()
+        self.others = others
+
+    def __getitem__(self, index: int) -> Data:
+        return Data(x=X[index], hour=float(index), time=TIME[index].numpy(), **self.others)
+
+
+def test_attributes_of_data_items(tmp_path):
+    batch = next(iter(loader_of(module_of(DataItems(), tmp_path))))
+    assert batch.hour.tolist() == [0.0, 1.0] and torch.equal(batch.time, TIME[:2])
+    with pytest.raises(ValueError, match=r"samples\[0\] must have tensors, arrays and numbers, got note='text'"):
+        loader_of(module_of(DataItems(note="text"), tmp_path))
+
+
+def test_checksums_of_any_tensors():
+    """Of dtypes that NumPy does not have, of parameters, and of tensors that are not contiguous."""
+    x = X[0, 0]
+    for make in (torch.Tensor.bfloat16, torch.Tensor.requires_grad_, torch.Tensor.t, torch.Tensor.bool, torch.Tensor.sum):
+        value = make(x.clone())
+        assert digest_of({"x": value}) == digest_of({"x": value.detach().clone()}) != digest_of({"x": make(-x.flip(0) * (x > 0))})
+    assert digest_of({"x": x}) == digest_of({"x": x.numpy()}) and digest_of({"x": torch.zeros(0, 2)})
 
 
 @pytest.mark.parametrize("kind", ["edge_cut", "vertex_cut"])
