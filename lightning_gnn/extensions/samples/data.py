@@ -89,6 +89,7 @@ class SampleData:
         self.place: Callable[[Any], Any] = _as_it_is
         self._data_ranks, self._data_rank = 1, 0
         self._local: dict[str, tuple[Any, SampleFormat, Mapping[str, np.ndarray] | None]] = {}
+        self._stage_names: list[str] = []  # datasets of the stage that is set up
 
     def check_strategy(self, strategy: Any) -> None:
         """Set the data ranks of a strategy; raises ValueError if it does not support samples."""
@@ -131,7 +132,8 @@ class SampleData:
         self.copies = Copies(shard, self._data_ranks, self._data_rank) if self.concatenates else None
         rows = rows_of_parts(shard)
         of_stage = [DATASETS[stage], *([DATASETS["validate"]] if stage == "fit" else [])]
-        for name in filter(self._datasets.__contains__, of_stage):
+        self._stage_names = [name for name in of_stage if name in self._datasets]
+        for name in self._stage_names:
             _, form = self.first(name, seed, _sizes(rows), sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
             if unknown and name == "samples":
@@ -158,7 +160,7 @@ class SampleData:
         trainer: Any = data.trainer
         ranks = self._data_ranks
         samples, form, rows = self._local[name]
-        shuffle = self._shuffle and name == "samples"
+        shuffle = self._shuffle and name == "samples" and not getattr(trainer, "overfit_batches", 0)  # as Lightning's loaders
         return SampleLoader(
             samples,
             form,
@@ -174,8 +176,8 @@ class SampleData:
         )
 
     def full_batch(self, batch_size: int | None) -> int:
-        """Returns the number of samples of a full global batch of the first dataset that is set up."""
-        samples, *_ = next(iter(self._local.values()))
+        """Returns the number of samples of a full global batch of the first dataset of the stage."""
+        samples, *_ = self._local[self._stage_names[0]]
         return min(len(samples), self.samples_per_rank(batch_size, self._data_ranks) * self._data_ranks)
 
     @property

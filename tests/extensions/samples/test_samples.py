@@ -520,6 +520,23 @@ def test_stages_have_their_own_samples_in_order(tmp_path):
     assert net.seen[-1] == ("test", 2, [0]) and [*trainer.predict(net, datamodule=data)] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
+def test_overfitting_trains_on_the_same_samples(tmp_path):
+    """Lightning turns off the shuffling of its own loaders, too."""
+    net, data = Net(), module_of(Items(), tmp_path, shuffle=True)
+    quiet_trainer("auto", 1, max_epochs=3, overfit_batches=1).fit(net, datamodule=data)
+    assert [indices for _, _, indices in net.seen] == [[0, 1]] * 3
+
+
+def test_the_full_batch_is_that_of_the_stage(tmp_path):
+    data = module_of(Items(), tmp_path, val_samples=Subset(Items(), [0]))
+    set_ranks(data)
+    sizes = []
+    for stage in ("validate", "fit", "validate"):
+        data.setup(stage)
+        sizes.append(data.sample_data.full_batch(data.batch_size))
+    assert sizes == [1, 2, 1]
+
+
 def test_the_batch_size_finder_scales_samples_per_batch(tmp_path):
     data, net = module_of(Items(), tmp_path), Net()
     finder = BatchSizeFinder(max_trials=2, steps_per_trial=1)
