@@ -128,7 +128,7 @@ class SampleRun(SampleRanks):
         Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
         """
         in_use: ExitStack = steps.in_use
-        steps.add_callbacks(SampleChecks(self.world, self._data.sizes))
+        steps.add_callbacks(SampleChecks(self.world, self._data, self._module.trainer.datamodule.seed))
         in_use.callback(setattr, self._data, "place", self._data.place)
         if self.world.size > 1:
             mesh = self._mesh or Mesh(self.world, self.world.size)  # of one data rank, for users only

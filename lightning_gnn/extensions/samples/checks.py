@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,28 +10,45 @@ from typing_extensions import override
 
 from lightning_gnn.comm.group import World
 
+_FIX = (
+    "Read the same files on all ranks. In __getitem__, use the global generators of torch, NumPy (such as np.random.rand) and "
+    "random, which are seeded for each sample. Seed your own generators with the index."
+)
+
 
 class SampleChecks(pl.Callback):
-    """Comparison of samples between ranks, in each batch of the first epoch and in each hundredth batch of later epochs.
+    """Comparison of samples between ranks.
+
+    All ranks compare three samples of each dataset when a stage begins. Graph ranks compare the samples of each training batch
+    in the first epoch, and in each hundredth batch of later epochs.
 
     Args:
         world: all ranks; collective.
-        sizes: number of samples of each dataset, by the name of its argument.
+        data: datasets of the stage, a :class:`~lightning_gnn.extensions.samples.data.SampleData`.
+        seed: seed of random states in items.
 
     Raises:
-        ValueError: on all ranks: numbers of samples differ between ranks.
+        ValueError: on all ranks: numbers of samples, or samples, differ between ranks.
     """
 
     _files: Any = None  # of predictions
 
-    def __init__(self, world: World, sizes: Mapping[str, int]) -> None:
+    def __init__(self, world: World, data: Any, seed: int) -> None:
         self._world = world
-        by_rank = world.all_gather_object(dict(sizes))
-        for rank, found in enumerate(by_rank):
-            if found != by_rank[0]:
+        sizes = world.all_gather_object(data.sizes)
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
                 raise ValueError(
-                    f"Datasets must have the same numbers of samples on all ranks, got {found} on rank {rank} and {by_rank[0]} "
+                    f"Datasets must have the same numbers of samples on all ranks, got {size} on rank {rank} and {sizes[0]} "
                     "on rank 0. Read the same files on all ranks."
+                )
+        with world.shared_failures("Samples could not be read"):
+            own = data.digests(seed) if world.size > 1 else {}
+        by_rank = world.all_gather_object(own)
+        for (rank, found), (name, index) in product(enumerate(by_rank), by_rank[0]):
+            if found.get((name, index)) != by_rank[0][name, index]:
+                raise ValueError(
+                    f"{name}[{index}] must be equal on all ranks, but differs between ranks 0 and {rank} at the start. {_FIX}"
                 )
 
     @override
@@ -62,7 +79,5 @@ class SampleChecks(pl.Callback):
                 if sample != expected:
                     raise ValueError(
                         f"Sample {sample[0]} must be equal on all graph ranks, but differs between ranks {first} and {rank} in "
-                        f"epoch {trainer.current_epoch}. Read the same files on all ranks. In __getitem__, use the global "
-                        "generators of torch, NumPy (such as np.random.rand) and random, which are seeded for each sample. Seed "
-                        "your own generators with the index."
+                        f"epoch {trainer.current_epoch}. {_FIX}"
                     )

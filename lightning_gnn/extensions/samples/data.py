@@ -14,7 +14,7 @@ from lightning_gnn.datamodules.graph import SAMPLES, STAGE_MASKS, GraphDataModul
 from lightning_gnn.extensions.samples import layers  # noqa: F401  its rules register themselves
 from lightning_gnn.extensions.samples.copies import Copies
 from lightning_gnn.extensions.samples.folders import PartSamples, convert_folder, folder_of, samples_of
-from lightning_gnn.extensions.samples.formats import SampleFormat, flat_name
+from lightning_gnn.extensions.samples.formats import SampleFormat, digest_of, flat_name, values_of
 from lightning_gnn.extensions.samples.loader import SampleLoader, read_item, taken_names
 from lightning_gnn.extensions.samples.node_sets import local_sizes, rows_of_parts
 from lightning_gnn.extensions.samples.order import GlobalOrder
@@ -213,6 +213,19 @@ class SampleData:
         """
         items = [read_item(self._datasets[name], seed, 0, index) for index in range(min(count, len(self._datasets[name])))]
         return items, SampleFormat.of(name, items[0], num_nodes, num_edges, self._node_dims)
+
+    def digests(self, seed: int) -> dict[tuple[str, int], int]:
+        """Returns checksums of three samples of each dataset of the stage by name and index, except of folders."""
+        found = {}
+        for name in self._stage_names:
+            samples = self._datasets[name]
+            if folder_of(samples) is None:
+                places = {0, len(samples) // 2, len(samples) - 1}
+                found.update({(name, index): digest_of(self._read(name, seed, index)) for index in sorted(places)})
+        return found
+
+    def _read(self, name: str, seed: int, index: int) -> Any:
+        return read_item(self._datasets[name], seed, 0, index)
 
     def _convert(
         self,

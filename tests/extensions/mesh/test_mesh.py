@@ -270,8 +270,14 @@ class Odd(Samples):
 
     def __init__(self, rank: int, kind: str) -> None:
         super().__init__(size=3 if kind == "size" and rank == 1 else 4)
-        if kind == "values" and rank == 1:
-            self.x[2, -1, 0] += 1
+        self.is_unreadable = kind == "unreadable" and rank == 1
+        if kind in ("values", "first values") and rank == 1:
+            self.x[1 if kind == "values" else 2, -1, 0] += 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.is_unreadable and index == 2:
+            raise OSError("disk error")
+        return super().__getitem__(index)
 
 
 class Augmented(Samples):
@@ -281,7 +287,7 @@ class Augmented(Samples):
         return super().__getitem__(index) | {"noise": torch.rand(NODES)}
 
 
-def train_odd(rank: int, world_size: int, kind: str) -> None:
+def train_odd(rank: int, world_size: int, kind: str, graph_ranks: int = 2, stage: str = "fit") -> None:
     samples = Augmented(size=4) if kind == "noise" else Odd(rank, kind)
     data = GraphDataModule(graph_of_samples(), samples=samples, global_batch_size=4)
     strategy = DGCLStrategy(graph_ranks=2, timeout=60)
@@ -292,13 +298,29 @@ def train_odd(rank: int, world_size: int, kind: str) -> None:
     ("kind", "message"),
     [
         ("size", "same numbers of samples on all ranks, got {'samples': 3} on rank 1 and {'samples': 4} on rank 0"),
-        ("values", "Sample 2 must be equal on all graph ranks, but differs between ranks 0 and 1 in epoch 0"),
+        ("values", "Sample 1 must be equal on all graph ranks, but differs between ranks 0 and 1 in epoch 0"),
     ],
 )
 def test_different_datasets(ranks, kind, message):
     with pytest.raises(RankFailed) as failed:
         ranks.run(2, train_odd, kind)
     assert all(message in line for line in failed.value.errors.values()), failed.value.errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [("fit", "samples"), *campaign(("validate", "val_samples"), ("predict", "predict_samples"))]
+)
+@pytest.mark.parametrize("graph_ranks", [1, *campaign(2)])
+def test_different_datasets_of_data_ranks(ranks, graph_ranks, stage, name):
+    """Ranks compare some samples of each dataset of a stage when it begins; all ranks raise."""
+    for kind, message in (
+        ("first values", rf"{name}[2] must be equal on all ranks, but differs between ranks 0 and 1 at the start"),
+        ("unreadable", "OSError: disk error"),
+    ):
+        with pytest.raises(RankFailed) as failed:
+            ranks.run(2, train_odd, kind, graph_ranks, stage)
+        assert len(failed.value.errors) == 2
+        assert all(message in line for line in failed.value.errors.values()), failed.value.errors
 
 
 def test_random_samples(ranks):
