@@ -136,7 +136,10 @@ class SampleData:
         for name in self._stage_names:
             _, form = self.first(name, seed, _sizes(rows), sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
-            if unknown and name == "samples":
+            if unknown and name != "samples":  # which may have fewer names than other datasets
+                others = self._datasets.keys() - {name}
+                unknown -= {key for other in others for key in values_of(self._read(other, seed, 0), f"{other}[0]")}
+            if unknown:
                 raise ValueError(f"node_dims has {sorted(unknown)}, but {name}[0] has {sorted(form.tensors)}. Correct the names.")
             taken = [each for each in form.tensors if each in _RESERVED or each in taken_names(shard)]
             if taken:
@@ -211,7 +214,7 @@ class SampleData:
             num_nodes, num_edges: size of the graph; numbers of nodes by type.
             count: number of items.
         """
-        items = [read_item(self._datasets[name], seed, 0, index) for index in range(min(count, len(self._datasets[name])))]
+        items = [self._read(name, seed, index) for index in range(min(count, len(self._datasets[name])))]
         return items, SampleFormat.of(name, items[0], num_nodes, num_edges, self._node_dims)
 
     def digests(self, seed: int) -> dict[tuple[str, int], int]:

@@ -273,6 +273,20 @@ def test_unknown_names_of_node_dims_are_errors(tmp_path):
         loader_of(module_of(Items(), tmp_path, node_dims={"z": 1}))
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_unknown_names_of_node_dims_are_errors_in_each_stage(stage, tmp_path):
+    """A dataset may lack a name that another dataset has, such as targets in prediction."""
+    name = {"validate": "val", "test": "test", "predict": "predict"}[stage] + "_samples"
+    with pytest.raises(ValueError, match=rf"node_dims has \['z'\], but {name}\[0\] has"):
+        data = module_of(None, tmp_path, **{name: Items()}, node_dims={"z": 1})
+        set_ranks(data)
+        data.setup(stage)
+    other = Items({index: {"z": torch.zeros(N, 1)} for index in range(S)})
+    data = module_of(other, tmp_path, **{name: Items()}, node_dims={"z": 0})
+    set_ranks(data)
+    data.setup(stage)
+
+
 # Batches ######################################################################
 
 
