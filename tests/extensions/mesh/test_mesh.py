@@ -138,7 +138,7 @@ def test_accumulation(ranks):
 
 
 class Drawing(SampleModule):
-    """Stores the draws of a step: per sample, per node of a sample, common ones, and Python's."""
+    """Stores the draws of a step: per sample, per node of a sample, common ones, Python's, and for all samples."""
 
     def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
         import random
@@ -146,7 +146,10 @@ class Drawing(SampleModule):
         noise = torch.rand(batch.x.size(0), 1, 1)
         per_node, for_all = torch.rand_like(batch.x[..., 0]), torch.rand(3)
         kept = torch.nn.functional.dropout(batch.x)
+        of_global_batch = torch.rand(len(batch.x), 1, 1)  # len returns an int
+        used = (of_global_batch + 0 * batch.x)[:, 0, 0]
         self.drawn = [noise.detach(), per_node.detach(), for_all, torch.tensor(random.random()), kept.detach()]
+        self.drawn += [of_global_batch.detach(), used.detach()]
         self.drawn = [each.as_subclass(torch.Tensor).clone() for each in self.drawn]
         return self.loss(batch) + 0 * noise.mean()
 
@@ -163,11 +166,13 @@ def draw(rank: int, world_size: int) -> list[list[float]]:
 
 def test_random_numbers(ranks):
     """Ranks 0 and 1 have parts of the same samples; ranks 2 and 3 have other samples."""
-    noise, per_node, for_all, python, kept = zip(*ranks.run(4, draw))
+    noise, per_node, for_all, python, kept, of_global_batch, used = zip(*ranks.run(4, draw))
     assert noise[0] == noise[1] and noise[2] == noise[3] and noise[0] != noise[2]
     assert len({tuple(each) for each in per_node}) == 4
     assert len({tuple(each) for each in for_all}) == len({tuple(each) for each in python}) == 1
     assert len({tuple(value != 0 for value in each) for each in kept}) == 4
+    assert len({tuple(each) for each in of_global_batch}) == 1 and len(of_global_batch[0]) == 4
+    assert used[0] == used[1] == of_global_batch[0][::2] and used[2] == used[3] == of_global_batch[0][1::2]
 
 
 # The mesh and its errors ######################################################
@@ -266,7 +271,10 @@ def read_sizes(rank: int, world_size: int) -> Any:
 
 
 class Odd(Samples):
-    """Samples of which one has other values on rank 1, or which are fewer there."""
+    """Samples of which one has other values on rank 1, or cannot be read there, or which are fewer there.
+
+    The samples with index 1 are not compared when a stage begins.
+    """
 
     def __init__(self, rank: int, kind: str) -> None:
         super().__init__(size=3 if kind == "size" and rank == 1 else 4)
@@ -289,9 +297,10 @@ class Augmented(Samples):
 
 def train_odd(rank: int, world_size: int, kind: str, graph_ranks: int = 2, stage: str = "fit") -> None:
     samples = Augmented(size=4) if kind == "noise" else Odd(rank, kind)
-    data = GraphDataModule(graph_of_samples(), samples=samples, global_batch_size=4)
-    strategy = DGCLStrategy(graph_ranks=2, timeout=60)
-    quiet_trainer(strategy, world_size, max_epochs=2).fit(SampleModule(MODELS["gcn"]()).double(), datamodule=data)
+    name = {"fit": "samples", "validate": "val_samples", "predict": "predict_samples"}[stage]
+    data = GraphDataModule(graph_of_samples(), **{name: samples}, global_batch_size=4)
+    trainer = quiet_trainer(DGCLStrategy(graph_ranks=graph_ranks, timeout=60), world_size, max_epochs=2)
+    getattr(trainer, stage)(SampleModule(MODELS["gcn"]()).double(), datamodule=data)
 
 
 @pytest.mark.parametrize(
