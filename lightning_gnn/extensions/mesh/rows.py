@@ -41,6 +41,7 @@ class MeshStreams(RandomStreams):
         with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else None):
             self._seed_from(self.seed - world.rank, world.size + world.rank // mesh.graph.size)
             self._sample_states = random_states(world.device)
+        self._graph_ranks = torch.tensor([mesh.graph.size])
 
     @contextmanager
     def equal_on_graph_ranks(self) -> Iterator[None]:
@@ -59,13 +60,15 @@ class MeshStreams(RandomStreams):
     @override
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
         common, own = super().state()
-        return common, [*own, *self._sample_states]
+        return common, [*own, *self._sample_states, self._graph_ranks]
 
     @override
     def load(self, common: list[Tensor], rank_states: list[Tensor]) -> None:
         own = len(self._sample_states)
         super().load(common, rank_states[:own])
-        self._sample_states = rank_states[own:] or self._sample_states  # none from a run without a mesh
+        # On a mesh of another shape, graph ranks would otherwise continue the streams of different data ranks.
+        if len(rank_states) == 2 * own + 1 and rank_states[-1].equal(self._graph_ranks):
+            self._sample_states = rank_states[own:-1]
 
 
 class SampleMode(RowsMode):

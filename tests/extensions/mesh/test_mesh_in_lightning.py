@@ -15,7 +15,7 @@ from sample_runs import MODELS, SampleModule, Samples, graph_of_samples
 from torch_geometric.data import Data
 from torchmetrics import MeanAbsoluteError, R2Score
 
-from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn import DGCLStrategy, GraphDataModule, local_rows
 
 
 class Measured(SampleModule):
@@ -95,6 +95,46 @@ def test_checkpoints(ranks, tmp_path):
             assert found["step"] == 6
         batches = [sorted(chain(*each)) for each in zip(*(found["batches"] for found in of_ranks[:: graph_ranks or 1]))]
         assert batches == [sorted(each) for each in whole["batches"][4:]]
+
+
+class Noisy(SampleModule):
+    """Draws a number per sample in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["graph_conv"]())
+        self.draws: dict[int, list[float]] = {}
+
+    def training_step(self, batch: Data, batch_idx: int) -> torch.Tensor:
+        self.noise = torch.rand(batch.x.size(0), 1, 1)
+        return super().training_step(batch, batch_idx) * (1 + self.noise.mean())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with local_rows():
+            self.draws[self.trainer.global_step] = self.noise.flatten().tolist()
+
+
+def draw(rank: int, world_size: int, graph_ranks: int, folder: Path | None = None, resume: Path | None = None) -> Any:
+    """Returns the numbers that a rank draws per sample, by training step."""
+    L.seed_everything(0, verbose=False)
+    module = Noisy().double()
+    data = GraphDataModule(graph_of_samples(), samples=Samples(size=12), global_batch_size=4)
+    callbacks = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
+    strategy = DGCLStrategy(graph_ranks=graph_ranks, timeout=60)
+    trainer = quiet_trainer(strategy, world_size, max_epochs=1, callbacks=callbacks, enable_checkpointing=folder is not None)
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    return module.draws
+
+
+def test_resumed_draws_per_sample(ranks, tmp_path):
+    """They continue on the same mesh. On a mesh of another shape, they still differ on data ranks only."""
+    whole = {parts: ranks.run(4, draw, parts, folder=tmp_path / str(parts)) for parts in (1, 2)}
+    for before, parts in ((1, 1), (2, 2), (1, 2), (2, 1)):
+        [file] = (tmp_path / str(before)).glob("step=1*.ckpt")
+        found = ranks.run(4, draw, parts, resume=file)
+        assert len({str(each) for each in found}) == 4 // parts
+        assert all(found[rank] == found[rank // parts * parts] and [*found[rank]] == [2, 3] for rank in range(4))
+        if before == parts:
+            assert found == [{step: each[step] for step in (2, 3)} for each in whole[parts]]
 
 
 def test_another_batch_size_is_an_error_within_an_epoch(tmp_path):
