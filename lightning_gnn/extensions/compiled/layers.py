@@ -26,6 +26,7 @@ from lightning_gnn.nn.convs import rule_of
 from lightning_gnn.nn.norms import STATE
 from lightning_gnn.nn.patches import Patches
 from lightning_gnn.private_torch import autograd_in_operator, graph_task, ordered_effect, tree_map
+from lightning_gnn.rows.mode import register_row_rule
 
 IN_GRAPH = "_lightning_gnn_in_graph"
 """Attribute of a bound layer: its :class:`LayerInGraph`."""
@@ -204,6 +205,7 @@ def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], 
 _call.register_autograd(_differentiate, setup_context=_keep)
 for _operator in (_call, _call_backward):
     _operator.register_effect(ordered_effect())
+register_row_rule(_call)  # backend="eager" returns its outputs as they are
 
 
 # Functions that torch.compile traces ##########################################

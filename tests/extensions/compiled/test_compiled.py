@@ -321,6 +321,13 @@ def test_a_compiled_module_has_its_models_compiled(ranks, model, backend):
         assert not found["counters"]["graph_break"]
 
 
+def test_graphs_run_without_a_compiler(ranks):
+    """The output of the last layer is the output of a graph, without a node of autograd by a compiler."""
+    for found in ranks.run(2, fit, "gat", "eager"):
+        assert_same(found, expected("gat"), rtol=1e-10, atol=1e-10)
+        assert found["compiled"][0] > 0
+
+
 def without_compiler(rank: int, size: int, model: str) -> dict[str, Any]:
     from torch._inductor import config, cpp_builder
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
