@@ -6,12 +6,15 @@ The campaign is ``python tests/idioms/fuzz.py --programs 10000``; ``--show SEED 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from common import campaign
+from torch_geometric.nn import Sequential
 
-from idioms.fuzz import BAD, BATCH, GRAMMARS, Fuzzer, Verdict, shrink
+from idioms.fuzz import BAD, BATCH, GRAMMARS, Fuzzer, Verdict, build, shrink
 from idioms.grammar import Program, Statement
+from idioms.harness import run
 
 
 def program(*statements: tuple[str, str]) -> Program:
@@ -37,6 +40,13 @@ def test_programs_are_exact_or_refused(ranks, grammar, first, count):
 def test_the_grammar_of_rows_gives_python():
     for seed in range(100):
         compile(GRAMMARS["rows"](seed).source, "program.py", "exec")
+
+
+def test_a_program_leaves_the_class_of_its_models():
+    lines = (("__init__", "self.conv = nn.Sequential('x, e', [(nn.GCNConv(8, 8), 'x, e -> x'), torch.nn.ReLU()])"), CONV.lines[1])
+    source, before = program(*lines).source, Sequential.forward
+    assert not run(partial(build, source), "auto", 1, "sorted", ("fit",)).error
+    assert Sequential.forward is before
 
 
 def test_the_fuzzer_sees_what_is_wrong(ranks):
