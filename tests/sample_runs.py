@@ -338,6 +338,7 @@ def train_samples(
     strategy: Any = DGCLStrategy,
     options: dict[str, Any] | None = None,
     global_batch_size: int = 4,
+    partition: Any = "random",
     **trainer_options: Any,
 ) -> dict[str, dict[str, Any]]:
     """Trains, validates and predicts with each model on one rank; returns everything that must equal one device."""
@@ -348,7 +349,7 @@ def train_samples(
         samples = Samples(STEPS if name in OVER_TIME else None)
         data = GraphDataModule(
             graph_of_samples(),
-            partition="random",
+            partition=partition,
             samples=samples,
             val_samples=samples,
             predict_samples=samples,

@@ -620,7 +620,7 @@ class GraphContext:
 
 def as_columns(x: Tensor) -> Tensor:
     """Returns the rows of several samples, ``[..., N, F]``, as columns of each node: ``[N, B F]`` for B samples."""
-    return x if x.dim() == 2 else (rows := x.movedim(-2, 0)).reshape(len(rows), -1)
+    return x if x.dim() == 2 else x.movedim(-2, 0).flatten(1)
 
 
 def as_samples(out: Tensor, x: Tensor) -> Tensor:

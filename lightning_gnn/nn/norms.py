@@ -299,7 +299,7 @@ def _polynormer(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     kv, k_sum = _sums(take, torch.einsum("bndh,bnmh->bdmh", own_k, own_v), own_k.sum(1))
     above = torch.einsum("bndh,bdmh->bnmh", q, kv)
     below = torch.einsum("bndh,bdh->bnh", q, k_sum).unsqueeze(2)
-    out = self.lns((above / (below + 1e-6)).reshape(*x.shape[:2], -1)) * (self.h_lins(x) + self.beta)
+    out = self.lns((above / (below + 1e-6)).flatten(2)) * (self.h_lins(x) + self.beta)
     return self.dropout(torch.relu(self.lin_out(out)))
 
 

@@ -94,6 +94,25 @@ def test_strategies(ranks, strategy):
         assert_equal(found)
 
 
+WITHOUT_NODES = ["gcn", "graph_conv", "sage", "sage_max", "gat"]
+
+
+@pytest.mark.parametrize(
+    ("size", "names", "strategy"),
+    [
+        (2, WITHOUT_NODES, DGCLStrategy),
+        *campaign(
+            *((2, WITHOUT_NODES, strategy) for strategy in (CoverStrategy, SpMM1DStrategy)),
+            (2, [*MODELS, *CONCATENATED], DGCLStrategy),
+            (4, [*MODELS, *CONCATENATED], DGCLStrategy),
+        ),
+    ],
+)
+def test_a_rank_without_nodes(ranks, size, names, strategy):
+    for found in ranks.run(size, train_samples, names, 2, strategy, partition=[0] * NODES, timeout=280):
+        assert_equal(found)
+
+
 @pytest.mark.campaign
 def test_blocks(ranks):
     """A scheme with a grid of ranks, which all have the same samples."""
