@@ -29,7 +29,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import to_dense_adj
 
-from lightning_gnn import DGCLStrategy, GraphDataModule
+from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule
 
 NODES, EDGES, SAMPLES, STEPS, FEATURES, TARGETS = 40, 200, 9, 4, 5, 3
 
@@ -287,6 +287,23 @@ class OrderedConv(MessagePassing):
         return weight.view(-1, 1) * x_j
 
 
+class OfNodes(torch.nn.Module):
+    """Rows that each node learns, on the owner of the node; over stacked or concatenated samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.some = (DistributedEmbedding(NODES, FEATURES, name) for name in ("adam", "sgd"))
+        self.conv = GraphConv(FEATURES, TARGETS)
+
+    def forward(self, batch: Data) -> Tensor:
+        rows = self.rows(batch.n_id) + self.some(batch.n_id[:NODES]).mean(0) * self.some(torch.arange(3))[0]
+        return self.conv(batch.x + rows, batch.edge_index)
+
+
+LEARNED = {"learned": OfNodes, "concatenated_learned": OfNodes}
+"""Models with rows that are not parameters."""
+
+
 IN_ORDER = {"ordered_conv": lambda: TwoConvs(OrderedConv, True)}
 """Models that depend on the order of nodes and edges, for graphs that are not divided."""
 
@@ -345,7 +362,7 @@ def train_samples(
     found = {}
     for name in names:
         L.seed_everything(0, verbose=False)
-        module = SampleModule((MODELS | CONCATENATED | IN_ORDER)[name]()).double()
+        module = SampleModule((MODELS | CONCATENATED | IN_ORDER | LEARNED)[name]()).double()
         samples = Samples(STEPS if name in OVER_TIME else None)
         data = GraphDataModule(
             graph_of_samples(),
@@ -354,7 +371,7 @@ def train_samples(
             val_samples=samples,
             predict_samples=samples,
             global_batch_size=global_batch_size,
-            concatenate=name in CONCATENATED,
+            concatenate=name in CONCATENATED or name.startswith("concatenated"),
         )
         of_ranks = "auto" if strategy == "auto" else strategy(graph_ranks=graph_ranks, timeout=60, **(options or {}))
         trainer = quiet_trainer(of_ranks, world_size, max_epochs=2, **trainer_options)

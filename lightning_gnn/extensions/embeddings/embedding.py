@@ -121,7 +121,8 @@ class EmbeddingRows(AnyRows):
     def from_shard(cls, name: NodeType | None, world: World, shard: Shard) -> EmbeddingRows:
         """Returns the rows for the nodes of a type, on the rank of `shard`; the type is None for a graph without types."""
         held = shard.nodes_held()[name]
-        return cls(world, held.all_ids, held.counts, None if held.replicas else held.ids)
+        others = world.size - len(held.counts)  # the first data rank owns the rows, and data ranks read the same nodes
+        return cls(world, held.all_ids, [*held.counts, *[0] * others], None if held.replicas or others else held.ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingRows:
         return self
@@ -315,6 +316,14 @@ class DistributedEmbedding(LearnedRows):
     @override
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the rows of original ids, ``[n, D]``; see the class."""
+        mode = active_mode()
+        if mode is not None:  # calls and gradients are of local ids, and the rows have their placement
+            of = placement_of(ids)
+            with mode.pause():
+                rows = self.forward(ids)
+            if of is not None:
+                place(rows, REPLICATED if of.rows is None else of.with_view(None))  # as parameters: owners sum all gradients
+            return rows
         if ids.dim() != 1 or ids.dtype != torch.long:
             raise ValueError(f"ids must be int64 of shape [n], such as batch.n_id, got {ids.dtype} {list(ids.shape)}.")
         here = ids.cpu()
@@ -333,8 +342,6 @@ class DistributedEmbedding(LearnedRows):
                 # All ranks step together, even if a loss does not need these rows, as a batch may have no nodes of the type.
                 self._collect_of(here[:0], rows.detach()[:0].cpu(), owned)
             rows.register_post_accumulate_grad_hook(partial(self._collect, here if counts else here[:0], owned))
-        if active_mode() is not None and (of := placement_of(ids)) is not None and of.rows is None:
-            place(rows, REPLICATED)  # like a parameter: owners sum the gradients of all ranks
         return rows
 
     def _read(self, ids: Tensor, owned: bool) -> Tensor:

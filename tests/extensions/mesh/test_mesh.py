@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import campaign, quiet_trainer
 from conftest import RankFailed
-from sample_runs import CONCATENATED, IN_ORDER, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
+from sample_runs import CONCATENATED, IN_ORDER, LEARNED, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
 from torch_geometric.data import Data
 
 from lightning_gnn import (
@@ -60,6 +60,16 @@ def test_concatenated_samples(ranks, world_size, graph_ranks, size):
 
 def test_one_graph_rank_keeps_the_order_of_nodes_and_edges(ranks):
     for found in ranks.run(2, train_samples, [*IN_ORDER], 1):
+        assert_equal(found)
+
+
+@pytest.mark.parametrize(("world_size", "graph_ranks"), [*campaign((2, 1), (2, 2), (4, 1)), (4, 2)])
+def test_rows_that_nodes_learn(ranks, world_size, graph_ranks):
+    first, *others = ranks.run(world_size, train_samples, [*LEARNED], graph_ranks, timeout=280)
+    assert_equal(first)
+    for found in others:  # after training, the first rank has all rows
+        for name, each in found.items():
+            each["weights"] |= {key: value for key, value in first[name]["weights"].items() if "conv" not in key}
         assert_equal(found)
 
 
