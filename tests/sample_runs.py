@@ -29,7 +29,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import to_dense_adj
 
-from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule
+from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule, gather_nodes
 
 NODES, EDGES, SAMPLES, STEPS, FEATURES, TARGETS = 40, 200, 9, 4, 5, 3
 
@@ -205,6 +205,21 @@ class WaveNet(torch.nn.Module):
         return self.out(self.norm(self.map(torch.cat(found, 1)))).squeeze(-1).transpose(1, 2)
 
 
+class OtherNodes(torch.nn.Module):
+    """Reads nodes by original ids; over ``x [B, N, F]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GraphConv(FEATURES, TARGETS)
+
+    def forward(self, batch: Data) -> Tensor:
+        h = self.conv(batch.x, batch.edge_index)
+        hubs = gather_nodes(h.transpose(0, 1), torch.tensor([NODES - 1, 3, 3, 0]))  # [4, B, F]
+        pairs = gather_nodes(h.movedim(-2, 0), torch.tensor([[1, 2], [3, 4]]))  # [2, 2, B, F]
+        first = gather_nodes(batch.n_id, torch.arange(TARGETS)) / NODES
+        return h + hubs.sum(0).unsqueeze(1) + pairs.prod(1).mean(0).unsqueeze(1).tanh() + first
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "gcn": lambda: TwoConvs(GCNConv, True),
     "sage": lambda: TwoConvs(SAGEConv, False),
@@ -216,6 +231,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "convs_of_time": ConvsOfTime,
     "rnn_of_time": RNNOfTime,
     "wave_net": WaveNet,
+    "other_nodes": OtherNodes,
     "both_ways": lambda: TwoConvs(lambda *size: DirGNNConv(SAGEConv(*size)), False),
 }
 OVER_TIME = {"conv_gru", "convs_of_time", "rnn_of_time", "wave_net"}

@@ -137,8 +137,11 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
     mode = active_mode()
     if mode is not None:
         of, of_x = rows_of(ids), rows_of(x)
-        if of_x is None:
-            return x[ids]  # gathered already
+        if of_x is None or (of_x.dim == 0) == (mode.node_mode is not None):
+            return x[ids]  # gathered already, or nodes are along another dimension
+        if mode.node_mode is not None:
+            out: Tensor = mode.run_per_sample(gather_nodes, (x, ids.reshape(-1)), {})
+            return out.reshape(*ids.shape, *x.shape[1:])
         with mode.pause():
             found = gather_nodes(mode.drop_replicas(x, of_x), ids)
             return set_placement(found, None if of is None else of.rows, 0 if of is None else of.dim)
