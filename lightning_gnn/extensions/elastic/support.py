@@ -87,6 +87,12 @@ OPTIONS: Sequence[Rejection] = (
         "Remove memory_limit",
     ),
     Rejection(
+        "graph_ranks",
+        lambda strategy: strategy.graph_ranks is not None,
+        "the ranks that remain after a loss may not be a multiple of it",
+        "Remove graph_ranks: all ranks then divide the graph",
+    ),
+    Rejection(
         "replication_factor",
         lambda strategy: (getattr(strategy.scheme, "replication_factor", None) or 1) > 1,
         "it may not divide a smaller number of ranks",

@@ -53,6 +53,7 @@ def test_every_scheme_is_supported_or_rejected(name):
         (lambda: DGCLStrategy(elastic=True), {"num_nodes": 2}, "several machines without torchrun"),
         (lambda: DGCLStrategy(elastic=True), {"devices": 1}, "devices=1: without another rank"),
         (lambda: DGCLStrategy(elastic=True, memory_limit="4GB"), {}, "memory_limit: ranks compute in turns"),
+        (lambda: DGCLStrategy(elastic=True, graph_ranks=2), {}, "graph_ranks: the ranks that remain"),
         (lambda: SpMM15DStrategy(elastic=True, replication_factor=2), {}, "replication_factor: it may not divide"),
         (lambda: DGCLStrategy(elastic=True, min_ranks=3), {}, "min_ranks=3 is above the number of ranks, 2"),
         (lambda: DGCLStrategy(elastic=True, min_ranks=0), {}, "min_ranks must be at least 1"),
