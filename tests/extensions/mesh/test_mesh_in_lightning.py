@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,26 @@ def test_another_batch_size_is_an_error_within_an_epoch(tmp_path):
     with pytest.raises(ValueError, match="per global batch, got 6, and the checkpoint has 4. Set global_batch_size=4"):
         run(0, 1, 0, resume=of_step[1], size=6)
     assert run(0, 1, 0, resume=of_step[3], size=6)["step"] == 5
+
+
+def compile_model(rank: int, world_size: int, strategy: str) -> tuple[list[float], list[str]]:
+    """Returns the losses of a compiled model, and its warnings about the compiler."""
+    L.seed_everything(0, verbose=False)
+    module = SampleModule(torch.compile(MODELS["gcn"](), backend="eager")).double()
+    data = GraphDataModule(graph_of_samples(), samples=Samples(size=8), global_batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of_ranks: Any = strategy if strategy == "auto" else DGCLStrategy(graph_ranks=1, timeout=60)
+        quiet_trainer(of_ranks, world_size).fit(module, datamodule=data)
+    return module.losses, [str(each.message) for each in caught if "without a compiler" in str(each.message)]
+
+
+def test_compiled_models_on_data_ranks(ranks):
+    expected, _ = compile_model(0, 1, "auto")
+    for rank, (losses, found) in enumerate(ranks.run(2, compile_model, "dgcl")):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        text = "TwoConvs runs without a compiler: several data ranks divide the samples. Set graph_ranks to the number of ranks."
+        assert found == [text] * (rank == 0)
 
 
 class OnGraph(SampleModule):
