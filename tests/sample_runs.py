@@ -29,7 +29,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import to_dense_adj
 
-from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule, gather_nodes
+from lightning_gnn import DGCLStrategy, DistributedEmbedding, GraphDataModule, gather_halo, gather_nodes, reduce_halo
 
 NODES, EDGES, SAMPLES, STEPS, FEATURES, TARGETS = 40, 200, 9, 4, 5, 3
 
@@ -206,7 +206,7 @@ class WaveNet(torch.nn.Module):
 
 
 class OtherNodes(torch.nn.Module):
-    """Reads nodes by original ids; over ``x [B, N, F]``."""
+    """Reads nodes by original ids, and sources and targets of edges; over ``x [B, N, F]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +217,11 @@ class OtherNodes(torch.nn.Module):
         hubs = gather_nodes(h.transpose(0, 1), torch.tensor([NODES - 1, 3, 3, 0]))  # [4, B, F]
         pairs = gather_nodes(h.movedim(-2, 0), torch.tensor([[1, 2], [3, 4]]))  # [2, 2, B, F]
         first = gather_nodes(batch.n_id, torch.arange(TARGETS)) / NODES
+        rows, (source, target) = h.transpose(0, 1), batch.edge_index
+        halo = gather_halo(rows)
+        values = (halo[source] - rows[target]).tanh()
+        back = torch.zeros(halo.size(0), *values.shape[1:], dtype=h.dtype).index_add(0, source, values)
+        h = h + reduce_halo(back).transpose(0, 1)
         return h + hubs.sum(0).unsqueeze(1) + pairs.prod(1).mean(0).unsqueeze(1).tanh() + first
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from torch import Tensor
 from torch_geometric.data import Data
@@ -75,6 +76,8 @@ def gather_halo(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
+        if mode.node_mode is not None:
+            return cast(Tensor, mode.run_per_sample(gather_halo, (x,), {}))
         if rows_of(x) is None:
             return x  # gathered already
         with mode.pause():
@@ -104,6 +107,8 @@ def reduce_halo(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
+        if mode.node_mode is not None:
+            return cast(Tensor, mode.run_per_sample(reduce_halo, (x,), {}))
         of = rows_of(x)
         if of is None or of.rows is not mode.halo_rows:
             return x  # already a sum over all ranks
