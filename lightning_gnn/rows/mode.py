@@ -291,6 +291,8 @@ class RowsMode(TorchFunctionMode):
 
     node_mode: RowsMode | None = None
     """For a mode of samples, the mode of nodes, which torch calls after this mode."""
+    sizes: Any = None
+    """Class of sizes in reshapes; None for :class:`~lightning_gnn.rows.shapes.Sizes`."""
     norms_by_rules = False
     """Whether layers that read all nodes, such as norms, run PyG's code by rules, as for several samples."""
 
@@ -352,15 +354,6 @@ class RowsMode(TorchFunctionMode):
             yield
         finally:
             axis.attribute = before
-
-    @contextmanager
-    def called_by(self, mode: RowsMode) -> Iterator[None]:
-        """Context manager in which torch's engine runs for a mode of samples, too."""
-        self.calling = (mode,)
-        try:
-            yield
-        finally:
-            self.calling = ()
 
     @contextmanager
     def activate(self, in_backward: bool = False, in_rule: bool = False) -> Iterator[None]:

@@ -37,29 +37,6 @@ class Axis(threading.local):
 
 axis = Axis()
 _SELECTIONS = "_lightning_gnn_selections"
-
-
-class LocalSize(int):
-    """Size that depends on the number of local samples, which may differ between data ranks.
-
-    Attributes:
-        times: number of entries per sample.
-    """
-
-    times: int
-
-    @classmethod
-    def of(cls, count: int, times: int) -> LocalSize:
-        """Returns the size of `count` entries."""
-        made = cls(count)
-        made.times = times
-        return made
-
-
-def _key_of(times: int) -> tuple[int, int | None]:
-    return int(times), getattr(times, "times", None)
-
-
 Made = TypeVar("Made")
 
 
@@ -210,18 +187,6 @@ class RowSet:
             selection = selections[self] = (version, make())
         return selection[1]
 
-    @property
-    def original(self) -> RowSet:
-        """Rows that were flattened or repeated; else these rows."""
-        of = self.entries_of or self.repeats_of
-        return self if of is None else of[0].original
-
-    @property
-    def entries_per_row(self) -> int:
-        """Number of entries of each original row."""
-        of = self.entries_of or self.repeats_of
-        return 1 if of is None else of[0].entries_per_row * of[1]
-
     def flatten_entries(self, times: int) -> RowSet:
         """Returns the rows of ``x.view(-1)`` for an ``x [count, times]``."""
 
@@ -236,7 +201,7 @@ class RowSet:
             made.entries_of = self, times
             return made
 
-        return self.get_or_make(_key_of(times), make)
+        return self.get_or_make(times, make)
 
     def repeat(self, times: int) -> RowSet:
         """Returns the rows of ``x.view(-1)`` for an ``x [times, count]``, such as the nodes of several samples.
@@ -253,8 +218,7 @@ class RowSet:
             made.repeats_of = self, times
             return made
 
-        is_same = times == 1 and not isinstance(times, LocalSize)  # other data ranks may have more samples
-        return self if is_same else self.get_or_make(("repeat", *_key_of(times)), make)
+        return self if times == 1 else self.get_or_make(("repeat", times), make)
 
     def concat(self, row_sets: Sequence[RowSet]) -> RowSet | None:
         """Returns the rows of ``torch.cat``; None if any rank has replicas."""

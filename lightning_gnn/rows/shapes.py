@@ -40,18 +40,7 @@ from lightning_gnn.rows.mode import (
     tensors_in,
     user_line,
 )
-from lightning_gnn.rows.placement import (
-    ATTRIBUTE,
-    FROM_ROWS,
-    OF_SAMPLES,
-    REPLICATED,
-    LocalSize,
-    Placement,
-    RowCount,
-    RowPlacement,
-    RowSet,
-    View,
-)
+from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED, Placement, RowCount, RowPlacement, RowSet, View
 
 # Sizes ########################################################################
 
@@ -150,8 +139,6 @@ _MANY = 1_000_003
 """Number of rows for a selection of unknown size: a prime, which no product of other sizes equals."""
 _SOME = 1_009
 """Size in place of 0, also a prime: strides and products of sizes of an empty tensor do not show its rows."""
-_SAMPLES = 99_991, 99_989
-"""Numbers of local samples in the mode of nodes, primes: the results of data ranks must not depend on their number of samples."""
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
 _EXPANDS = {"expand", "broadcast_to"}
 
@@ -160,58 +147,46 @@ def _int(value: Any) -> Any:
     return int(value) if is_count(value) else value
 
 
-class _Sizes:
-    """Sizes of a row tensor, in which a placeholder stands for the number of local samples, and another for 0.
+class Sizes:
+    """Sizes of a row tensor on all ranks, with another size in place of 0.
 
     Args:
-        mode: mode of the rows.
         x: row tensor.
         of: its placement.
-        given: sizes in the arguments of a function.
+        arguments: sizes in the arguments of a function.
 
     Attributes:
-        empty: whether a dimension without rows and samples has size 0.
+        empty: whether a dimension without rows has size 0.
     """
 
-    def __init__(self, mode: RowsMode, x: Tensor, of: RowPlacement, given: Sequence[Any]) -> None:
-        self._shape, self._dim, self._prime = [int(size) for size in x.shape], of.dim, 0
-        samples = x.__dict__.get(OF_SAMPLES) if mode.attribute == ATTRIBUTE else None
-        at = samples.dim if isinstance(samples, RowPlacement) else None
-        beside = [size for place, size in enumerate(self._shape) if place not in (of.dim, at)]
-        self.empty = 0 in beside
-        if isinstance(samples, RowPlacement):
-            known = [*beside, of.rows.original.known_total or 0]
-            known += [int(size) for size in given if isinstance(size, int) and not isinstance(size, LocalSize)]
-            self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
-            times = samples.rows.entries_per_row
-            self._samples = samples.rows.count // max(1, times)
-            if at != of.dim:
-                self._shape[samples.dim] = times * self._prime
+    def __init__(self, x: Tensor, of: RowPlacement, arguments: Sequence[Any]) -> None:
+        self.sizes, self.dim = [int(size) for size in x.shape], of.dim
+        self.empty = 0 in (*self.sizes[: of.dim], *self.sizes[of.dim + 1 :])
 
     def mark(self, size: Any) -> Any:
-        """Returns a size with placeholders."""
-        return size.times * self._prime if self._prime and isinstance(size, LocalSize) else size
+        """Returns a size of an argument or a row set, with placeholders."""
+        return size
 
     def total(self, rows: RowSet) -> int:
-        """Returns the number of rows of all ranks of the axis."""
-        found = rows.entries_of or rows.repeats_of
-        return rows.total if found is None else self.total(found[0]) * self.mark(found[1])
+        """Returns the number of rows of all ranks."""
+        return rows.total
 
     def shape(self, total: int) -> tuple[int, ...]:
-        """Returns the shape of the tensor with the rows of all ranks of the axis."""
-        sizes = (*self._shape[: self._dim], total, *self._shape[self._dim + 1 :])
+        """Returns the shape of the tensor with `total` rows."""
+        sizes = (*self.sizes[: self.dim], total, *self.sizes[self.dim + 1 :])
         return tuple(int(each) or _SOME * self.empty for each in sizes)
 
     def local(self, size: int) -> int:
         """Returns the size on this rank."""
-        if self._prime and size and size % self._prime == 0:
-            return LocalSize.of(size // self._prime * self._samples, size // self._prime)
         return 0 if self.empty and size % _SOME == 0 else size
 
+    def count(self, rows: RowSet) -> int:
+        """Returns the number of local rows."""
+        return rows.count
 
-def _count_of(mode: RowsMode, rows: RowSet) -> int:
-    """Returns the number of local rows; in the mode of samples, as a size for the mode of nodes."""
-    return rows.count if mode.node_mode is None else LocalSize.of(rows.count, rows.entries_per_row)
+    def on_rank(self, shape: Sequence[int], rows: RowSet, dim: int) -> list[int]:
+        """Returns the shape on this rank, for a shape whose dimension `dim` has rows."""
+        return [*map(self.local, shape[:dim]), self.count(rows), *map(self.local, shape[dim + 1 :])]
 
 
 def _frozen(value: Any) -> Any:
@@ -253,24 +228,24 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
-    rows, dim, made = of.rows, of.dim, _Sizes(mode, x, of, given)
-    sizes = map_leaves(args[1:], lambda size: made.mark(_int(size)))
-    if made.empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
+    rows, dim, wholes = of.rows, of.dim, (mode.sizes or Sizes)(x, of, given)
+    sizes = map_leaves(args[1:], lambda size: wholes.mark(_int(size)))
+    if wholes.empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
         sizes = map_leaves(sizes, lambda size: size or -1)
     key = _frozen(sizes), _frozen(tuple(kwargs.items()))
     # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
     for total in (None,) if needs_total else (_MANY, None):
-        total = total or made.total(rows)
-        shape = made.shape(total)
+        total = total or wholes.total(rows)
+        shape = wholes.shape(total)
         views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
-        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes, made)
+        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes, wholes)
     if name in _RESHAPES | _EXPANDS:
         size, at, _ = views[0]
-        local = [*map(made.local, size[:at]), _count_of(mode, rows), *map(made.local, size[at + 1 :])]
+        local = wholes.on_rank(size, rows, at)
         results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
     elif name in _PARTS | {"narrow"} and views[0][0] == shape:
         results = (x.view_as(x),)
@@ -285,11 +260,11 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, made: _Sizes) -> Any:
+def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, wholes: Sizes) -> Any:
     """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
 
-    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`. `made` has
-    their placeholders.
+    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`, all of
+    `wholes`.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
@@ -304,39 +279,38 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape):
         new = func(torch.empty(shape, device="meta"), *sizes, **map_leaves(kwargs, _int)).shape
-        found = _repeats_of(of, shape, new, made)
+        found = _repeats_of(of, shape, new, wholes)
         if found is None and prod(shape[:dim]) == 1:
             at = next((place for place, size in enumerate(new) if size != 1), 0)
-            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]), made)
+            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]), wholes)
             found = None if entries is None else entries.at(at)
         if found is not None:
-            sizes = [*map(made.local, new[: found.dim]), _count_of(mode, found.rows), *map(made.local, new[found.dim + 1 :])]
-            return mode.place(x.reshape(sizes), found)
+            return mode.place(x.reshape(wholes.on_rank(new, found.rows, found.dim)), found)
     return mode.on_all_rows(func, args, kwargs)
 
 
-def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int], made: _Sizes) -> RowPlacement | None:
+def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int], wholes: Sizes) -> RowPlacement | None:
     """Returns the placement after a reshape that joins the rows with dimensions before them, or splits them; else None."""
     rows, times = of.rows.repeats_of or (of.rows, 1)
     if rows.replicas or of.local_ids:
         return None
-    before, after = prod(shape[: of.dim]) * made.mark(times), prod(shape[of.dim + 1 :])
+    before, after = prod(shape[: of.dim]) * wholes.mark(times), prod(shape[of.dim + 1 :])
     for at, size in enumerate(new):
-        repeats, left = divmod(size, made.total(rows))
+        repeats, left = divmod(size, wholes.total(rows))
         if repeats and not left and prod(new[:at]) * repeats == before and prod(new[at + 1 :]) == after:
-            return rows.repeat(made.local(repeats)).at(at)
+            return rows.repeat(wholes.local(repeats)).at(at)
     return None
 
 
-def _entries_of(rows: RowSet, before: int, after: int, made: _Sizes) -> RowSet | None:
+def _entries_of(rows: RowSet, before: int, after: int, wholes: Sizes) -> RowSet | None:
     """Returns the row set after a reshape from `before` to `after` entries per row; None if it has none.
 
     Entries may become separate rows, or the rows that they were.
     """
     if after and before % after == 0 and before != after:
-        return rows.flatten_entries(made.local(before // after))
+        return rows.flatten_entries(wholes.local(before // after))
     of, times = rows.entries_of or (None, 0)
-    return of if before * made.mark(times) == after else None
+    return of if before * wholes.mark(times) == after else None
 
 
 def _keep_ids(new: RowPlacement, before: RowPlacement) -> RowPlacement:
@@ -676,8 +650,7 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
         if selection is None:
             return None
         if mode.node_mode is not None:  # samples, which graph ranks have in the same places
-            with mode.node_mode.reading():
-                mode.node_mode.place(selection.places, REPLICATED)
+            selection.places.__dict__[mode.node_mode.attribute] = REPLICATED
         out = x.index_select(dim, selection.places)
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
@@ -962,9 +935,11 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         if mode.node_mode is None:
             found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
         else:  # the mode of nodes runs torch's engine
-            with mode.node_mode.called_by(mode):
-                found = torch.autograd.grad(**{**options, "outputs": outputs, "inputs": inputs, "grad_outputs": scaled})
+            mode.node_mode.calling = (mode,)
+            found = torch.autograd.grad(**{**options, "outputs": outputs, "inputs": inputs, "grad_outputs": scaled})
     finally:
+        if mode.node_mode is not None:
+            mode.node_mode.calling = ()
         for x, each in hooks.items():
             each.update(removed[x])
     made = []

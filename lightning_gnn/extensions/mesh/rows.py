@@ -6,7 +6,7 @@ torch, which the mode of nodes receives. So each rule treats one axis, and the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import RowsMode, by_placement, map_leaves, place, placement_of, rows_of, tensors_in
 from lightning_gnn.rows.placement import FROM_ROWS, OF_SAMPLES, REPLICATED, RowPlacement, RowSet
 from lightning_gnn.rows.ranks import Ranks
+from lightning_gnn.rows.shapes import Sizes
 from lightning_gnn.steps.random_streams import RandomStreams
 
 
@@ -71,6 +72,87 @@ class MeshStreams(RandomStreams):
             self._sample_states = rank_states[own:-1]
 
 
+class LocalSize(int):
+    """Size that depends on the number of local samples, which may differ between data ranks.
+
+    Attributes:
+        times: number of entries per sample.
+    """
+
+    times: int
+
+    @classmethod
+    def of(cls, count: int, times: int) -> LocalSize:
+        """Returns the size of `count` entries."""
+        made = cls(count)
+        made.times = times
+        return made
+
+    @override
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, LocalSize) and (int(self), self.times) == (int(value), value.times)
+
+    @override
+    def __hash__(self) -> int:
+        return hash((int(self), self.times))
+
+
+def _original(rows: RowSet) -> tuple[RowSet, int]:
+    """Returns the rows that were flattened or repeated, or else these rows, and the number of entries of each."""
+    found, times = rows, 1
+    while of := found.entries_of or found.repeats_of:
+        found, times = of[0], times * of[1]
+    return found, times
+
+
+class SizesOfSamples(Sizes):
+    """Sizes in the mode of samples, which marks local sizes for the mode of nodes."""
+
+    @override
+    def count(self, rows: RowSet) -> int:
+        return LocalSize.of(rows.count, _original(rows)[1])
+
+
+_SAMPLES = 99_991, 99_989
+"""Primes, one of which no other size is a multiple of."""
+
+
+class SizesOfNodes(Sizes):
+    """Sizes in the mode of nodes, with a prime in place of the number of local samples.
+
+    Results must not depend on this number: data ranks would otherwise gather other rows.
+    """
+
+    def __init__(self, x: Tensor, of: RowPlacement, arguments: Sequence[Any]) -> None:
+        super().__init__(x, of, arguments)
+        self._prime, samples = 0, x.__dict__.get(OF_SAMPLES)
+        if not isinstance(samples, RowPlacement):
+            return
+        beside = [size for at, size in enumerate(self.sizes) if at not in (of.dim, samples.dim)]
+        others = [int(size) for size in arguments if isinstance(size, int) and not isinstance(size, LocalSize)]
+        known = [*beside, *others, _original(of.rows)[0].known_total or 0]
+        self.empty = 0 in beside
+        self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
+        times = _original(samples.rows)[1]
+        self._samples = samples.rows.count // max(1, times)
+        if samples.dim != of.dim:
+            self.sizes[samples.dim] = times * self._prime
+
+    @override
+    def mark(self, size: Any) -> Any:
+        return size.times * self._prime if self._prime and isinstance(size, LocalSize) else size
+
+    @override
+    def total(self, rows: RowSet) -> int:
+        found = rows.entries_of or rows.repeats_of
+        return rows.total if found is None else self.total(found[0]) * self.mark(found[1])
+
+    @override
+    def local(self, size: int) -> int:
+        times, left = divmod(size, self._prime or size + 1)
+        return LocalSize.of(times * self._samples, times) if times and not left else super().local(size)
+
+
 class SampleMode(RowsMode):
     """Mode of the samples of a mesh.
 
@@ -83,6 +165,7 @@ class SampleMode(RowsMode):
     def __init__(self, ranks: Ranks, common_draws: Callable[[], AbstractContextManager[Any]], node_mode: RowsMode) -> None:
         super().__init__(ranks, common_draws)
         self.node_mode = self._nodes = node_mode
+        self.sizes, node_mode.sizes = SizesOfSamples, SizesOfNodes
         self.norms_by_rules = True
 
     @override
