@@ -65,10 +65,11 @@ class MeshStreams(RandomStreams):
 
     @override
     def load(self, common: list[Tensor], rank_states: list[Tensor]) -> None:
-        own = len(self._sample_states)
+        of_mesh = len(rank_states) > 2  # its own and the sample states, of one or two devices, and the number of graph ranks
+        own = len(rank_states) // 2 if of_mesh else len(rank_states)
         super().load(common, rank_states[:own])
         # On a mesh of another shape, graph ranks would otherwise continue the streams of different data ranks.
-        if len(rank_states) == 2 * own + 1 and rank_states[-1].equal(self._graph_ranks):
+        if of_mesh and own == len(self._sample_states) and rank_states[-1].equal(self._graph_ranks):
             self._sample_states = rank_states[own:-1]
 
 

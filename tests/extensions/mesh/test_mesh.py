@@ -25,6 +25,7 @@ from lightning_gnn import (
     VertexCutStrategy,
     gather_nodes,
 )
+from lightning_gnn.extensions.mesh.rows import MeshStreams
 
 
 @cache
@@ -202,6 +203,23 @@ def test_random_numbers(ranks):
     assert len({tuple(value != 0 for value in each) for each in kept}) == 4
     assert len({tuple(each) for each in of_global_batch}) == 1 and len(of_global_batch[0]) == 4
     assert used[0] == used[1] == of_global_batch[0][::2] and used[2] == used[3] == of_global_batch[0][1::2]
+
+
+def test_streams_of_samples_continue_on_the_same_devices_and_mesh():
+    """A rank on a GPU stores two states for each stream."""
+    cpu, gpu, of_samples, on_gpu = torch.get_rng_state(), *(torch.full([4], each, dtype=torch.uint8) for each in range(3))
+    for stored, own, restored in (
+        ([cpu, of_samples, torch.tensor([2])], [cpu], True),
+        ([cpu, of_samples, torch.tensor([4])], [cpu], False),
+        ([cpu, gpu, of_samples, on_gpu, torch.tensor([2])], [cpu, gpu], False),
+        ([cpu], [cpu], False),
+    ):
+        streams = MeshStreams.__new__(MeshStreams)
+        streams._device, streams._inactive_states, streams._sample_states = torch.device("cpu"), [], [on_gpu]
+        streams._graph_ranks = torch.tensor([2])
+        streams.load([cpu], stored)
+        assert all(each is given for each, given in zip(streams._inactive_states, own, strict=True))
+        assert (streams._sample_states[0] is of_samples) == restored
 
 
 # The mesh and its errors ######################################################
