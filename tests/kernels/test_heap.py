@@ -95,7 +95,7 @@ def test_memory_is_kept_from_the_second_step_if_it_suffices(monkeypatch, caplog,
     with caplog.at_level("INFO"):
         trainer.fit(NodeClassifier(build("gcn").double()), datamodule=GraphDataModule(awkward_graph()))
     assert events == expected
-    assert ("GB: 0 GB are available. Steps are slower" in caplog.text) == (not free)
+    assert ("GB, and 0 GB are available. Steps are slower" in caplog.text) == (not free)
 
 
 STEPS_IN_A_PROCESS = """
