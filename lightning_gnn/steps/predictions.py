@@ -65,8 +65,10 @@ class PredictedRows:
         placements, x = self._rows.placements_of(given, compares=True), given
         if None in placements:
             raise NotExactError(f"predict_step returned{f' at {path}' if path else ''} {unknown_origin(given)}")
+        dims = set[int]()  # whose rows are joined; a mode joins the rows of modes that torch calls after it, too
         for mode, placement in reversed([*zip(self._rows.modes, placements)]):
-            if isinstance(placement, RowPlacement):
+            if isinstance(placement, RowPlacement) and placement.dim not in dims:
+                dims.add(placement.dim)
                 with mode.reading():
                     x = self._join_rows(path, x, placement, mode)
         if x is given:

@@ -151,6 +151,32 @@ def test_other_modes(ranks, tmp_path, mode, graph_ranks, world_size):
             assert_equal(each, [{**batch} for batch in expected])
 
 
+class Joined(SampleModule):
+    """Predicts tensors whose samples and nodes are along one dimension, and selected samples."""
+
+    def predict_step(self, batch: Data, batch_idx: int) -> Any:
+        x = self.model(batch)
+        joined = x.flatten(0, 1), x.transpose(0, 1).flatten(0, 1), x.reshape(-1), x.flatten(1), x[..., 0].view(-1)
+        return {"joined": joined, "some": (x[0], x[:2].mean(1), x[..., 0][batch.seen]), "sum": torch.cat([x, x]).sum(0)}
+
+
+def predict_joined(rank: int, world_size: int, graph_ranks: int, folder: Path, mode: str) -> list[Any]:
+    L.seed_everything(0, verbose=False)
+    data = GraphDataModule(graph_of_samples(), predict_samples=Samples(size=SIZE), global_batch_size=4)
+    strategy: Any = DGCLStrategy(graph_ranks=graph_ranks, timeout=60, predictions=mode) if graph_ranks else "auto"
+    run = quiet_trainer(strategy, world_size, self_check=False, default_root_dir=folder)
+    return run.predict(Joined(MODELS["gcn"]()).double(), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("mode", "graph_ranks", "world_size"), [("all", 2, 4), *campaign(("all", 1, 2), ("all", 2, 2), ("file", 2, 4))]
+)
+def test_joined_dimensions(ranks, tmp_path, mode, graph_ranks, world_size):
+    expected = predict_joined(0, 1, 0, tmp_path, mode)
+    for found in ranks.run(world_size, predict_joined, graph_ranks, tmp_path, mode):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_some_batches(ranks, tmp_path):
     """The file has the samples of the predicted batches, and replaces the file of another call."""
     ranks.run(2, predict, 2, tmp_path)
