@@ -625,7 +625,10 @@ def as_columns(x: Tensor) -> Tensor:
 
 def as_samples(out: Tensor, x: Tensor) -> Tensor:
     """Returns results for the columns of :func:`as_columns` in the form of `x`: ``[..., T, F]`` from ``[T, B F]``."""
-    return out if x.dim() == 2 else out.view(len(out), *x.shape[:-2], x.size(-1)).movedim(0, -2)
+    if x.dim() == 2:
+        return out
+    # Contiguous as on one device, where views of the result share its memory.
+    return out.view(len(out), *x.shape[:-2], x.size(-1)).movedim(0, -2).contiguous()
 
 
 def _inverse_power(degree: Tensor, exponent: float) -> Tensor:

@@ -649,9 +649,7 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
         selection = _choose_rows(mode, rows, item)
         if selection is None:
             return None
-        if mode.node_mode is not None:  # samples, which graph ranks have in the same places
-            selection.places.__dict__[mode.node_mode.attribute] = REPLICATED
-        out = x.index_select(dim, selection.places)
+        out = x.index_select(dim, _places_of(mode, selection))
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
             out = out if takes_all else _index(mode, out, (*rest[:place], *rest[place + 1 :]))
@@ -675,6 +673,13 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
             out = mode.place(out.contiguous(), placement_of(out) or FROM_ROWS)
     new = placement_of(out)
     return mode.place_view(out, new, View(x, index)) if is_view and new is not None else out
+
+
+def _places_of(mode: RowsMode, selection: RowSet) -> Tensor:
+    """Returns the positions of selected rows on this rank."""
+    if mode.node_mode is not None:  # graph ranks have samples in the same places
+        selection.places.__dict__[mode.node_mode.attribute] = REPLICATED
+    return selection.places
 
 
 def _choose_rows(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
@@ -767,7 +772,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
             value = value.unsqueeze(value.dim() - right + 1)
         value = align_rows(mode, value, target, right, "assignment")
     if target is not rows:
-        region[place] = target.places
+        region[place] = _places_of(mode, target)
     x[tuple(map_leaves(region, _int))] = value
     return True
 

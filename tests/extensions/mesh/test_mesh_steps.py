@@ -123,7 +123,31 @@ def hooks(net: Net, batch: Any, out: Tensor) -> Tensor:
     return (out - batch.y).square().mean().sqrt() + mean
 
 
+def assigned(net: Net, batch: Any, out: Tensor) -> Tensor:
+    """Assignments to samples, to nodes, and to rows of both."""
+    values = out.clone()
+    values[0] = 1.0
+    values[1:3] = values[1:3] * 2
+    values[-1] = out[0]
+    values[batch.hour.argmax(), 2:9] = 3.0
+    rows = out.flatten(0, 1).clone()
+    rows[5:45] = 2.0
+    rows[rows[:, 0].argsort()[:5]] = 4.0
+    return (values * out).square().mean() + (rows * batch.y.flatten(0, 1)).mean()
+
+
+def changed_views(net: Net, batch: Any, out: Tensor) -> Tensor:
+    """In-place changes of views of a conv's result, which is contiguous on one device."""
+    values = out.clone()
+    values.view(-1, TARGETS).mul_(batch.hour.repeat_interleave(NODES).view(-1, 1))
+    values.flatten(0, 1)[:, 0] = 7.0
+    values.view(-1, TARGETS)[3] = 5.0
+    out.view(-1, TARGETS).add_(1.0)
+    return (values - batch.y).square().mean() + out.square().mean()
+
+
 LOSSES = {each.__name__: each for each in (centered, distances, readout, joined, masked, selected, selected_nodes, measured)}
+LOSSES |= {each.__name__: each for each in (assigned, changed_views)}
 LOSSES |= {each.__name__: each for each in (forces, recomputed_forces, gradients_of_weights, penalty, hooks)}
 
 
