@@ -164,7 +164,7 @@ class Sizes:
         self.empty = 0 in (*self.sizes[: of.dim], *self.sizes[of.dim + 1 :])
 
     def mark(self, size: Any) -> Any:
-        """Returns a size of an argument or a row set, with placeholders."""
+        """Returns a size of an argument, or a number of repetitions of rows, in the units of these sizes."""
         return size
 
     def total(self, rows: RowSet) -> int:
@@ -263,8 +263,8 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
 def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, wholes: Sizes) -> Any:
     """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
 
-    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`, all of
-    `wholes`.
+    `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`.
+    `wholes` converts these sizes to sizes on this rank.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
