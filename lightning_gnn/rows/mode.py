@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from lightning_gnn.private_torch import (
     OpOverloadPacket,
     base_of,
     is_functorch_wrapped_tensor,
+    run_backward,
 )
 from lightning_gnn.rows.placement import (
     FROM_ROWS,
@@ -289,8 +290,8 @@ class RowsMode(TorchFunctionMode):
         see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
 
-    node_mode: RowsMode | None = None
-    """For a mode of samples, the mode of nodes, which torch calls after this mode."""
+    of_samples = False
+    """Whether the rows are samples; torch calls a mode of nodes after this mode."""
     sizes: Any = None
     """Class of sizes in reshapes; None for :class:`~lightning_gnn.rows.shapes.Sizes`."""
     norms_by_rules = False
@@ -315,7 +316,7 @@ class RowsMode(TorchFunctionMode):
         self.see: Callable[[Any, Any], None] | None = None
         self._axes: list[str] = []  # axes in use before this mode was entered
         self.twice_at = ""  # line of the last gradient with create_graph=True
-        self.calling: tuple[RowsMode, ...] = ()  # mode of samples whose rule runs torch's engine by the rule of this mode
+        self.calling: tuple[RowsMode, ...] = ()  # mode of samples that runs torch's engine by the rule of this mode
         # Tensors from before the run by object id, and whether they were found to be equal on all ranks.
         self._constants: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         ranks._where = user_line
@@ -654,6 +655,24 @@ class RowsMode(TorchFunctionMode):
     def run_per_sample(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the result of a function that computes each sample separately, in a mode of samples."""
         return run(*args, **kwargs)
+
+    def places_of(self, selection: RowSet) -> Tensor:
+        """Returns the positions of selected rows on this rank."""
+        return selection.places
+
+    def run_backward(self, outputs: Any, starts: Any, inputs: Any, options: Any, accumulate_grad: bool = False) -> Any:
+        """Run torch's engine; recomputations, such as checkpoints, repeat the results of the forward pass."""
+        starts = starts or (None,) * len(outputs)
+        starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
+        again, retain = bool(options.get("create_graph")), options.get("retain_graph")
+        unused = accumulate_grad or bool(options.get("allow_unused", options.get("materialize_grads")))
+        with ExitStack() as modes:
+            for each in (self, *self.calling):
+                each.twice_at = user_line() if again else each.twice_at
+                modes.enter_context(each.activate(in_backward=True, in_rule=True))
+                modes.enter_context(each.differentiating())
+            retain = again if retain is None else retain
+            return run_backward(outputs, starts, retain, again, inputs, unused, accumulate_grad=accumulate_grad)
 
     def run_unchanged(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that does not depend on values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.private_torch import TensorBase, hooks_on_gradient, run_backward, storage_id
+from lightning_gnn.private_torch import TensorBase, hooks_on_gradient, storage_id
 from lightning_gnn.rows.elementwise import (
     align_rows,
     dim_of,
@@ -38,7 +37,6 @@ from lightning_gnn.rows.mode import (
     placement_of,
     rows_of,
     tensors_in,
-    user_line,
 )
 from lightning_gnn.rows.placement import FROM_ROWS, REPLICATED, Placement, RowCount, RowPlacement, RowSet, View
 
@@ -552,9 +550,8 @@ def gather_global(x: Tensor) -> Tensor:
     mode, of = active_mode(), rows_of(x)
     if mode is None:
         return x
-    with mode.pause():
-        found = x if of is None else mode.gather_rows(x, of, "gather_global")
-        found = gather_global(found) if mode.node_mode is not None else found  # on the other axis
+    with mode.pause():  # on a mesh, the mode of the other axis is active now
+        found = gather_global(x if of is None else mode.gather_rows(x, of, "gather_global"))
     return found if of is None else mode.place(found, FROM_ROWS)
 
 
@@ -649,7 +646,7 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
         selection = _choose_rows(mode, rows, item)
         if selection is None:
             return None
-        out = x.index_select(dim, _places_of(mode, selection))
+        out = x.index_select(dim, mode.places_of(selection))
         if isinstance(item, int) or not getattr(item, "ndim", 1):
             out = mode.place(mode.sum(out.sum(dim, dtype=x.dtype), "row"), FROM_ROWS)
             out = out if takes_all else _index(mode, out, (*rest[:place], *rest[place + 1 :]))
@@ -673,13 +670,6 @@ def _index_rows(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any], i
             out = mode.place(out.contiguous(), placement_of(out) or FROM_ROWS)
     new = placement_of(out)
     return mode.place_view(out, new, View(x, index)) if is_view and new is not None else out
-
-
-def _places_of(mode: RowsMode, selection: RowSet) -> Tensor:
-    """Returns the positions of selected rows on this rank."""
-    if mode.node_mode is not None:  # graph ranks have samples in the same places
-        selection.places.__dict__[mode.node_mode.attribute] = REPLICATED
-    return selection.places
 
 
 def _choose_rows(mode: RowsMode, rows: RowSet, item: Any) -> RowSet | None:
@@ -772,7 +762,7 @@ def _assign(mode: RowsMode, x: Tensor, of: RowPlacement, items: list[Any] | None
             value = value.unsqueeze(value.dim() - right + 1)
         value = align_rows(mode, value, target, right, "assignment")
     if target is not rows:
-        region[place] = _places_of(mode, target)
+        region[place] = mode.places_of(target)
     x[tuple(map_leaves(region, _int))] = value
     return True
 
@@ -892,27 +882,11 @@ def _backward(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     names = "tensors", "gradient", "retain_graph", "create_graph", "inputs"
     options = dict(zip(names, args)) | kwargs
     starts = _as_tuple(options.get("gradient", options.get("grad_tensors")))
-    _run_backward(mode, _as_tuple(options["tensors"]), starts, _as_tuple(options.get("inputs")), options, accumulate_grad=True)
+    mode.run_backward(_as_tuple(options["tensors"]), starts, _as_tuple(options.get("inputs")), options, accumulate_grad=True)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return () if value is None else (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def _run_backward(mode: RowsMode, outputs: Any, starts: Any, inputs: Any, options: Any, accumulate_grad: bool) -> Any:
-    """Run torch's engine; recomputations, such as checkpoints, repeat the results of the forward pass."""
-    starts = starts or (None,) * len(outputs)
-    starts = tuple(torch.ones_like(out) if start is None else start for out, start in zip(outputs, starts))
-    again, retain = bool(options.get("create_graph")), options.get("retain_graph")
-    unused = accumulate_grad or bool(options.get("allow_unused", options.get("materialize_grads")))
-    with ExitStack() as modes:
-        for each in (mode, *mode.calling):
-            each.twice_at = user_line() if again else each.twice_at
-            modes.enter_context(each.activate(in_backward=True, in_rule=True))
-            modes.enter_context(each.differentiating())
-        return run_backward(
-            outputs, starts, again if retain is None else retain, again, inputs, unused, accumulate_grad=accumulate_grad
-        )
 
 
 def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -937,14 +911,8 @@ def _grad(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     hooks = {x: hooks_on_gradient(x)[0] or {} for x in inputs if isinstance(x, torch.nn.Parameter)}
     removed = {x: {key: each.pop(key) for key in [*each]} for x, each in hooks.items()}
     try:
-        if mode.node_mode is None:
-            found = _run_backward(mode, outputs, tuple(scaled), inputs, options, accumulate_grad=False)
-        else:  # the mode of nodes runs torch's engine
-            mode.node_mode.calling = (mode,)
-            found = torch.autograd.grad(**{**options, "outputs": outputs, "inputs": inputs, "grad_outputs": scaled})
+        found = mode.run_backward(outputs, tuple(scaled), inputs, options)
     finally:
-        if mode.node_mode is not None:
-            mode.node_mode.calling = ()
         for x, each in hooks.items():
             each.update(removed[x])
     made = []

@@ -10,8 +10,8 @@ import torch
 from typing_extensions import override
 
 from lightning_gnn.comm.in_process import InProcessWorld
-from lightning_gnn.comm.mesh import AxisTransport
 from lightning_gnn.comm.transport import TransportWrapper
+from lightning_gnn.extensions.mesh.axes import AxisTransport
 from lightning_gnn.extensions.mesh.run import SampleRanks
 from lightning_gnn.nn.bind import Binding
 from lightning_gnn.registry import wrap_transport
@@ -63,7 +63,7 @@ class EmulatedMesh:
         data_ranks: number of data ranks.
 
     Attributes:
-        data, graph: see :class:`~lightning_gnn.comm.mesh.Mesh`.
+        data, graph: see :class:`~lightning_gnn.extensions.mesh.axes.Mesh`.
     """
 
     def __init__(self, world: InProcessWorld, data_ranks: int) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
 from lightning_gnn.devices import random_states, set_random_states
+from lightning_gnn.extensions.mesh.axes import Mesh
 from lightning_gnn.extensions.samples.order import positions_of
 from lightning_gnn.nn.helpers import gather_halo, reduce_halo
 from lightning_gnn.private_torch import without_torch_functions
@@ -155,7 +155,7 @@ class SizesOfNodes(Sizes):
 
 
 class SampleMode(RowsMode):
-    """Mode of the samples of a mesh.
+    """Mode of the samples of a mesh, see :attr:`~lightning_gnn.rows.mode.RowsMode.of_samples`.
 
     Args:
         ranks: data ranks.
@@ -165,9 +165,24 @@ class SampleMode(RowsMode):
 
     def __init__(self, ranks: Ranks, common_draws: Callable[[], AbstractContextManager[Any]], node_mode: RowsMode) -> None:
         super().__init__(ranks, common_draws)
-        self.node_mode = self._nodes = node_mode
+        self._nodes = node_mode
         self.sizes, node_mode.sizes = SizesOfSamples, SizesOfNodes
-        self.norms_by_rules = True
+        self.of_samples = self.norms_by_rules = True
+
+    @override
+    def places_of(self, selection: RowSet) -> Tensor:
+        selection.places.__dict__[self._nodes.attribute] = REPLICATED  # graph ranks have samples in the same places
+        return selection.places
+
+    @override
+    def run_backward(self, outputs: Any, starts: Any, inputs: Any, options: Any, accumulate_grad: bool = False) -> Any:
+        if accumulate_grad:
+            return super().run_backward(outputs, starts, inputs, options, accumulate_grad)
+        self._nodes.calling = (self,)
+        try:
+            return torch.autograd.grad(**{**options, "outputs": outputs, "inputs": inputs, "grad_outputs": starts})
+        finally:
+            self._nodes.calling = ()
 
     @override
     def send(self, function: type[torch.autograd.Function], x: Tensor, *args: Any, more_dims: int = 0) -> Tensor:

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
-from lightning_gnn.comm.mesh import Mesh
 from lightning_gnn.data.shards import Shard
+from lightning_gnn.extensions.mesh.axes import Mesh
 from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams, SampleRows
 from lightning_gnn.extensions.samples.checks import SampleChecks
 from lightning_gnn.extensions.samples.copies import Copies
