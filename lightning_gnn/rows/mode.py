@@ -290,10 +290,10 @@ class RowsMode(TorchFunctionMode):
         see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
 
-    of_samples = False
+    has_samples = False
     """Whether the rows are samples; torch calls a mode of nodes after this mode."""
-    sizes: Any = None
-    """Class of sizes in reshapes; None for :class:`~lightning_gnn.rows.shapes.Sizes`."""
+    shape_converter: Any = None
+    """Class that converts shapes in reshapes; None for :class:`~lightning_gnn.rows.shapes.ShapeConverter`."""
     norms_by_rules = False
     """Whether layers that read all nodes, such as norms, run PyG's code by rules, as for several samples."""
 
@@ -593,7 +593,7 @@ class RowsMode(TorchFunctionMode):
         """Returns this rank's rows of a replicated tensor that has the rows of all ranks along `dim`."""
         if dim == 0:
             return self.send(TakeRows, x, rows, operation)
-        return self.send(TakeRows, x.movedim(dim, 0), rows, operation).movedim(0, dim)
+        return self.send(TakeRows, x.movedim(dim, 0), rows, operation).movedim(0, dim).contiguous()
 
     def gather_rows(self, x: Tensor, placement: RowPlacement, operation: str) -> Tensor:
         """Returns the rows of all ranks in the order of the graph, on all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -133,20 +133,25 @@ RULES[_requires_grad_.__set__] = RULES[_grad_.__delete__] = RowsMode.run_unchang
 
 # Views ########################################################################
 
-_MANY = 1_000_003
-"""Number of rows for a selection of unknown size: a prime, which no product of other sizes equals."""
-_SOME = 1_009
-"""Size in place of 0, also a prime: strides and products of sizes of an empty tensor do not show its rows."""
+_ROWS_PRIME = 1_000_003
+"""Number of rows in a first attempt, which needs no messages; if no view is found, the real number is used."""
+_EMPTY_PRIME = 999_983
+"""Size in place of 0: strides and products of sizes of an empty tensor do not show its rows."""
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "atleast_2d"}
 _EXPANDS = {"expand", "broadcast_to"}
+
+
+def _reshape(func: Any) -> Callable[..., Tensor]:
+    """Returns the function that reshapes local rows: a copy in place of a view would lose in-place changes."""
+    return Tensor.view if func is Tensor.view else Tensor.reshape
 
 
 def _int(value: Any) -> Any:
     return int(value) if is_count(value) else value
 
 
-class Sizes:
-    """Sizes of a row tensor on all ranks, with another size in place of 0.
+class ShapeConverter:
+    """Converts shapes of a row tensor between all ranks and this rank. On all ranks, a prime replaces size 0.
 
     Args:
         x: row tensor.
@@ -154,37 +159,37 @@ class Sizes:
         arguments: sizes in the arguments of a function.
 
     Attributes:
-        empty: whether a dimension without rows has size 0.
+        has_empty_dim: whether a dimension other than the dimension of the rows has size 0.
     """
 
     def __init__(self, x: Tensor, of: RowPlacement, arguments: Sequence[Any]) -> None:
         self.sizes, self.dim = [int(size) for size in x.shape], of.dim
-        self.empty = 0 in (*self.sizes[: of.dim], *self.sizes[of.dim + 1 :])
+        self.has_empty_dim = 0 in (*self.sizes[: of.dim], *self.sizes[of.dim + 1 :])
 
-    def mark(self, size: Any) -> Any:
-        """Returns a size of an argument, or a number of repetitions of rows, in the units of these sizes."""
+    def to_global(self, size: Any) -> Any:
+        """Returns a size of an argument, or a number of repetitions of rows, on all ranks."""
         return size
 
-    def total(self, rows: RowSet) -> int:
+    def global_rows(self, rows: RowSet) -> int:
         """Returns the number of rows of all ranks."""
         return rows.total
 
-    def shape(self, total: int) -> tuple[int, ...]:
+    def global_shape(self, total: int) -> tuple[int, ...]:
         """Returns the shape of the tensor with `total` rows."""
         sizes = (*self.sizes[: self.dim], total, *self.sizes[self.dim + 1 :])
-        return tuple(int(each) or _SOME * self.empty for each in sizes)
+        return tuple(int(each) or _EMPTY_PRIME * self.has_empty_dim for each in sizes)
 
-    def local(self, size: int) -> int:
+    def to_local(self, size: int) -> int:
         """Returns the size on this rank."""
-        return 0 if self.empty and size % _SOME == 0 else size
+        return 0 if self.has_empty_dim and size % _EMPTY_PRIME == 0 else size
 
-    def count(self, rows: RowSet) -> int:
+    def local_rows(self, rows: RowSet) -> int:
         """Returns the number of local rows."""
         return rows.count
 
-    def on_rank(self, shape: Sequence[int], rows: RowSet, dim: int) -> list[int]:
+    def local_shape(self, shape: Sequence[int], rows: RowSet, dim: int) -> list[int]:
         """Returns the shape on this rank, for a shape whose dimension `dim` has rows."""
-        return [*map(self.local, shape[:dim]), self.count(rows), *map(self.local, shape[dim + 1 :])]
+        return [*map(self.to_local, shape[:dim]), self.local_rows(rows), *map(self.to_local, shape[dim + 1 :])]
 
 
 def _frozen(value: Any) -> Any:
@@ -222,29 +227,28 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
         return mode.plain(func, map_leaves(args, _int), map_leaves(kwargs, _int))
     if name == "view" and len(args) == 2 and isinstance(args[1], torch.dtype):
         return keep_placement(mode, func, args, kwargs)
-    func = Tensor.reshape if name == "view" else func  # gathered rows may have another memory layout
     given = _flat((*args[1:], *kwargs.values()))
     if any(isinstance(each, Tensor) for each in given):
         return mode.on_all_rows(func, args, kwargs)
-    rows, dim, wholes = of.rows, of.dim, (mode.sizes or Sizes)(x, of, given)
-    sizes = map_leaves(args[1:], lambda size: wholes.mark(_int(size)))
-    if wholes.empty and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
+    rows, dim, converter = of.rows, of.dim, (mode.shape_converter or ShapeConverter)(x, of, given)
+    sizes = map_leaves(args[1:], lambda size: converter.to_global(_int(size)))
+    if converter.has_empty_dim and name in ("view", "reshape", *_EXPANDS) and -1 not in _flat(sizes):
         sizes = map_leaves(sizes, lambda size: size or -1)
     key = _frozen(sizes), _frozen(tuple(kwargs.items()))
     # Without size arguments, only squeezing the rows depends on their number.
     needs_total = name == "squeeze" and dim in ([each % x.dim() for each in given] or range(x.dim()))
-    for total in (None,) if needs_total else (_MANY, None):
-        total = total or wholes.total(rows)
-        shape = wholes.shape(total)
+    for total in (None,) if needs_total else (_ROWS_PRIME, None):
+        total = total or converter.global_rows(rows)
+        shape = converter.global_shape(total)
         views = _trace_views(func, shape, dim, *key)
         if views and all(at is not None and size[at] == total for size, at, _ in views):
             break
     else:
-        return _part_or_entries(mode, func, args, kwargs, shape, views, sizes, wholes)
+        return _slice_or_regroup(mode, func, args, kwargs, shape, views, sizes, converter)
     if name in _RESHAPES | _EXPANDS:
         size, at, _ = views[0]
-        local = wholes.on_rank(size, rows, at)
-        results: Any = (x.expand(local) if name in _EXPANDS else x.reshape(local),)
+        local = converter.local_shape(size, rows, at)
+        results: Any = (x.expand(local) if name in _EXPANDS else _reshape(func)(x, local),)
     elif name in _PARTS | {"narrow"} and views[0][0] == shape:
         results = (x.view_as(x),)
     else:
@@ -258,11 +262,13 @@ def _view(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if name in _PARTS else results[0]
 
 
-def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, wholes: Sizes) -> Any:
-    """Returns views that do not keep all rows: parts along the rows, and reshaped rows.
+def _slice_or_regroup(
+    mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: Any, views: Any, sizes: Any, converter: ShapeConverter
+) -> Any:
+    """Returns slices of the rows, and reshapes that split rows or join them.
 
     `shape` is the shape with all rows; `views` is the result of :func:`_trace_views` for it and the arguments `sizes`.
-    `wholes` converts these sizes to sizes on this rank.
+    `converter` converts these sizes to sizes on this rank.
     """
     x, of, name = args[0], rows_of(args[0]), name_of(func)
     assert of is not None
@@ -277,38 +283,38 @@ def _part_or_entries(mode: RowsMode, func: Any, args: Any, kwargs: Any, shape: A
         return parts if name in _PARTS else parts[0]
     if name in _RESHAPES and shape[dim] > 1 and prod(shape):
         new = func(torch.empty(shape, device="meta"), *sizes, **map_leaves(kwargs, _int)).shape
-        found = _repeats_of(of, shape, new, wholes)
+        found = _find_repeats(of, shape, new, converter)
         if found is None and prod(shape[:dim]) == 1:
             at = next((place for place, size in enumerate(new) if size != 1), 0)
-            entries = _entries_of(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]), wholes)
+            entries = _find_entries(of.rows, prod(shape[dim + 1 :]), prod(new[at + 1 :]), converter)
             found = None if entries is None else entries.at(at)
         if found is not None:
-            return mode.place(x.reshape(wholes.on_rank(new, found.rows, found.dim)), found)
+            return mode.place(_reshape(func)(x, converter.local_shape(new, found.rows, found.dim)), found)
     return mode.on_all_rows(func, args, kwargs)
 
 
-def _repeats_of(of: RowPlacement, shape: Sequence[int], new: Sequence[int], wholes: Sizes) -> RowPlacement | None:
+def _find_repeats(of: RowPlacement, shape: Sequence[int], new: Sequence[int], converter: ShapeConverter) -> RowPlacement | None:
     """Returns the placement after a reshape that joins the rows with dimensions before them, or splits them; else None."""
     rows, times = of.rows.repeats_of or (of.rows, 1)
     if rows.replicas or of.local_ids:
         return None
-    before, after = prod(shape[: of.dim]) * wholes.mark(times), prod(shape[of.dim + 1 :])
+    before, after = prod(shape[: of.dim]) * converter.to_global(times), prod(shape[of.dim + 1 :])
     for at, size in enumerate(new):
-        repeats, left = divmod(size, wholes.total(rows))
+        repeats, left = divmod(size, converter.global_rows(rows))
         if repeats and not left and prod(new[:at]) * repeats == before and prod(new[at + 1 :]) == after:
-            return rows.repeat(wholes.local(repeats)).at(at)
+            return rows.repeat(converter.to_local(repeats)).at(at)
     return None
 
 
-def _entries_of(rows: RowSet, before: int, after: int, wholes: Sizes) -> RowSet | None:
+def _find_entries(rows: RowSet, before: int, after: int, converter: ShapeConverter) -> RowSet | None:
     """Returns the row set after a reshape from `before` to `after` entries per row; None if it has none.
 
-    Entries may become separate rows, or the rows that they were.
+    Entries become separate rows, or are joined to the original rows.
     """
     if after and before % after == 0 and before != after:
-        return rows.flatten_entries(wholes.local(before // after))
+        return rows.flatten_entries(converter.to_local(before // after))
     of, times = rows.entries_of or (None, 0)
-    return of if before * wholes.mark(times) == after else None
+    return of if before * converter.to_global(times) == after else None
 
 
 def _keep_ids(new: RowPlacement, before: RowPlacement) -> RowPlacement:
@@ -328,7 +334,7 @@ def _view_as(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:
     shape = _size(mode, Tensor.size, (args[1],), {})
     if func is Tensor.expand_as:
         return _expand(mode, Tensor.expand, (args[0], shape), {})
-    return _view(mode, Tensor.reshape, (args[0], shape), {})
+    return _view(mode, Tensor.view if func is Tensor.view_as else Tensor.reshape, (args[0], shape), {})
 
 
 def _expand(mode: RowsMode, func: Any, args: Any, kwargs: Any) -> Any:

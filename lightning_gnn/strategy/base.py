@@ -339,7 +339,7 @@ class GNNStrategy(RankStrategy):
         of_run = len(self.optimizers), self.precision_plugin, self.equal_buffers
         steps.share(SharedModel(module, world, shard, *of_run))
         if in_parts:
-            of_layers = shard if samples is None else samples.begin(steps)
+            of_layers = shard if samples is None else samples.begin_stage(steps)
             binding = bind_module(self.scheme, module, of_layers, steps.graph_world, self.meter, self.cache_input_aggregation)
             if self.checkpoint_convs:
                 binding.recompute()

@@ -106,7 +106,7 @@ class Steps:
         self._trainer, self._world, self._turn = trainer, world, turn
         self._redraws_every = redraws_every
         self.random = RandomStreams(world) if samples is None else samples.random
-        self.graph_world: World = world if samples is None else samples.graph_ranks
+        self.graph_world: World = world if samples is None else samples.graph_world
         self.progress = Progress()
         self.rounding: Any = None
         self.binding: Any = Unbound()

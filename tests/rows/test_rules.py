@@ -78,3 +78,25 @@ def test_views_of_a_batch_without_samples_keep_their_rows():
         return [getattr(rows_of(each), "dim", None) for each in made]
 
     assert on_ranks(Layout(3), view) == [[2, 1, 2]] * 3
+
+
+def test_changes_of_a_view_change_rows_beside_samples():
+    def program(graph: Graph) -> Any:
+        rows = torch.stack([graph.table, 2 * graph.table, graph.table]) + graph.t[None, :, None]
+        rows.view(-1, 2).mul_(0.5)
+        return rows.sum(0)
+
+    assert not compare(program, DAILY)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x.view_as(x.t().reshape(-1, 3))])
+def test_a_view_of_rows_that_are_not_contiguous_raises_as_on_one_device(view):
+    """A copy in its place would lose changes in place."""
+
+    def columns_first(graph: Graph, mode: RowsMode | None) -> str:
+        with mode or nullcontext(), pytest.raises(RuntimeError) as raised:
+            view(graph.x.detach().t().contiguous().t())
+        return str(raised.value)
+
+    for found in (columns_first(made_graph(), None), *on_ranks(Layout(3), columns_first)):
+        assert "view size is not compatible" in found

@@ -92,6 +92,6 @@ def join_sample_ranks(shard: Any, module: torch.nn.Module, world: InProcessWorld
     """
     mesh = EmulatedMesh(world, shard.data_ranks) if shard.data_ranks > 1 else None
     ranks = SampleRanks(world, mesh, _SharedDraws(), shard, shard.copies)
-    ranks.full_batch = shard.total
-    binding = bind(module, ranks.shard, ranks.graph_ranks)
+    ranks.full_batch_size = shard.total
+    binding = bind(module, ranks.shard, ranks.graph_world)
     return binding, ranks.rows_for(binding.context)

@@ -27,7 +27,7 @@ from lightning_gnn.rows.graph import GraphRows
 from lightning_gnn.rows.mode import RowsMode, by_placement, map_leaves, place, placement_of, rows_of, tensors_in
 from lightning_gnn.rows.placement import FROM_ROWS, OF_SAMPLES, REPLICATED, RowPlacement, RowSet
 from lightning_gnn.rows.ranks import Ranks
-from lightning_gnn.rows.shapes import Sizes
+from lightning_gnn.rows.shapes import ShapeConverter
 from lightning_gnn.steps.random_streams import RandomStreams
 
 
@@ -73,8 +73,10 @@ class MeshStreams(RandomStreams):
             self._sample_states = rank_states[own:-1]
 
 
-class LocalSize(int):
+class SampleSize(int):
     """Size that depends on the number of local samples, which may differ between data ranks.
+
+    It equals no other size, so that caches by size keep them apart.
 
     Attributes:
         times: number of entries per sample.
@@ -83,7 +85,7 @@ class LocalSize(int):
     times: int
 
     @classmethod
-    def of(cls, count: int, times: int) -> LocalSize:
+    def of(cls, count: int, times: int) -> SampleSize:
         """Returns the size of `count` entries."""
         made = cls(count)
         made.times = times
@@ -91,7 +93,7 @@ class LocalSize(int):
 
     @override
     def __eq__(self, value: object) -> bool:
-        return isinstance(value, LocalSize) and (int(self), self.times) == (int(value), value.times)
+        return isinstance(value, SampleSize) and (int(self), self.times) == (int(value), value.times)
 
     @override
     def __hash__(self) -> int:
@@ -106,20 +108,20 @@ def _original(rows: RowSet) -> tuple[RowSet, int]:
     return found, times
 
 
-class SizesOfSamples(Sizes):
-    """Sizes in the mode of samples, which marks local sizes for the mode of nodes."""
+class SampleShapeConverter(ShapeConverter):
+    """Converter in the mode of samples; local sizes are of :class:`SampleSize`, for the mode of nodes."""
 
     @override
-    def count(self, rows: RowSet) -> int:
-        return LocalSize.of(rows.count, _original(rows)[1])
+    def local_rows(self, rows: RowSet) -> int:
+        return SampleSize.of(rows.count, _original(rows)[1])
 
 
-_SAMPLES = 99_991, 99_989
-"""Primes, one of which no other size is a multiple of."""
+_SAMPLE_PRIMES = 99_991, 99_989
+"""Primes for the number of local samples; the first that divides no other size is used."""
 
 
-class SizesOfNodes(Sizes):
-    """Sizes in the mode of nodes, with a prime in place of the number of local samples.
+class NodeShapeConverter(ShapeConverter):
+    """Converter in the mode of nodes, with a prime in place of the number of local samples.
 
     Results must not depend on this number: data ranks would otherwise gather other rows.
     """
@@ -130,32 +132,32 @@ class SizesOfNodes(Sizes):
         if not isinstance(samples, RowPlacement):
             return
         beside = [size for at, size in enumerate(self.sizes) if at not in (of.dim, samples.dim)]
-        others = [int(size) for size in arguments if isinstance(size, int) and not isinstance(size, LocalSize)]
+        others = [int(size) for size in arguments if isinstance(size, int) and not isinstance(size, SampleSize)]
         known = [*beside, *others, _original(of.rows)[0].known_total or 0]
-        self.empty = 0 in beside
-        self._prime = next(each for each in _SAMPLES if all(size < each or size % each for size in known))
+        self.has_empty_dim = 0 in beside
+        self._prime = next(each for each in _SAMPLE_PRIMES if all(size < each or size % each for size in known))
         times = _original(samples.rows)[1]
         self._samples = samples.rows.count // max(1, times)
         if samples.dim != of.dim:
             self.sizes[samples.dim] = times * self._prime
 
     @override
-    def mark(self, size: Any) -> Any:
-        return size.times * self._prime if self._prime and isinstance(size, LocalSize) else size
+    def to_global(self, size: Any) -> Any:
+        return size.times * self._prime if self._prime and isinstance(size, SampleSize) else size
 
     @override
-    def total(self, rows: RowSet) -> int:
+    def global_rows(self, rows: RowSet) -> int:
         found = rows.entries_of or rows.repeats_of
-        return rows.total if found is None else self.total(found[0]) * self.mark(found[1])
+        return rows.total if found is None else self.global_rows(found[0]) * self.to_global(found[1])
 
     @override
-    def local(self, size: int) -> int:
+    def to_local(self, size: int) -> int:
         times, left = divmod(size, self._prime or size + 1)
-        return LocalSize.of(times * self._samples, times) if times and not left else super().local(size)
+        return SampleSize.of(times * self._samples, times) if times and not left else super().to_local(size)
 
 
 class SampleMode(RowsMode):
-    """Mode of the samples of a mesh, see :attr:`~lightning_gnn.rows.mode.RowsMode.of_samples`.
+    """Mode of the samples of a mesh, see :attr:`~lightning_gnn.rows.mode.RowsMode.has_samples`.
 
     Args:
         ranks: data ranks.
@@ -166,8 +168,8 @@ class SampleMode(RowsMode):
     def __init__(self, ranks: Ranks, common_draws: Callable[[], AbstractContextManager[Any]], node_mode: RowsMode) -> None:
         super().__init__(ranks, common_draws)
         self._nodes = node_mode
-        self.sizes, node_mode.sizes = SizesOfSamples, SizesOfNodes
-        self.of_samples = self.norms_by_rules = True
+        self.shape_converter, node_mode.shape_converter = SampleShapeConverter, NodeShapeConverter
+        self.has_samples = self.norms_by_rules = True
 
     @override
     def places_of(self, selection: RowSet) -> Tensor:

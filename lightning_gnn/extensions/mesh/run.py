@@ -46,22 +46,22 @@ class SampleRanks:
     Attributes:
         world: all ranks.
         random: random streams of this rank.
-        graph_ranks: ranks that have parts of the same samples.
-        full_batch: number of samples of a full global batch.
+        graph_world: ranks that have parts of the same samples.
+        full_batch_size: number of samples of the largest global batch.
         make_context: function that returns a graph context for copies of the graph, for a batch that is not full.
     """
 
-    full_batch: int
+    full_batch_size: int
     make_context: Callable[[Shard], GraphContext]
 
     def __init__(self, world: Any, mesh: Any, random: Any, shard: Shard, copies: Copies | None) -> None:
         self.world, self._mesh, self.random, self._shard, self._copies = world, mesh, random, shard, copies
-        self.graph_ranks = world if mesh is None else mesh.graph
+        self.graph_world = world if mesh is None else mesh.graph
 
     @property
     def shard(self) -> Shard:
         """Shard that layers are bound to: the rank's part of the graph, or its copies for a batch."""
-        return self._shard if self._copies is None else self.copies(self.full_batch)
+        return self._shard if self._copies is None else self.copies(self.full_batch_size)
 
     def copies(self, total: int) -> Shard:
         """Returns the copies of the graph for a global batch of `total` samples."""
@@ -118,11 +118,11 @@ class SampleRun(SampleRanks):
         super().__init__(world, mesh, random, shard, self._data.copies)
 
     @property
-    def full_batch(self) -> int:  # type: ignore[override]
+    def full_batch_size(self) -> int:  # type: ignore[override]
         found: int = self._data.full_batch(self._module.trainer.datamodule.batch_size)
         return found
 
-    def begin(self, steps: Any) -> Shard:
+    def begin_stage(self, steps: Any) -> Shard:
         """Returns the shard that layers are bound to.
 
         Sets ``device_mesh`` of the module, and adds the callback that compares samples, until the stage ends.
@@ -139,7 +139,9 @@ class SampleRun(SampleRanks):
     def make_rows(self, context: GraphContext) -> GraphRows:
         """Returns the rows of steps, and lets loaders place batches; see :meth:`rows_for`."""
         rows = self.rows_for(context)
-        static = StaticBatches(self._module.trainer, self.full_batch) if getattr(self._strategy, "cuda_graph", False) else None
+        static = (
+            StaticBatches(self._module.trainer, self.full_batch_size) if getattr(self._strategy, "cuda_graph", False) else None
+        )
 
         def place_batch(batch: Any) -> Any:  # hooks before steps get rows, too
             batch = rows.place(batch.to(self.world.device))
@@ -152,8 +154,8 @@ class SampleRun(SampleRanks):
         """Returns a graph context for copies of the graph; collective on graph ranks."""
         strategy = self._strategy
         of = {"meter": strategy.meter, "cache_input_aggregation": strategy.cache_input_aggregation}
-        make = partial(make_context, strategy.scheme, world=self.graph_ranks, **of)
-        return self.include_all_ranks(context_of(self._module, shard, self.graph_ranks, make))
+        make = partial(make_context, strategy.scheme, world=self.graph_world, **of)
+        return self.include_all_ranks(context_of(self._module, shard, self.graph_world, make))
 
 
 class _NoRows:
@@ -172,7 +174,7 @@ _OF_STEPS = "propagations", "on_loaded_edges", "reverse"
 
 
 class CopiedRows(SampleRows):
-    """Row sets of copies of the graph, one for each sample of a batch; :meth:`place` turns layers to the copies of a batch.
+    """Row sets of copies of the graph, one for each sample of a batch; :meth:`place` binds layers to the copies for a batch.
 
     All ranks have rows of one graph, whose copies are not connected.
 
@@ -182,38 +184,38 @@ class CopiedRows(SampleRows):
     """
 
     def __init__(self, run: SampleRanks, context: GraphContext) -> None:
-        self._run, self._context, self._total = run, context, run.full_batch
-        self._turns: dict[int, tuple[dict[str, Any], ...]] = {}
+        self._run, self._context, self._total = run, context, run.full_batch_size
+        self._states: dict[int, tuple[dict[str, Any], ...]] = {}
         super().__init__(run.shard, run.world, partial(run.random.inside, False), gather_halo, reduce_halo)
         self.mode.norms_by_rules = True
-        self._turns[self._total] = self._state(run.include_all_ranks(context))
+        self._states[self._total] = self._state(run.include_all_ranks(context))
 
     @override
     def place(self, batch: Any) -> Any:
         info = batch.get("sample_info")
         if info is not None:
-            self._turn_to(info.total)
+            self._use_copies(info.total)
             for name, dim in info.node_dims.items():
                 if dim is None and not self._is_placed(batch[name]):
                     batch[name] = place(self._run.gather_samples(batch[name], info.total), REPLICATED)
         return super().place(batch)
 
-    def _turn_to(self, total: int) -> None:
+    def _use_copies(self, total: int) -> None:
         """Set the row sets, and the graph of layers, to the copies for a global batch of `total` samples; collective."""
         if total == self._total:
             return
-        if total not in self._turns:
+        if total not in self._states:
             shard = self._run.copies(total)
             made = self._run.make_context(shard)
             self.hold(shard)
-            self._turns[total] = self._state(made)
-        of_rows, of_mode, *of_contexts = self._turns[total]
+            self._states[total] = self._state(made)
+        of_rows, of_mode, *of_contexts = self._states[total]
         self._total = total
         vars(self).update(of_rows)
         vars(self.mode).update(of_mode)
         for context, state in zip((self._context, self._context.reverse), of_contexts):  # layers are bound to these objects
             vars(context).update(state)
-        self._context.begin_step(self._run.graph_ranks.step)
+        self._context.begin_step(self._run.graph_world.step)
 
     def _state(self, context: GraphContext) -> tuple[dict[str, Any], ...]:
         """Returns the attributes of the rows, the mode and graph contexts that depend on the copies."""

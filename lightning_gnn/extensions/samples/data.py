@@ -26,7 +26,7 @@ _RESERVED = {"batch", "num_nodes", "ptr", "sample_info"}
 """Names that batches set themselves, in addition to attributes of the graph."""
 
 
-def _as_it_is(batch: Any) -> Any:
+def _keep_batch(batch: Any) -> Any:
     return batch
 
 
@@ -86,7 +86,7 @@ class SampleData:
         }
         self.concatenates = concatenate
         self.copies: Copies | None = None
-        self.place: Callable[[Any], Any] = _as_it_is
+        self.place: Callable[[Any], Any] = _keep_batch
         self._data_ranks, self._data_rank = 1, 0
         self._local: dict[str, tuple[Any, SampleFormat, Mapping[str, np.ndarray] | None]] = {}
         self._stage_names: list[str] = []  # datasets of the stage that is set up
@@ -98,7 +98,7 @@ class SampleData:
             raise ValueError(f"samples is not supported with {type(strategy).__name__}: {reason}")
         shape = getattr(strategy, "mesh_shape", None)
         self._data_ranks, self._data_rank = getattr(shape, "data_ranks", 1), getattr(shape, "data_rank", 0)
-        self.samples_per_rank(None, self._data_ranks)
+        self.samples_per_data_rank(None, self._data_ranks)
 
     def convert(self, seed: int, cut: Cut, partition: Path, lock: Callable[[str], Any]) -> None:
         """Write folders of samples in the order of a partition, unless they are stored.
@@ -111,7 +111,7 @@ class SampleData:
         """
         rows = rows_of_parts(cut)
         for name in [name for name, samples in self._datasets.items() if folder_of(samples) is not None]:
-            self._convert(name, self.first(name, seed, _sizes(rows), len(cut.e_id))[1], rows, partition, lock)
+            self._convert(name, self.read_first(name, seed, _sizes(rows), len(cut.e_id))[1], rows, partition, lock)
 
     def setup(self, seed: int, shard: Shard, stage: str, partition: Path | None, lock: Callable[[str], Any]) -> None:
         """Check the first sample of each dataset of a stage against the graph, and open converted folders.
@@ -134,7 +134,7 @@ class SampleData:
         of_stage = [DATASETS[stage], *([DATASETS["validate"]] if stage == "fit" else [])]
         self._stage_names = [name for name in of_stage if name in self._datasets]
         for name in self._stage_names:
-            _, form = self.first(name, seed, _sizes(rows), sum(shard.edge_counts))
+            _, form = self.read_first(name, seed, _sizes(rows), sum(shard.edge_counts))
             unknown = self._node_dims.keys() - form.tensors.keys()
             if unknown and name != "samples":  # which may have fewer names than other datasets
                 others = self._datasets.keys() - {name}
@@ -168,7 +168,7 @@ class SampleData:
             samples,
             form,
             data.shard,
-            GlobalOrder(len(samples), self.samples_per_rank(data.batch_size, ranks), ranks, shuffle, data.seed),
+            GlobalOrder(len(samples), self.samples_per_data_rank(data.batch_size, ranks), ranks, shuffle, data.seed),
             self._data_rank,
             lambda: 0 if trainer is None else trainer.current_epoch,
             data.seed,
@@ -181,7 +181,7 @@ class SampleData:
     def full_batch(self, batch_size: int | None) -> int:
         """Returns the number of samples of a full global batch of the first dataset of the stage."""
         samples, *_ = self._local[self._stage_names[0]]
-        return min(len(samples), self.samples_per_rank(batch_size, self._data_ranks) * self._data_ranks)
+        return min(len(samples), self.samples_per_data_rank(batch_size, self._data_ranks) * self._data_ranks)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -193,7 +193,7 @@ class SampleData:
         numbers = [number for number in range(1, ranks + 1) if ranks % number == 0]
         return [each for each in numbers if (self.global_batch_size or 0) % (ranks // each) == 0]
 
-    def samples_per_rank(self, batch_size: int | None, data_ranks: int) -> int:
+    def samples_per_data_rank(self, batch_size: int | None, data_ranks: int) -> int:
         """Returns the number of samples per data rank and batch."""
         total = self.global_batch_size
         if total is not None and total % data_ranks:
@@ -203,7 +203,7 @@ class SampleData:
             )
         return (batch_size or 0) if total is None else total // data_ranks
 
-    def first(
+    def read_first(
         self, name: str, seed: int, num_nodes: int | Mapping[str, int], num_edges: int, count: int = 1
     ) -> tuple[list[Any], SampleFormat]:
         """Returns the first items of a dataset and their format.

@@ -169,7 +169,7 @@ def first_samples(data: Any, graph: Graph) -> dict[str, tuple[dict[str, Tensor],
     found = {}
     for stage, name in DATASETS.items():
         if name in data.sample_data.sizes:
-            items, form = data.sample_data.first(name, data.seed, sizes, graph.num_edges, COUNT)
+            items, form = data.sample_data.read_first(name, data.seed, sizes, graph.num_edges, COUNT)
             found[stage] = form.stack([form.local_rows(index, item, None) for index, item in enumerate(items)]), form
     return found
 
@@ -188,9 +188,9 @@ def sample_shards(data: Any, shards: Sequence[Shard], data_ranks: int) -> list[S
     """Returns the shards of a graph whose steps receive the first training samples of a datamodule, as many as in a batch."""
     samples, of = data.sample_data, shards[0]
     check_shard(of)
-    count, parts = samples.samples_per_rank(data.batch_size, data_ranks), rows_of_parts(of)
+    count, parts = samples.samples_per_data_rank(data.batch_size, data_ranks), rows_of_parts(of)
     sizes = {kind: sum(map(len, ids)) for kind, ids in parts.items()}
-    items, form = samples.first("samples", data.seed, sizes, len(of.e_id), count)
+    items, form = samples.read_first("samples", data.seed, sizes, len(of.e_id), count)
     found: list[Shard] = []
     for shard in shards:
         rows = {kind: ids[shard.rank] for kind, ids in parts.items()}
@@ -278,7 +278,7 @@ class SampleGraphs:
     def batch_size(self) -> int:
         """Returns the number of training samples of a data rank's largest batch."""
         ranks = self._shape.data_ranks
-        return min(self._samples.samples_per_rank(self._data.batch_size, ranks), -(-self._samples.sizes["samples"] // ranks))
+        return min(self._samples.samples_per_data_rank(self._data.batch_size, ranks), -(-self._samples.sizes["samples"] // ranks))
 
     def row_bytes(self, of: CutInfo) -> list[int]:
         """Returns the bytes of a node in the training samples of a data rank's batch, by node type."""
@@ -292,7 +292,7 @@ class SampleGraphs:
     def _first(self, stage: str, of: CutInfo, count: int) -> tuple[list[dict[str, Tensor]], SampleFormat]:
         """Returns the first samples of a stage and their format."""
         sizes = {kind: sum(map(len, ids)) for kind, ids in rows_of_parts(of).items()}
-        items, form = self._samples.first(DATASETS[stage], self._data.seed, sizes, len(of.e_id), count)
+        items, form = self._samples.read_first(DATASETS[stage], self._data.seed, sizes, len(of.e_id), count)
         return [form.local_rows(index, item, None) for index, item in enumerate(items)], form
 
     def maker(

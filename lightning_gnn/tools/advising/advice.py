@@ -272,7 +272,7 @@ def _predict(candidate: Candidate, cut: Cut, rehearsal: Rehearsal, job: _Job) ->
     ranks, samples, steps = job.machine.ranks, job.data.sample_data, 1
     events, groups = rehearsal.events, ranks // len(rehearsal.events)
     if samples is not None:
-        steps = -(-samples.sizes["samples"] // (groups * samples.samples_per_rank(job.data.batch_size, groups)))
+        steps = -(-samples.sizes["samples"] // (groups * samples.samples_per_data_rank(job.data.batch_size, groups)))
         events = repeat_groups(events, groups, sum(each.nbytes for each in job.module.parameters() if each.requires_grad))
     sends = [event.num_bytes for each in events for event in each if isinstance(event, Send)]
     step, busy = timing(with_trainer_messages(events), job.machine), rehearsal.compute_seconds
