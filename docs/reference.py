@@ -165,6 +165,8 @@ def table_of_options() -> str:
     found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for strategy, kind in strategies().items():
         for name, parameter in parameters(kind).items():
+            if name == "graph_ranks" and kind().samples_unsupported_reason is not None:
+                continue
             found[name, value(parameter.default), brief(meaning(kind, name))].append(strategy)
     lines = ((f"`{name}`", named(names), default, text) for (name, default, text), names in sorted(found.items()))
     return rows(("argument", "strategies", "default", "meaning"), *lines)

@@ -91,15 +91,16 @@ class GNNStrategy(RankStrategy):
             are exchanged again, as in SAR. This takes less memory and more time and bytes, with equal results (docs/memory.md).
             Full-graph strategies only.
         memory_limit: memory limit of all ranks together, for several CPU ranks of one machine, in bytes or such as ``"4GB"``.
-            Tensors beyond it are in files (docs/memory.md, "Beyond memory"), and `reuse_buffers` has no effect. None: no limit.
+            Tensors beyond it are in files (docs/out-of-core.md), and `reuse_buffers` has no effect. None: no limit.
         spill_dir: folder of these files; needs `memory_limit`. Default: the Trainer's ``default_root_dir``.
         elastic: whether the other ranks continue when a rank is lost (docs/elastic.md).
         min_ranks: with `elastic`, least number of ranks that continue.
         balance: with `elastic`, whether nodes move from slow ranks to fast ranks while the model trains. Speeds are measured on
             CPU ranks, or given: the relative speed of each rank, such as ``[1.0, 0.5]``.
-        graph_ranks: number of ranks that divide the graph. The number of ranks is a multiple, and data ranks of `graph_ranks`
-            ranks each divide the samples of :class:`~lightning_gnn.GraphDataModule`. None: all ranks. ``"auto"``: the smallest
-            number for which 1.2 times the predicted peak memory is free; requires ``global_batch_size``.
+        graph_ranks: number of ranks that divide the graph; a value below the number of ranks requires `samples`. The number of
+            ranks is a multiple, and data ranks of `graph_ranks` ranks each divide the samples of
+            :class:`~lightning_gnn.GraphDataModule`. None: all ranks. ``"auto"``: the smallest number for which 1.2 times the
+            predicted peak memory is free; requires ``global_batch_size``.
         **plugins: arguments of Lightning's ``ParallelStrategy``.
     """
 
@@ -175,7 +176,8 @@ class GNNStrategy(RankStrategy):
         if elastic:
             self.samples_unsupported_reason = "elastic=True continues full-graph runs only. Set elastic=False."
         elif memory_limit is not None:
-            self.samples_unsupported_reason = "memory_limit pages one graph's features. Remove it, or set a smaller batch_size."
+            fix = "Remove memory_limit. To use less memory, set a smaller batch_size or a larger graph_ranks."
+            self.samples_unsupported_reason = f"memory_limit pages one graph's features. {fix}"
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
