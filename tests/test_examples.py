@@ -174,7 +174,7 @@ def test_samples(ran, name, size):
 
 def losses_of_the_page(folder: Path) -> list[float]:
     """The losses that the program of docs/samples.md prints, on its four ranks and on one device."""
-    [script] = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "samples.md").read_text(), re.DOTALL)
+    script, *_ = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "samples.md").read_text(), re.DOTALL)
     one_device = script.replace("strategy=strategy, devices=4", 'strategy="auto", devices=1')
     assert one_device != script
     found = []

@@ -130,7 +130,7 @@ def mesh() -> Any:
     bottom, top = axes[1, 0].get_position().y1 + 0.065, axes[0, 0].get_position().y0 - 0.005
     for x in (0.25, 0.75):
         figure.add_artist(FancyArrowPatch((x, bottom), (x, top), transform=figure.transFigure, **arrow))
-    figure.text(0.5, (bottom + top) / 2, "gradients, each step", ha="center", va="center", fontsize=9)
+    figure.text(0.5, (bottom + top) / 2, "gradients: all ranks, each step", ha="center", va="center", fontsize=9)
     return figure
 
 

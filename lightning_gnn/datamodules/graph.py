@@ -165,8 +165,10 @@ class GraphDataModule(LightningDataModule):
     ``edge_val_mask``, ``edge_test_mask`` (bool ``[E]``) and needs no node masks. In a ``HeteroData``, one edge type has these
     masks.
 
-    With `samples`, a batch has the tensors of B samples, ``x [B, N, F]``, the graph once, and ``sample_info``: dataset indices
-    and positions in the global batch. Random numbers in ``__getitem__`` depend only on `seed`, the epoch and the index.
+    With `samples`, a step reads the tensors of the B samples of a global batch, ``x [B, N, F]``, and the graph once.
+    ``sample_info`` has the dataset indices of this data rank's samples, and their positions in the global batch. In shapes of
+    samples, S counts the samples of a dataset, N the nodes of the graph, T the time steps, and F the features. Random numbers in
+    ``__getitem__`` depend only on `seed`, the epoch and the index.
 
     For a ``HeteroData``, batches are ``HeteroData``: a rank's part of the whole graph under ``dgcl``, ``vertex_cut`` and
     ``spmm_1d``, samples under ``sampling``.
