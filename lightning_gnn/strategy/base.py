@@ -176,8 +176,7 @@ class GNNStrategy(RankStrategy):
         if elastic:
             self.samples_unsupported_reason = "elastic=True continues full-graph runs only. Set elastic=False."
         elif memory_limit is not None:
-            fix = "Remove memory_limit. To use less memory, set a smaller batch_size or a larger graph_ranks."
-            self.samples_unsupported_reason = f"memory_limit pages one graph's features. {fix}"
+            self.samples_unsupported_reason = "memory_limit pages one graph's features. Remove it; a smaller batch saves memory."
         self.meter = Meter()
         self.checks = Checks()
         self.steps: Steps = NoSteps()
