@@ -116,6 +116,13 @@ class Mesh:
         self.device_mesh = DeviceMesh.from_group([data_group, graph_group], kind, mesh=places, mesh_dim_names=AXES)
 
 
+def device_mesh_of_one(world: World) -> DeviceMesh:
+    """Returns the axes of one data rank for torch; the graph ranks are the group of all ranks. Collective."""
+    alone = [world.new_group(world.backend, [rank]) for rank in range(world.size)]
+    groups, places = [alone[world.rank], world.graph_group], torch.arange(world.size).view(1, -1)
+    return DeviceMesh.from_group(groups, world.device.type, mesh=places, mesh_dim_names=AXES)
+
+
 def _make_axis(world: World, groups: Sequence[Sequence[int]]) -> tuple[AxisWorld, Any]:
     """Returns the axis of this rank and its process group; all ranks make the groups of all."""
     found: Any = None

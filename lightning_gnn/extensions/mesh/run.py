@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_gnn.comm.exchange import Exchange
 from lightning_gnn.comm.group import World
 from lightning_gnn.data.shards import Shard
-from lightning_gnn.extensions.mesh.axes import Mesh
+from lightning_gnn.extensions.mesh.axes import Mesh, device_mesh_of_one
 from lightning_gnn.extensions.mesh.rows import MeshRows, MeshStreams, SampleRows
 from lightning_gnn.extensions.samples.checks import SampleChecks
 from lightning_gnn.extensions.samples.copies import Copies
@@ -131,8 +131,7 @@ class SampleRun(SampleRanks):
         steps.add_callbacks(SampleChecks(self.world, self._data, self._module.trainer.datamodule.seed))
         in_use.callback(setattr, self._data, "place", self._data.place)
         if self.world.size > 1:
-            mesh = self._mesh or Mesh(self.world, self.world.size)  # of one data rank, for users only
-            setattr(self._module, MESH, mesh.device_mesh)
+            setattr(self._module, MESH, self._mesh.device_mesh if self._mesh else device_mesh_of_one(self.world))
             in_use.callback(setattr, self._module, MESH, None)
         return self.shard
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from common import campaign, quiet_trainer
 from conftest import RankFailed
 from sample_runs import CONCATENATED, IN_ORDER, LEARNED, MODELS, NODES, SampleModule, Samples, graph_of_samples, train_samples
@@ -229,6 +230,11 @@ class Looking(SampleModule):
     def on_train_start(self) -> None:
         mesh = self.device_mesh
         self.mesh = mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_local_rank("data"), mesh.get_local_rank("graph")
+        sums = [torch.full((1,), 1.0 + self.trainer.global_rank) for _ in mesh.mesh_dim_names]
+        for each, axis in zip(sums, mesh.mesh_dim_names):
+            dist.all_reduce(each, group=mesh.get_group(axis))
+        self.sums = torch.cat(sums).tolist()
+        self.shares_group = mesh.get_group("graph") is self.trainer.strategy.world.graph_group
 
 
 def look(rank: int, world_size: int, options: dict[str, Any], data: dict[str, Any]) -> Any:
@@ -240,16 +246,19 @@ def look(rank: int, world_size: int, options: dict[str, Any], data: dict[str, An
         graph.x, graph.y, graph.train_mask = torch.ones(NODES, 1), torch.zeros(NODES), torch.ones(NODES) > 0
     datamodule = GraphDataModule(graph, **given)
     quiet_trainer(DGCLStrategy(timeout=60, **options), world_size, max_epochs=1).fit(module, datamodule=datamodule)
-    return module.mesh
+    return module.mesh, module.sums, module.shares_group
 
 
 def test_device_mesh(ranks):
     found = ranks.run(4, look, {"graph_ranks": 2}, {})
-    assert found == [(("data", "graph"), [[0, 1], [2, 3]], rank // 2, rank % 2) for rank in range(4)]
+    sums = [[4.0, 3.0], [6.0, 3.0], [4.0, 7.0], [6.0, 7.0]]
+    assert found == [((("data", "graph"), [[0, 1], [2, 3]], rank // 2, rank % 2), sums[rank], False) for rank in range(4)]
 
 
 def test_device_mesh_of_one_data_rank(ranks):
-    assert ranks.run(2, look, {}, {}) == [(("data", "graph"), [[0, 1]], 0, rank) for rank in range(2)]
+    """Its graph ranks have the group of all ranks: over NCCL, another group would take memory of each device."""
+    found = ranks.run(2, look, {}, {})
+    assert found == [((("data", "graph"), [[0, 1]], 0, rank), [1.0 + rank, 3.0], True) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
