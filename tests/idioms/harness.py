@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import linecache
 import re
+import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -294,12 +296,34 @@ class Result:
     said: list[str] = field(default_factory=list)
 
 
+@contextmanager
+def _sequential_restored() -> Iterator[None]:
+    """Removes the code that PyG generates for a Sequential, which the next program may run.
+
+    PyG sets it in the class, and finds modules by names that are drawn after ``seed_everything``.
+    """
+    _remove_generated_modules()  # of other tests
+    with patch.object(Sequential, "forward", Sequential.forward):
+        try:
+            yield
+        finally:
+            _remove_generated_modules()
+
+
+def generated_modules() -> list[str]:
+    """Returns the names of modules with code for a Sequential."""
+    return [name for name in sys.modules if name.startswith(f"{Sequential.__module__}_")]
+
+
+def _remove_generated_modules() -> None:
+    for name in generated_modules():
+        del sys.modules[name]
+
+
 def run(build: Build, strategy: Any, devices: int, partition: str, stages: Sequence[str]) -> Result:
     """Returns what a program gives; `strategy` is a name that Lightning knows, or makes a strategy of options."""
     result, seen, log = Result(), _Seen(), _Log()
-    # PyG puts the code that it generates for a Sequential in the class, where the next program's may run it.
-    unchanged = patch.object(Sequential, "forward", Sequential.forward)
-    with warnings.catch_warnings(record=True) as caught, TemporaryDirectory() as folder, unchanged:
+    with warnings.catch_warnings(record=True) as caught, TemporaryDirectory() as folder, _sequential_restored():
         warnings.simplefilter("always")
         try:
             torch.manual_seed(0)
