@@ -76,7 +76,7 @@ def gather_halo(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
-        if mode.has_samples:
+        if not mode.has_nodes:
             return cast(Tensor, mode.run_per_sample(gather_halo, (x,), {}))
         if rows_of(x) is None:
             return x  # gathered already
@@ -107,7 +107,7 @@ def reduce_halo(x: Tensor) -> Tensor:
         return x
     mode = active_mode()
     if mode is not None:
-        if mode.has_samples:
+        if not mode.has_nodes:
             return cast(Tensor, mode.run_per_sample(reduce_halo, (x,), {}))
         of = rows_of(x)
         if of is None or of.rows is not mode.halo_rows:
@@ -142,9 +142,9 @@ def gather_nodes(x: Tensor, ids: Tensor) -> Tensor:
     mode = active_mode()
     if mode is not None:
         of, of_x = rows_of(ids), rows_of(x)
-        if of_x is None or (of_x.dim == 0) == mode.has_samples:
+        if of_x is None or (of_x.dim == 0) != mode.has_nodes:
             return x[ids]  # gathered already, or nodes are along another dimension
-        if mode.has_samples:
+        if not mode.has_nodes:
             out: Tensor = mode.run_per_sample(gather_nodes, (x, ids.reshape(-1)), {})
             return out.reshape(*ids.shape, *x.shape[1:])
         with mode.pause():

@@ -261,7 +261,7 @@ def wrap_method(method: Callable[..., Any], name: str, returns: Returns) -> Call
         if mode is None:
             return method(self, *args, **kwargs)
         uses_edges = returns != "arguments"
-        if mode.has_samples and uses_edges:
+        if uses_edges and not mode.has_nodes:
             return mode.run_per_sample(partial(call, self), args, kwargs)
         row_args = mode.row_tensors(args, kwargs)
         is_along = not uses_edges and (mode.norms_by_rules or any(of.dim for _, of in row_args))

@@ -290,8 +290,8 @@ class RowsMode(TorchFunctionMode):
         see: function called with each function and its arguments before it runs, also if the mode is paused.
     """
 
-    has_samples = False
-    """Whether the rows are samples; torch calls a mode of nodes after this mode."""
+    has_nodes = True
+    """Whether rows are nodes or edges; otherwise, torch calls a mode of nodes after this mode."""
     shape_converter: Any = None
     """Class that converts shapes in reshapes; None for :class:`~lightning_gnn.rows.shapes.ShapeConverter`."""
     norms_by_rules = False

@@ -157,7 +157,7 @@ class CompiledModel:
             return self._model(*args, **kwargs)
 
     def _may_compile(self, mode: RowsMode) -> bool:
-        if mode.has_samples:  # observations and placements are of one axis
+        if not mode.has_nodes:  # observations and placements are of one axis
             self._warn_of_eager("several data ranks divide the samples. Set graph_ranks to the number of ranks")
             return False
         if self._backend is None or mode is not self._mode or mode.in_backward or mode.exact_draws:

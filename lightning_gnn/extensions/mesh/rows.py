@@ -157,7 +157,7 @@ class NodeShapeConverter(ShapeConverter):
 
 
 class SampleMode(RowsMode):
-    """Mode of the samples of a mesh, see :attr:`~lightning_gnn.rows.mode.RowsMode.has_samples`.
+    """Mode of the samples of a mesh, see :attr:`~lightning_gnn.rows.mode.RowsMode.has_nodes`.
 
     Args:
         ranks: data ranks.
@@ -169,7 +169,7 @@ class SampleMode(RowsMode):
         super().__init__(ranks, common_draws)
         self._nodes = node_mode
         self.shape_converter, node_mode.shape_converter = SampleShapeConverter, NodeShapeConverter
-        self.has_samples = self.norms_by_rules = True
+        self.has_nodes, self.norms_by_rules = False, True
 
     @override
     def places_of(self, selection: RowSet) -> Tensor:
