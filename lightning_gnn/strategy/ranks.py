@@ -71,7 +71,7 @@ class MeshShape:
         self._owner, self.is_auto = owner, is_auto
 
     graph_ranks = property(lambda self: self._owner.graph_ranks or self._owner.world_size)
-    data_ranks = property(lambda self: self._owner.world_size // self.graph_ranks)
+    data_ranks = property(lambda self: max(1, self._owner.world_size // self.graph_ranks))
     graph_rank = property(lambda self: self._owner.global_rank % self.graph_ranks)
     data_rank = property(lambda self: self._owner.global_rank // self.graph_ranks)
 

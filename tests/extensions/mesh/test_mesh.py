@@ -265,6 +265,7 @@ def test_device_mesh_of_one_data_rank(ranks):
     ("options", "data", "message"),
     [
         ({"graph_ranks": 2}, {}, "must be a multiple of graph_ranks, got 3 ranks and graph_ranks=2. Set devices to 2"),
+        ({"graph_ranks": 6}, {}, "must be a multiple of graph_ranks, got 3 ranks and graph_ranks=6. Set devices to 6"),
         ({"graph_ranks": 1, "plan": "swap"}, {"global_batch_size": 3}, "plan='swap' does not support several data ranks"),
         ({"graph_ranks": 1}, {"samples": None, "global_batch_size": None}, "3 data ranks, which need samples, but"),
         ({"graph_ranks": 1}, {}, "global_batch_size must be divisible by the number of data ranks, got 4 and 3"),
